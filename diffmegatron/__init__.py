@@ -1,0 +1,3 @@
+"""Train Differential Transformers at scale."""
+
+__version__ = "0.1.0"
