@@ -1,0 +1,165 @@
+"""From YAML files and ``key=value`` overrides to a :class:`Recipe`.
+
+A recipe may ``extends`` another (a path relative to itself, or a list of them, later ones win);
+mappings merge key by key, everything else replaces. Every error names where the key came from.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+
+COMMAND_LINE = "the command line"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: PyYAML reads ``1e-6`` as a string, which nobody means."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge and check a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: ``section.key=value`` strings; the value is read as YAML.
+
+    Raises:
+        UserError: a file cannot be read, a key is unknown, or a value does not fit.
+    """
+    values, origins = _read_file(Path(path), ())
+    for override in overrides:
+        _apply_override(values, origins, override)
+    return _validate(values, origins, str(path))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that :func:`load_recipe` reads back to the same."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The merged values of a file and, per dotted key, the file that set it."""
+    if path.resolve() in chain:
+        raise UserError(f"{path}: recipes extend each other in a circle; break it")
+    values = _parse(path)
+    parents = values.pop("extends", [])
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        inherited, inherited_origins = _read_file(path.parent / parent, (*chain, path.resolve()))
+        _merge(merged, inherited)
+        origins |= inherited_origins
+    _merge(merged, values)
+    origins |= dict.fromkeys(_dotted_keys(values), str(path))
+    return merged, origins
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read recipe {path}: {_reason(error)}") from None
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must be a mapping of sections, not {type(values).__name__}")
+    return values
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in values.items():
+        keys.append(f"{prefix}{key}")
+        if isinstance(value, dict):
+            keys += _dotted_keys(value, f"{prefix}{key}.")
+    return keys
+
+
+def _apply_override(values: dict[str, Any], origins: dict[str, str], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
+    nested: Any = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    _merge(values, nested)
+    origins |= dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
+
+
+def _validate(values: dict[str, Any], origins: dict[str, str], path: str) -> Recipe:
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_sentence(error.errors()[0], origins, path)) from None
+
+
+def _sentence(error: Any, origins: dict[str, str], path: str) -> str:
+    """One pydantic error in the words of the recipe: origin, key, value, what would be right."""
+    key = ".".join(str(part) for part in error["loc"])
+    origin = _origin(key, origins, path)
+    if error["type"] == "extra_forbidden":
+        known = sorted(_known_keys(error["loc"][:-1]))
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        return f"{origin}: unknown key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{origin}: key {key!r} is missing; a recipe must give it"
+    message = str(error.get("ctx", {}).get("error") or error["msg"])
+    if error["type"] == "value_error":
+        return f"{origin}: {message}"
+    return f"{origin}: {key} is {error['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _origin(key: str, origins: dict[str, str], path: str) -> str:
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return COMMAND_LINE if COMMAND_LINE in origins.values() else path
+
+
+def _known_keys(location: tuple[str | int, ...]) -> set[str]:
+    section: type[BaseModel] = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        section = _section_type(section.model_fields[part].annotation)
+    return set(section.model_fields)
+
+
+def _section_type(annotation: Any) -> type[BaseModel]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(_section_type(inner) for inner in annotation.__args__ if inner is not Ellipsis)
