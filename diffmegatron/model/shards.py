@@ -1,0 +1,98 @@
+"""Which part of which named tensor each parameter of this rank is.
+
+Names and shapes here do not depend on the layout: ``decoder.layers.3.mlp.linear_fc1.weight`` is
+the fourth layer's tensor of the whole network on any number of tensor and pipeline ranks. Initial
+weights, checkpoints and export all go by this one table. The shapes come from Megatron-core's own
+``sharded_state_dict``.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+# The fused gate and up projection of SwiGLU: two row blocks on every tensor-parallel rank.
+_METADATA = {"non_homogeneous_layers": True}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One box of a named tensor, stored as a contiguous run of a parameter's elements.
+
+    Attributes:
+        name: of the whole tensor.
+        global_shape: of the whole tensor.
+        offset: where the box begins in the whole tensor, per axis.
+        shape: of the box.
+        start: first element of the box in the flattened parameter.
+        is_primary: whether this rank is the one that saves the box (others hold copies).
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    is_primary: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The box's elements of ``parameter`` (or of a tensor of its size), in its shape."""
+        return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
+
+
+def parameter_shards(network: GPTModel) -> dict[torch.nn.Parameter, list[Shard]]:
+    """The shards of every parameter of this stage, in the network's order.
+
+    Raises:
+        RuntimeError: a parameter that Megatron's sharded state does not cover.
+    """
+    by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
+    for tensor, start in _sharded_tensors(network.sharded_state_dict(metadata=dict(_METADATA))):
+        base = tensor.data.data_ptr() - start * tensor.data.element_size()
+        by_storage.setdefault(base, []).append((tensor, start))
+    table = {}
+    for name, parameter in network.named_parameters():
+        found = by_storage.get(parameter.data_ptr())
+        if found is None:
+            raise RuntimeError(f"parameter {name} is missing from Megatron's sharded state")
+        table[parameter] = [_shard(tensor, start) for tensor, start in found]
+    return table
+
+
+def _sharded_tensors(state: dict) -> Iterator[tuple[ShardedTensor, int]]:
+    """Every sharded tensor with its first element's place in its parameter."""
+    for entry in state.values():
+        if isinstance(entry, ShardedTensor):
+            yield entry, 0
+        elif isinstance(entry, ShardedTensorFactory):
+            start = 0
+            for part in entry.build():
+                yield part, start
+                start += part.data.numel()
+
+
+def _shard(tensor: ShardedTensor, start: int) -> Shard:
+    replica = tensor.replica_id
+    return Shard(
+        name=tensor.key,
+        global_shape=tuple(tensor.global_shape),
+        offset=tuple(tensor.global_offset),
+        shape=tuple(tensor.local_shape),
+        start=start,
+        # The last entry counts data-parallel copies, which ZeRO partitions among themselves.
+        is_primary=replica == 0 or not any(replica[:-1]),
+    )

@@ -1,0 +1,190 @@
+"""Process groups: who this rank is, and which ranks share which part of the work."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from diffmegatron.config.schema import ParallelConfig
+from diffmegatron.parallel import cpu
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the layout, and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tensor_size: int
+    tensor_rank: int
+    pipeline_size: int
+    pipeline_rank: int
+    data_size: int
+    data_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer and sees the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the run: it writes the log, metrics and progress line."""
+        return self.rank == 0
+
+    @property
+    def data_group(self) -> ProcessGroup:
+        """The ranks that hold the same shard of the model."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    @property
+    def tensor_group(self) -> ProcessGroup:
+        """The ranks that share each layer of this stage."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pipeline_group(self) -> ProcessGroup:
+        """The ranks that hold the other stages of this rank's shard."""
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def embedding_group(self) -> ProcessGroup:
+        """The first and last stage, which share a tied embedding."""
+        return parallel_state.get_embedding_group()
+
+
+class ModelParallelUnit:
+    """The interface DeepSpeed calls ``mpu``, which Megatron-core's module no longer has whole.
+
+    DeepSpeed's data parallelism is ours times context parallelism. ``get_sequence_parallel_*`` is
+    left out on purpose: with it ZeRO 1 and 2 sum gradients that ZeRO 3 averages.
+    """
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Ranks over which ZeRO partitions."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def get_data_parallel_rank(self) -> int:
+        """Rank within :meth:`get_data_parallel_group`."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+    def get_data_parallel_world_size(self) -> int:
+        """Size of :meth:`get_data_parallel_group`."""
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that together hold one whole model."""
+        return parallel_state.get_model_parallel_group()
+
+    def get_model_parallel_rank(self) -> int:
+        """Rank within :meth:`get_model_parallel_group`."""
+        return distributed.get_rank(parallel_state.get_model_parallel_group())
+
+    def get_model_parallel_world_size(self) -> int:
+        """Size of :meth:`get_model_parallel_group`."""
+        return distributed.get_world_size(parallel_state.get_model_parallel_group())
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that share each layer."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Rank within :meth:`get_tensor_model_parallel_group`."""
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Size of :meth:`get_tensor_model_parallel_group`."""
+        return parallel_state.get_tensor_model_parallel_world_size()
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Number of stages."""
+        return parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def world_size() -> int:
+    """Ranks of this run as the launcher announced them; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_groups(
+    parallel: ParallelConfig, seed: int, timeout: timedelta = timedelta(minutes=30)
+) -> Iterator[Topology]:
+    """Start the process groups of a layout and end them cleanly.
+
+    Under ``torchrun`` the ranks meet through its environment; without, this process is the only
+    rank. NCCL where CUDA exists, one rank per GPU; gloo elsewhere.
+
+    Args:
+        parallel: the layout; its sizes must fill the ranks (``Recipe.data_parallel`` checks).
+        seed: base of Megatron's model-parallel random states.
+        timeout: how long a collective may wait.
+    """
+    cpu.install()
+    device = _device()
+    _join(device, timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        # Gloo groups beside NCCL's serve Megatron's own optimizer checkpoints only.
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    try:
+        yield _topology(device)
+    finally:
+        parallel_state.destroy_model_parallel()
+        # Without this gloo now and then aborts at exit.
+        distributed.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device, timeout: timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = distributed.HashStore()
+        distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
+
+
+def _topology(device: torch.device) -> Topology:
+    return Topology(
+        rank=distributed.get_rank(),
+        world_size=distributed.get_world_size(),
+        device=device,
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+    )
