@@ -1,0 +1,122 @@
+"""The two public attention functions: differential, and the Transformer twin's softmax."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .masking import AttentionMask
+from .select import resolve_backend
+from .validate import autocast_dtype, build_mask, check_diff_inputs, check_softmax_inputs
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> Tensor:
+    """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, equation 1).
+
+    Query head n meets kv head `n // (h / h_kv)`. The headwise norm is the caller's. A query row
+    that sees no key gets zeros. Under autocast q, k and v are cast to autocast's dtype.
+
+    Args:
+        q1, q2: `[b, s, h, d]`, floating point.
+        k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        v: `[b, t, h_kv, 2d]`, likewise.
+        lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual).
+        causal: hide keys at later positions than the query.
+        softmax_scale: factor of the scores; 1/sqrt(d) by default.
+        backend: a name of `select.BACKENDS`, or "auto".
+        cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
+            documents in global positions, the same for every batch row; attention stays within a
+            document. Fold the batch into one row when the rows differ. Best kept on the CPU: its
+            values are read.
+        query_offset: global position of the first query. By default the last query stands at the
+            last key, so that a shorter s is the end of the sequence (decoding).
+        key_offset: global position of the first key.
+
+    Returns:
+        `[b, s, h, 2d]` in v's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit, or the named
+            backend cannot run.
+    """
+    check_diff_inputs(q1, k1, q2, k2, v, lambda_)
+    mask = build_mask(
+        q1.shape[1],
+        k1.shape[1],
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+    dtype = autocast_dtype(q1)
+    compute = resolve_backend(backend, q1.device.type, dtype, q1.shape[3])
+    q1, k1, q2, k2, v = (x.to(dtype) for x in (q1, k1, q2, k2, v))
+    scale = q1.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    return compute(q1, k1, q2, k2, v, lambda_, softmax_scale=scale, mask=mask)
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> Tensor:
+    """Plain softmax attention of the Transformer twin, by torch's scaled_dot_product_attention.
+
+    Args:
+        q: `[b, s, h, d]`, floating point.
+        k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        causal, softmax_scale, cu_seqlens, query_offset, key_offset: as in `diff_attention`.
+
+    Returns:
+        `[b, s, h, d]` in v's dtype.
+
+    Raises:
+        ValueError: as `diff_attention`.
+    """
+    check_softmax_inputs(q, k, v)
+    mask = build_mask(
+        q.shape[1],
+        k.shape[1],
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+    is_square_causal = causal and cu_seqlens is None and mask.query_offset == key_offset
+    hidden = None if is_square_causal and q.shape[1] == k.shape[1] else _hidden(mask, q.device)
+    sees_nothing = None if hidden is None else hidden.all(-1)
+    if hidden is not None and sees_nothing is not None:
+        hidden = hidden & ~sees_nothing[:, None]
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=causal and hidden is None,
+        scale=softmax_scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    return out if sees_nothing is None else out.masked_fill(sees_nothing[:, None, None], 0.0)
+
+
+def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
+    return mask.hidden((0, mask.query_length), (0, mask.key_length), device)

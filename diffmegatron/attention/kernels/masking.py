@@ -1,0 +1,76 @@
+"""Which key each query row may attend to: causality, chunk offsets and document boundaries."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The visible (query, key) pairs, by global position, of one attention call.
+
+    Query row i stands at position `query_offset + i`, key j at `key_offset + j`. A pair is visible
+    when both positions lie in the same document and, under `causal`, the key is not the later one.
+
+    Attributes:
+        query_length, key_length: s and t of the call.
+        causal: hide keys at later positions than the query.
+        query_offset, key_offset: global position of the first query row and of the first key.
+        cu_seqlens: document boundaries `(0, end_of_first, ..., end_of_last)` in global positions,
+            or None for one document.
+    """
+
+    query_length: int
+    key_length: int
+    causal: bool = True
+    query_offset: int = 0
+    key_offset: int = 0
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
+        """The smallest key interval [start, stop) that holds all keys visible to these rows.
+
+        It is empty (start == stop) when none is visible.
+        """
+        first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
+        start, stop = 0, self.key_length
+        if self.causal:
+            stop = min(stop, last + 1 - self.key_offset)
+        if self.cu_seqlens is not None:
+            bounds = self.cu_seqlens
+            start = max(start, bounds[bisect_right(bounds, first) - 1] - self.key_offset)
+            stop = min(stop, bounds[bisect_right(bounds, last)] - self.key_offset)
+        return (start, stop) if start < stop else (0, 0)
+
+    def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
+        """Number of leading keys of `key_range` that every one of these rows sees."""
+        start, stop = self.key_range(row_start, row_stop)
+        if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
+            return 0
+        if not self.causal:
+            return stop - start
+        diagonal = self.query_offset + row_start + 1 - self.key_offset
+        return min(max(diagonal - start, 0), stop - start)
+
+    def hidden(
+        self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> Tensor | None:
+        """Boolean `[rows, keys]` tensor, True where a pair is not visible; None if all are."""
+        if not self.causal and self.cu_seqlens is None:
+            return None
+        query = torch.arange(*rows, device=device)[:, None] + self.query_offset
+        key = torch.arange(*keys, device=device)[None, :] + self.key_offset
+        hidden = key > query if self.causal else torch.zeros_like(key > query)
+        if self.cu_seqlens is not None:
+            bounds = torch.tensor(self.cu_seqlens, device=device)
+            query_document = torch.searchsorted(bounds, query.flatten(), right=True)
+            key_document = torch.searchsorted(bounds, key.flatten(), right=True)
+            hidden = hidden | (query_document[:, None] != key_document[None, :])
+        return hidden
+
+    def _same_document(self, row: int, other_row: int) -> bool:
+        assert self.cu_seqlens is not None
+        document = bisect_right(self.cu_seqlens, self.query_offset + row)
+        return document == bisect_right(self.cu_seqlens, self.query_offset + other_row)

@@ -1,0 +1,138 @@
+"""Which backend computes an attention call, and why.
+
+The choice depends on the device, the dtype, the head dimension and what imports, and on nothing
+else. To add a backend: write its module, describe it in `BACKENDS`, and name it in `AUTO_ORDER`
+where it should be taken unasked.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, util
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one implementation can compute.
+
+    Attributes:
+        module: module of this package that holds its `diff_attention`.
+        devices, dtypes, head_dims: what it takes; None means any.
+        library: name of the library it needs beside torch, or None.
+        note: one clause on what it is, shown as the reason of a choice.
+    """
+
+    module: str
+    note: str
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    library: str | None = None
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend("reference", "the paper's equations read literally, for tests"),
+    "blocked": Backend("blocked", "row blocks in plain PyTorch, deterministic"),
+}
+
+# The first that can run is taken.
+AUTO_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "cuda": ("blocked",)}
+
+
+def importable_libraries() -> frozenset[str]:
+    """The optional libraries that are installed here (found, not imported)."""
+    return frozenset(name for name in LIBRARIES if util.find_spec(name) is not None)
+
+
+def why_not(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, libraries: frozenset[str]
+) -> str | None:
+    """The reason why backend `name` cannot run this, in one clause, or None when it can."""
+    backend = BACKENDS[name]
+    if backend.devices is not None and device not in backend.devices:
+        return f"needs a {' or '.join(backend.devices)} device, got {device}"
+    if backend.library is not None and backend.library not in libraries:
+        return f"needs the library {backend.library}, which is not installed"
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        return f"takes {', '.join(map(_dtype_name, backend.dtypes))}, got {_dtype_name(dtype)}"
+    if backend.head_dims is not None and head_dim not in backend.head_dims:
+        return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {head_dim}"
+    return None
+
+
+def choose_backend(
+    backend: str, device: str, dtype: torch.dtype, head_dim: int, libraries: frozenset[str]
+) -> tuple[str, str]:
+    """(name, reason) of the backend that computes a call.
+
+    Args:
+        backend: a key of `BACKENDS`, or "auto" for the first of `AUTO_ORDER` that can run.
+        device: device type, as in `tensor.device.type`.
+        dtype: dtype of queries, keys and values.
+        head_dim: d, the width of a query.
+        libraries: optional libraries at hand, as from `importable_libraries`.
+
+    Raises:
+        ValueError: the name is unknown, or the named backend cannot run this.
+    """
+    if backend == "auto":
+        passed_over: list[str] = []
+        for name in AUTO_ORDER.get(device, ("blocked",)):
+            reason = why_not(name, device, dtype, head_dim, libraries)
+            if reason is None:
+                return name, "; ".join([BACKENDS[name].note, *passed_over])
+            passed_over.append(f"not {name}: {reason}")
+        raise ValueError(f"no attention backend can run on {device}: {'; '.join(passed_over)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(BACKENDS)}")
+    if reason := why_not(backend, device, dtype, head_dim, libraries):
+        raise ValueError(f"backend={backend!r} cannot run: it {reason}")
+    return backend, "asked for by name"
+
+
+@cache
+def resolve_backend(
+    backend: str, device: str, dtype: torch.dtype, head_dim: int
+) -> Callable[..., Tensor]:
+    """The chosen backend's `diff_attention`; the choice and its reason are logged once."""
+    name, reason = choose_backend(backend, device, dtype, head_dim, importable_libraries())
+    logger.info(
+        "differential attention on %s, %s, d=%d: %s (%s)",
+        device,
+        _dtype_name(dtype),
+        head_dim,
+        name,
+        reason,
+    )
+    module = import_module(f".{BACKENDS[name].module}", __package__)
+    function: Callable[..., Tensor] = module.diff_attention
+    return function
+
+
+def backend_table(
+    device: str | None = None, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
+) -> list[tuple[str, bool, str]]:
+    """(name, can run, note or the reason why not) of every backend, for `doctor` to print.
+
+    Args:
+        device: device type asked about; the accelerator when there is one, by default.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    libraries = importable_libraries()
+    rows = []
+    for name, backend in BACKENDS.items():
+        reason = why_not(name, device, dtype, head_dim, libraries)
+        rows.append((name, reason is None, reason or backend.note))
+    return rows
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,100 @@
+"""Attention by explicit loops over rows and heads in float64, written apart from the package."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tensor:
+    """Weights of one query `[d]` over all keys `[t, d]`; zero where not visible."""
+    weights = torch.zeros(k.shape[0], dtype=q.dtype)
+    if visible:
+        index = torch.tensor(visible)
+        scores = (k[index] * q).sum(-1) * scale
+        exponentials = torch.exp(scores - scores.max().detach())
+        weights = weights.index_copy(0, index, exponentials / exponentials.sum())
+    return weights
+
+
+def visible_keys(
+    query: int, keys: int, causal: bool, query_offset: int, key_offset: int, bounds: list[int]
+) -> list[int]:
+    """Keys that a query row may see; `bounds` are document boundaries in global positions."""
+
+    def document(position: int) -> int:
+        return sum(bound <= position for bound in bounds)
+
+    position = query + query_offset
+    return [
+        key
+        for key in range(keys)
+        if (not causal or key + key_offset <= position)
+        and document(key + key_offset) == document(position)
+    ]
+
+
+def loop_diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+    bounds: tuple[int, ...] = (),
+) -> Tensor:
+    batch, rows, heads, width = q1.shape
+    keys, kv_heads = k1.shape[1:3]
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    if query_offset is None:
+        query_offset = key_offset + keys - rows
+    out = []
+    for b in range(batch):
+        for row in range(rows):
+            visible = visible_keys(row, keys, causal, query_offset, key_offset, list(bounds))
+            for head in range(heads):
+                kv = head // (heads // kv_heads)
+                first = softmax_row(q1[b, row, head], k1[b, :, kv], visible, scale)
+                second = softmax_row(q2[b, row, head], k2[b, :, kv], visible, scale)
+                out.append((first - lambda_ * second) @ v[b, :, kv])
+    return torch.stack(out).view(batch, rows, heads, v.shape[-1])
+
+
+def make_inputs(
+    batch: int = 1,
+    rows: int = 7,
+    keys: int | None = None,
+    heads: int = 2,
+    kv_heads: int = 1,
+    width: int = 4,
+    lambda_: float = 0.7,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> list[Tensor]:
+    """q1, k1, q2, k2, v and lambda_, drawn from a standard normal, with gradients required."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = rows if keys is None else keys
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return x.to(dtype).requires_grad_()
+
+    q1 = draw(batch, rows, heads, width)
+    k1 = draw(batch, keys, kv_heads, width)
+    q2 = draw(batch, rows, heads, width)
+    k2 = draw(batch, keys, kv_heads, width)
+    v = draw(batch, keys, kv_heads, 2 * width)
+    lambda_dtype = dtype if dtype == torch.float64 else torch.float32
+    return [q1, k1, q2, k2, v, torch.tensor(lambda_, dtype=lambda_dtype, requires_grad=True)]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest deviation over the largest expected magnitude (1 where that is smaller)."""
+    expected = expected.detach().to(torch.float64)
+    deviation = (actual.detach().to(torch.float64) - expected).abs().max()
+    return float(deviation / expected.abs().max().clamp_min(1.0))

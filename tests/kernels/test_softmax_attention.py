@@ -1,0 +1,42 @@
+"""The Transformer twin's attention against the loops: lambda 0 and V of width d."""
+
+import pytest
+import torch
+from loops import loop_diff_attention, make_inputs, relative_error
+
+from diffmegatron.attention.kernels import softmax_attention
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"rows": 13}, {}),
+        ({"rows": 5, "keys": 12}, {}),
+        ({"rows": 1, "keys": 12}, {}),
+        ({"rows": 9, "keys": 4}, {}),
+        ({"rows": 9}, {"query_offset": 2, "key_offset": 5}),
+        ({"rows": 9}, {"cu_seqlens": torch.tensor([0, 2, 5, 9])}),
+    ],
+    ids=["square", "s < t", "decoding", "s > t", "offsets", "documents"],
+)
+def test_equals_loops(causal, shape, options):
+    q, k, _, _, v, _ = make_inputs(batch=2, heads=4, kv_heads=2, **shape)
+    v = v[..., : q.shape[-1]].detach().requires_grad_()
+    out = softmax_attention(q, k, v, causal=causal, **options)
+    if "cu_seqlens" in options:
+        options = {"bounds": tuple(options["cu_seqlens"].tolist())}
+    expected = loop_diff_attention(q, k, q, k, v, torch.tensor(0.0), causal=causal, **options)
+    assert relative_error(out, expected) < 1e-12
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for actual, grad in zip(grads, wanted, strict=True):
+        assert relative_error(actual, grad) < 1e-11
+
+
+def test_softmax_scale():
+    q, k, _, _, v, _ = make_inputs(heads=2, kv_heads=2)
+    v = v[..., : q.shape[-1]]
+    out = softmax_attention(q, k, v, softmax_scale=0.3)
+    expected = loop_diff_attention(q, k, q, k, v, torch.tensor(0.0), scale=0.3)
+    assert relative_error(out, expected) < 1e-12

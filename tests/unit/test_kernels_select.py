@@ -1,0 +1,42 @@
+"""The choice of a backend: a plain function of device, dtype, head dimension and libraries."""
+
+import logging
+
+import pytest
+import torch
+
+from diffmegatron.attention.kernels import backend_table, diff_attention
+from diffmegatron.attention.kernels.select import BACKENDS, choose_backend, resolve_backend
+
+NOTHING: frozenset[str] = frozenset()
+
+
+def test_auto_on_cpu_is_blocked():
+    name, reason = choose_backend("auto", "cpu", torch.float32, 128, NOTHING)
+    assert name == "blocked"
+    assert "plain PyTorch" in reason
+
+
+def test_a_named_backend_is_taken():
+    assert choose_backend("reference", "cpu", torch.float64, 5, NOTHING)[0] == "reference"
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="choose auto or reference, blocked"):
+        choose_backend("fused", "cpu", torch.float32, 128, NOTHING)
+
+
+def test_choice_is_logged_once(caplog):
+    resolve_backend.cache_clear()
+    x, v = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 8)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            diff_attention(x, x, x, x, v, torch.tensor(0.5))
+    (record,) = [r for r in caplog.records if "differential attention" in r.message]
+    assert "blocked (row blocks in plain PyTorch" in record.message
+
+
+def test_table_lists_every_backend_with_a_reason():
+    table = backend_table(device="cpu")
+    assert [name for name, _, _ in table] == list(BACKENDS)
+    assert all(reason for _, _, reason in table)
