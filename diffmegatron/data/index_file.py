@@ -1,0 +1,94 @@
+"""The ``.idx`` file of Megatron's IndexedDataset, written and checked in constant memory.
+
+The layout is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``): 9 bytes of
+magic, version (u64) 1, type code (u8), sequences S (u64), document boundaries D (u64), then
+lengths int32 ``[S]``, byte offsets int64 ``[S]`` and boundaries int64 ``[D]``. Megatron's own
+writer keeps all of it in Python lists, which a corpus of a billion documents does not survive.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from diffmegatron.errors import UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPE_CODES: dict[np.dtype, int] = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """What an index says of itself."""
+
+    dtype: np.dtype
+    sequences: int
+    boundaries: int
+
+    @property
+    def file_size(self) -> int:
+        """Bytes that an index with this header has."""
+        return _HEADER.size + 12 * self.sequences + 8 * self.boundaries
+
+
+def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, boundaries: np.ndarray) -> None:
+    """Write and sync an index.
+
+    Args:
+        lengths: int32 ``[S]``, tokens of each sequence; may be memory-mapped.
+        dtype: type of the tokens, int32 or uint16.
+        boundaries: int64 ``[D]``, the sequence at which each document begins, and S at the end;
+            ``arange(S + 1)`` where every document is one sequence.
+    """
+    with path.open("wb") as stream:
+        header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(boundaries))
+        stream.write(_HEADER.pack(*header))
+        for part in _chunks(lengths):
+            stream.write(part.astype(np.int32, copy=False).data)
+        _write_offsets(stream, lengths, dtype.itemsize)
+        for part in _chunks(boundaries):
+            stream.write(part.astype(np.int64, copy=False).data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_header(path: Path) -> IndexHeader:
+    """Read and check the header of an index against the size of its file.
+
+    Raises:
+        UserError: it is missing, is no index, or is truncated.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_HEADER.size)
+    except OSError as error:
+        raise UserError(f"cannot read index {path}: {error.strerror}") from None
+    types: dict[int, np.dtype] = {code: dtype for dtype, code in _TYPE_CODES.items()}
+    if len(content) < _HEADER.size or not content.startswith(_MAGIC) or content[17] not in types:
+        raise UserError(f"{path} is not an index of Megatron's with int32 or uint16 tokens")
+    _, _, code, sequences, boundaries = _HEADER.unpack(content)
+    header = IndexHeader(types[code], sequences, boundaries)
+    size = path.stat().st_size
+    if size != header.file_size:
+        raise UserError(
+            f"index {path} has {size} bytes, but one of {sequences} sequences has "
+            f"{header.file_size}; copy or prepare it again"
+        )
+    return header
+
+
+def _chunks(array: np.ndarray) -> list[np.ndarray]:
+    return [array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK)]
+
+
+def _write_offsets(stream: BinaryIO, lengths: np.ndarray, itemsize: int) -> None:
+    position = 0
+    for part in _chunks(lengths):
+        ends = position + np.cumsum(part, dtype=np.int64) * itemsize
+        stream.write(np.concatenate([[position], ends[:-1]]).astype(np.int64).data)
+        position = int(ends[-1])

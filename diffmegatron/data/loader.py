@@ -1,0 +1,181 @@
+"""From samples to the microbatches of one data-parallel rank, fetched ahead by a thread."""
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from diffmegatron.data.samples import Sample, Samples
+from diffmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch.
+
+    Attributes:
+        tokens: int64 ``[b, s]``.
+        labels: int64 ``[b, s]``, the next token of each.
+        loss_mask: float32 ``[b, s]``, 1 where the label counts.
+        position_ids: int64 ``[b, s]``.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Stack samples of one length into a microbatch."""
+    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    inputs = tokens[:, :-1].contiguous()
+    size, length = inputs.shape
+    return Batch(
+        tokens=inputs,
+        labels=tokens[:, 1:].contiguous(),
+        loss_mask=torch.ones(size, length),
+        position_ids=torch.arange(length).repeat(size, 1),
+    )
+
+
+class Loader:
+    """Iterates over optimizer steps; each is the list of this rank's microbatches.
+
+    Global batch k is samples k G to (k + 1) G; microbatch m of data-parallel rank r takes the
+    ``micro_batch_size`` samples from k G + (m data_parallel_size + r) micro_batch_size on. So the
+    global batch, and the position after it, are the same for every layout of ranks.
+
+    A thread reads ``prefetch`` steps ahead and is ended by :meth:`close` or by leaving the
+    context; an error in it is raised where the step is asked for.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        per_microbatch = micro_batch_size * data_parallel_size
+        if global_batch_size % per_microbatch:
+            raise UserError(
+                f"global batch {global_batch_size} is no multiple of micro-batch "
+                f"{micro_batch_size} x data parallel {data_parallel_size}"
+            )
+        self._samples, self._seq_length = samples, seq_length
+        self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
+        self._rank, self._ranks = data_parallel_rank, data_parallel_size
+        self._microbatches = global_batch_size // per_microbatch
+        self.consumed_samples = consumed_samples
+        self._prefetch = prefetch
+        self._reader: _Reader | None = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._reader is None:
+            self._reader = _Reader(self, self.consumed_samples, self._prefetch)
+        batches = self._reader.take()
+        self.consumed_samples += self._global_batch_size
+        return batches
+
+    def read_step(self, consumed_samples: int) -> list[Batch]:
+        """This rank's microbatches of the global batch that begins there."""
+        size = self._micro_batch_size
+        firsts = (
+            consumed_samples + (microbatch * self._ranks + self._rank) * size
+            for microbatch in range(self._microbatches)
+        )
+        return [
+            collate([self._samples[index] for index in range(first, first + size)])
+            for first in firsts
+        ]
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens that all ranks together have been given."""
+        return self.consumed_samples * self._seq_length
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self._global_batch_size
+
+    def state(self) -> dict[str, Any]:
+        """Position in the data, JSON-able and the same on every rank: save it once."""
+        return {"consumed_samples": self.consumed_samples}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`, whatever the layout of ranks that saved it."""
+        self.close()
+        self.consumed_samples = int(state["consumed_samples"])
+
+    def close(self) -> None:
+        """End the thread; the next step starts another."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """The thread that reads ahead, and the queue between it and the consumer."""
+
+    def __init__(self, loader: Loader, consumed_samples: int, ahead: int) -> None:
+        self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, ahead))
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read, args=(loader, consumed_samples), name="data-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, loader: Loader, consumed_samples: int) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._put(loader.read_step(consumed_samples))
+                consumed_samples += loader.global_batch_size
+        except BaseException as error:  # handed over, not swallowed: take() raises it
+            self._put(error)
+
+    def _put(self, item: list[Batch] | BaseException) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def take(self) -> list[Batch]:
+        """The next step.
+
+        Raises:
+            BaseException: whatever reading it raised.
+        """
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            self._queue.put(item)  # so that asking again raises again instead of waiting
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()

@@ -1,0 +1,49 @@
+"""Pseudo-random numbers and permutations that are functions of (key, index): nothing is stored.
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); a
+permutation is a Feistel network over it, walked until it falls into the range (Black and Rogaway,
+CT-RSA 2002). Both stay the same on every machine and in every version.
+"""
+
+import hashlib
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_ROUNDS = 4
+
+
+def derive_key(*parts: str | int) -> int:
+    """A 64-bit key for whatever the parts name."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def mix(value: int) -> int:
+    """SplitMix64's finaliser of a 64-bit integer."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(key: int, start: int, stop: int) -> np.ndarray:
+    """Numbers in [0, 1) that belong to the indices ``start`` to ``stop``: float64 ``[n]``."""
+    value = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    return (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permute(index: int, size: int, key: int) -> int:
+    """The image of ``index`` under the permutation of ``range(size)`` that ``key`` names."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & low
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (mix((key + turn * _GAMMA + right) & _MASK) & low)
+        index = left << half | right
+        if index < size:
+            return index

@@ -1,0 +1,116 @@
+"""Batches of records through worker processes, out in the order in which they went in."""
+
+import itertools
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from diffmegatron.data.corpus import CorpusFile, Record, read_records
+from diffmegatron.data.encode import Batch, EncodedBatch, EncodeSettings, encode_batch, loaded
+from diffmegatron.errors import UserError
+
+_BATCH_BYTES = 1 << 20
+_BATCH_RECORDS = 1024
+# Enough batches in flight to keep every worker busy while the slowest one finishes.
+_QUEUED_PER_WORKER = 3
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a corpus is used: ``records`` of file number ``file`` and all files before it.
+
+    ``offset`` is about how many bytes of that file these are, for the progress line alone.
+    """
+
+    file: int = 0
+    records: int = 0
+    offset: int = 0
+
+
+def encode_in_order(
+    files: list[CorpusFile],
+    start: Position,
+    settings: EncodeSettings,
+    workers: int,
+    max_bytes: int,
+) -> Iterator[tuple[Position, EncodedBatch]]:
+    """Encode what lies after ``start``; each batch comes with the position after it.
+
+    At most a fixed number of batches is held, so memory does not grow with the corpus.
+
+    Raises:
+        UserError: a worker process was killed.
+    """
+    batches = _read_batches(files, start, settings.text_field, max_bytes)
+    if workers == 1:
+        for position, batch in batches:
+            yield position, encode_batch(batch, settings)
+        return
+    with ProcessPoolExecutor(
+        workers,
+        # Not fork: the parent may hold threads and locks of torch or of the progress line.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(settings,),
+    ) as pool:
+        queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
+        try:
+            for position, batch in batches:
+                queued.append((position, pool.submit(encode_batch, batch, settings)))
+                if len(queued) >= _QUEUED_PER_WORKER * workers:
+                    done, future = queued.popleft()
+                    yield done, future.result()
+            while queued:
+                done, future = queued.popleft()
+                yield done, future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"one of the {workers} worker processes was killed (out of memory?); run the same "
+                "command again to go on from the last commit"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(settings: EncodeSettings) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    loaded(settings.tokenizer)
+
+
+def _exit_with_parent() -> None:
+    """A worker of a killed parent would wait for work forever: it holds its own queue open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _read_batches(
+    files: list[CorpusFile], start: Position, text_field: str, max_bytes: int
+) -> Iterator[tuple[Position, Batch]]:
+    for number in range(start.file, len(files)):
+        file = files[number]
+        skipped = start.records if number == start.file else 0
+        records = itertools.islice(read_records(file, text_field, max_bytes), skipped, None)
+        used, offset = skipped, 0
+        while batch := _take(records):
+            used += len(batch)
+            offset += sum(len(record.payload) for record in batch)
+            offset = min(offset, file.path.stat().st_size)
+            yield Position(number, used, offset), Batch(str(file.path), file.format, batch)
+
+
+def _take(records: Iterator[Record]) -> list[Record]:
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record.payload)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
+            break
+    return batch

@@ -1,0 +1,219 @@
+"""Tokenizers: text to token ids, without ever reaching for the network."""
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from diffmegatron.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = "bytes"
+CL100K = "cl100k_base"
+CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+# tiktoken caches a file under the sha1 of the address that it downloads it from.
+CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
+# The possessive form that tiktoken >= 0.9 uses; it splits text as the published pattern does.
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+CL100K_SPECIAL_TOKENS = {
+    END_OF_TEXT: 100257,
+    "<|fim_prefix|>": 100258,
+    "<|fim_middle|>": 100259,
+    "<|fim_suffix|>": 100260,
+    "<|endofprompt|>": 100276,
+}
+SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
+
+
+class Tokenizer(ABC):
+    """What prepares a corpus and reads it back.
+
+    Attributes:
+        name: the name or path that :func:`load_tokenizer` was given.
+        vocab_size: ids in use, special tokens included (the highest id plus one).
+        end_of_document: the id that ends every document.
+        sha256: hash of everything that decides the ids; two tokenizers with equal hashes agree.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    sha256: str
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids ``[n]``, uint32; the text of a special token is encoded as ordinary text.
+
+        Raises:
+            UnicodeEncodeError: the text holds a lone surrogate, which no UTF-8 file can.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of ``ids``, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A ``tiktoken.Encoding`` with its end-of-document token."""
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding, end_of_document: int) -> None:
+        self.name = name
+        self.encoding = encoding
+        self.vocab_size = encoding.n_vocab
+        self.end_of_document = end_of_document
+
+    @cached_property
+    def sha256(self) -> str:  # type: ignore[override]
+        """Hash of pattern, mergeable ranks and special tokens."""
+        # _pat_str and _mergeable_ranks are what tiktoken's own documentation says to extend from.
+        digest = hashlib.sha256(self.encoding._pat_str.encode())
+        for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+            digest.update(b"%d:%d:%s" % (rank, len(token), token))
+        digest.update(json.dumps(self.encoding._special_tokens, sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """See :meth:`Tokenizer.encode`."""
+        text.encode()  # tiktoken would replace lone surrogates without a word
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See :meth:`Tokenizer.decode`."""
+        return self.encoding.decode([int(token) for token in ids])
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """The tokenizer of a recipe.
+
+    Args:
+        name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``, embedded), ``cl100k_base`` (see
+            :func:`find_cl100k`), the path of a ``.tiktoken`` file (with ``cl100k_base``'s pattern
+            and ``<|endoftext|>`` as the id after the last, unless a JSON file of the same stem
+            beside it gives ``pat_str`` and ``special_tokens``), or a Hugging Face folder.
+
+    Raises:
+        UserError: the name is not known, or its files are missing or damaged.
+    """
+    if name_or_path == BYTES:
+        return _byte_level()
+    if name_or_path == CL100K:
+        return _cl100k(find_cl100k())
+    path = Path(name_or_path)
+    if path.suffix == ".tiktoken":
+        return _from_file(path)
+    raise UserError(
+        f"tokenizer {name_or_path!r} is neither {BYTES!r} nor {CL100K!r} nor the path of a "
+        ".tiktoken file"
+    )
+
+
+def find_cl100k() -> Path:
+    """Where ``cl100k_base.tiktoken`` lies: ``DIFFMEGATRON_TIKTOKEN`` or tiktoken's cache.
+
+    Raises:
+        UserError: neither has it; nothing is downloaded.
+    """
+    candidates = [
+        folder / file
+        for folder in _search_folders()
+        for file in (f"{CL100K}.tiktoken", CL100K_CACHE_NAME)
+    ]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise UserError(
+            f"tokenizer {CL100K}: {CL100K}.tiktoken (sha256 {CL100K_FILE_SHA256}) is not on this "
+            f"machine; put it into a folder and name the folder in {SEARCH_VARIABLE}, or give "
+            "the path of the file as the tokenizer"
+        )
+    return found
+
+
+def _search_folders() -> list[Path]:
+    """The folders in the order of tiktoken's own search, after the one the user named."""
+    variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
+    named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
+    return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]
+
+
+def _byte_level() -> Tokenizer:
+    encoding = tiktoken.Encoding(
+        BYTES,
+        pat_str=r"[\s\S]{1,64}",  # short pieces: tiktoken's merge loop is superlinear in a piece
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={END_OF_TEXT: 256},
+    )
+    return TiktokenTokenizer(BYTES, encoding, end_of_document=256)
+
+
+def _cl100k(path: Path, name: str = CL100K) -> Tokenizer:
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != CL100K_FILE_SHA256:
+        raise UserError(
+            f"tokenizer file {path} has sha256 {found}, but {CL100K} is {CL100K_FILE_SHA256}; "
+            "copy the file again"
+        )
+    encoding = tiktoken.Encoding(
+        CL100K,
+        pat_str=CL100K_PATTERN,
+        mergeable_ranks=_parse_ranks(path, content),
+        special_tokens=CL100K_SPECIAL_TOKENS,
+    )
+    return TiktokenTokenizer(name, encoding, CL100K_SPECIAL_TOKENS[END_OF_TEXT])
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer file {path}: {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() == CL100K_FILE_SHA256:
+        return _cl100k(path, name=CL100K)
+    ranks = _parse_ranks(path, content)
+    pattern, special_tokens = CL100K_PATTERN, {END_OF_TEXT: max(ranks.values()) + 1}
+    description = path.with_suffix(".json")
+    if description.exists():
+        pattern, special_tokens = _read_description(description)
+    encoding = tiktoken.Encoding(
+        path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+    )
+    return TiktokenTokenizer(str(path), encoding, special_tokens[END_OF_TEXT])
+
+
+def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Lines of ``base64(token) rank``."""
+    try:
+        pairs = [line.split() for line in content.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError:
+        ranks = {}
+    if len(ranks) < 256:
+        raise UserError(
+            f"tokenizer file {path} is not a tiktoken file: it must have a line "
+            "'base64(token) rank' for each of at least 256 tokens"
+        )
+    return ranks
+
+
+def _read_description(path: Path) -> tuple[str, dict[str, int]]:
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        pattern, special_tokens = description["pat_str"], dict(description["special_tokens"])
+        special_tokens[END_OF_TEXT]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path} must be a JSON object with 'pat_str' and 'special_tokens', and "
+            f"{END_OF_TEXT!r} among the special tokens"
+        ) from None
+    return pattern, special_tokens
