@@ -1,0 +1,65 @@
+"""Safetensors files of bounded size, and the index that finds a weight in them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from diffmegatron.errors import UserError
+
+
+class ShardWriter:
+    """Writes weights in the order they come; holds no more than one shard of them."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Take a copy of a weight in ``dtype``; a full shard goes to disk first.
+
+        Raises:
+            UserError: the shard cannot be written.
+        """
+        # A view would be refused by safetensors, and would keep its whole base alive.
+        contiguous = torch.contiguous_format
+        copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
+        held = sum(weight.nbytes for weight in self._pending.values())
+        if self._pending and held + copy.nbytes > self._max_shard_bytes:
+            self._flush()
+        self._pending[name] = copy
+        self._total_bytes += copy.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and give the files the names ``transformers`` looks for."""
+        self._flush()
+        if len(self._shards) == 1:
+            self._path(1).rename(self._directory / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards, start=1):
+            shard = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+            self._path(number).rename(self._directory / shard)
+            weight_map |= dict.fromkeys(names, shard)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        self._shards.append(list(self._pending))
+        path = self._path(len(self._shards))
+        try:
+            # Older transformers refuse a file whose metadata does not name the framework.
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot write {path}: {error}") from error
+        self._pending.clear()
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"shard-{number:05d}.safetensors"

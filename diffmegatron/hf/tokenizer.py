@@ -1,0 +1,171 @@
+"""A tiktoken encoding as a fast Hugging Face tokenizer with the same ids.
+
+``transformers.integrations.tiktoken`` does not do: it needs a package (blobfile) to write a file
+it reads back, numbers special tokens anew although cl100k_base leaves a gap before them, and hands
+the pattern over as it is, which splits long numbers elsewhere (see :func:`oniguruma_pattern`).
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from diffmegatron.data.tokenizers import TiktokenTokenizer, Tokenizer
+from diffmegatron.errors import UserError
+
+SAMPLE = (
+    "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
+    'def f(x: int) -> str:\n    if x != 0:\n\t\treturn f"{x:>10,.2f}"  # 100%\n\n\n',
+    "    return ''\n",
+    "#include <stdio.h>\r\nint main(void) { return a[i++]->b << 3 | ~0xFFu; }\r\n",
+    " leading, trailing ",
+    "      \n  \n\n \t \n   x   y\u00a0\u2003z\u3000\u2028end\x85   ",
+    "\n",
+    "   ",
+    "Grüße aus Zürich: naïve cafés, \u017f'\u017f \u212a'\u212a don'T İstanbul",
+    "e\u0301 o\u0308\u0323 a\u030a\u0304 \u0301 क्षत्रिय ภาษาไทย ﷺ",
+    "日本語のテキスト、中文文本。한국어 텍스트 Ελληνικά русский עברית العربية ١٢٣٤٥ Ⅻ½²",
+    "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 \U0001f926\U0001f3fd\u200d\u2642\ufe0f \u200b\ufeff\ufffd\x00\x07\x1b[0m",
+    "\\frac{\\partial L}{\\partial \\lambda_{q1}} = -\\sum_i x_i^2 <|not_special|> <|endoftext",
+)
+
+
+def write_tokenizer(tokenizer: Tokenizer, seq_length: int, directory: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check what they say.
+
+    Args:
+        tokenizer: the run's; its end-of-document token begins, ends and pads text.
+        seq_length: longest text of the model, in tokens.
+        directory: an existing directory; a ``config.json`` in it takes part in the check, for
+            ``AutoTokenizer`` lets the model's type choose the class.
+
+    Raises:
+        UserError: the tokenizer is no tiktoken encoding, or what was written gives other ids or
+            other text for the sample.
+    """
+    if not isinstance(tokenizer, TiktokenTokenizer):
+        raise UserError(
+            f"tokenizer {tokenizer.name!r} cannot be exported; only tiktoken encodings convert"
+        )
+    end = tokenizer.encoding.decode_single_token_bytes(tokenizer.end_of_document).decode()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=convert(tokenizer.encoding),
+        bos_token=end,
+        eos_token=end,
+        pad_token=end,
+        model_max_length=seq_length,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(directory)
+    check_tokenizer(tokenizer.encoding, directory)
+
+
+def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
+    """The encoding as byte-level BPE of the ``tokenizers`` library; special tokens keep their ids.
+
+    Text is cut by the encoding's pattern, the pieces become bytes, and the merges are every way
+    to put a token together from two others, by rank of the token, as tiktoken merges.
+    """
+    ranks: dict[bytes, int] = encoding._mergeable_ranks
+    special: dict[str, int] = encoding._special_tokens
+    # Only a token of the model's own vocabulary may leave a gap between its id and the others.
+    vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
+    # tiktoken, too, looks a whole piece up before it merges anything.
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(oniguruma_pattern(encoding._pat_str)), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
+    return tokenizer
+
+
+_CHARACTERS: dict[int, str] = bytes_to_unicode()
+
+
+def _visible(token: bytes) -> str:
+    """Byte-level BPE's spelling (GPT-2): one printable character per byte."""
+    return "".join(map(_CHARACTERS.__getitem__, token))
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(_visible(left), _visible(right)) for left, right in pairs]
+    return merges
+
+
+_REGEX_PART = re.compile(
+    r"""(?P<interval>\{\d+(?:,\d*)?\}\+)  # possessive {m,n}+
+      | \\[pP]\{[^}]*\} | \\. | \[\^?\]?(?:\\.|[^\]\\])*\] | .""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def oniguruma_pattern(pattern: str) -> str:
+    r"""A pattern of tiktoken (Rust's fancy-regex) in the dialect of ``tokenizers`` (Oniguruma).
+
+    The two agree on ``++``, ``*+`` and ``?+``, but Oniguruma reads ``X{1,3}+`` as one or more
+    times ``X{1,3}``, not as possessive, so it becomes ``(?>X{1,3})``; and ``^`` and ``$`` match
+    at every line there, so they become ``\A`` and ``\z``.
+    """
+    parts: list[str] = []
+    open_groups: list[int] = []
+    atom = 0
+    for match in _REGEX_PART.finditer(pattern):
+        part = match[0]
+        if match["interval"]:
+            parts[atom:] = ["(?>", *parts[atom:], part[:-1], ")"]
+            continue
+        if part == "(":
+            open_groups.append(len(parts))
+        # A quantifier after this part applies to all of it: a group from its opening on.
+        atom = open_groups.pop() if part == ")" else len(parts)
+        parts.append({"^": r"\A", "$": r"\z"}.get(part, part))
+    return "".join(parts)
+
+
+def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
+    """Compare ``AutoTokenizer.from_pretrained(directory)`` with the encoding on the sample.
+
+    Raises:
+        UserError: ids differ, or decoding does not give the text back.
+    """
+    exported = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    specials = sorted(encoding.special_tokens_set)
+    texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]
+    for text in texts:
+        expected = encoding.encode(text, allowed_special="all")
+        # Not verbose: the sample is longer than a small model's seq_length, which is no trouble.
+        ids = exported(text, verbose=False)["input_ids"]
+        if ids != expected:
+            raise UserError(
+                f"the exported tokenizer gives other ids than the encoding {encoding.name!r} for "
+                f"{text!r}, {_difference(ids, expected)}; it cannot be exported exactly"
+            )
+        decoded = exported.decode(ids)
+        if decoded != text:
+            raise UserError(
+                f"the exported tokenizer decodes the ids of {text!r} to {decoded!r}; "
+                f"the encoding {encoding.name!r} cannot be exported exactly"
+            )
+
+
+def _difference(ids: list[int], expected: list[int]) -> str:
+    pairs = enumerate(itertools.zip_longest(ids, expected))
+    first = next(place for place, (one, other) in pairs if one != other)
+    return f"{ids[first : first + 4]} instead of {expected[first : first + 4]} at place {first}"

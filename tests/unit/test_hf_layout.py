@@ -1,0 +1,247 @@
+"""The table of names and layouts against the paper's equations, written out here in float64."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.hf import layout
+from diffmegatron.hf.configuration import to_hf_config
+from diffmegatron.hf.export import logit_difference
+from diffmegatron.hf.layout import Transform, from_hf, to_hf
+
+DIFF = {"attention": "differential"}
+SOFTMAX = {"attention": "softmax"}
+MHA = {"num_heads": 4}
+GQA = {"num_heads": 6, "num_kv_heads": 2}
+TIED = {"tied_embeddings": True}
+FREE_HEAD_DIM = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10}
+END = 256
+
+
+def make_recipe(**model: object) -> Recipe:
+    sizes = {"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": 264}
+    return Recipe.model_validate(
+        {
+            "run_dir": "run",
+            "model": {**sizes, "num_heads": 6, "rope_theta": 700.0, **model},
+            "data": {"tokenizer": "bytes", "sources": [{"path": "corpus"}]},
+            "training": {"seq_length": 64, "global_batch_size": 2, "steps": 4},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under Megatron's names: attention far from uniform, norm weights from 1."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, ffn, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
+    weights: dict[str, Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        scale = 1.5 / math.sqrt(columns)
+        weights[name] = torch.randn(rows, columns, generator=generator) * scale
+
+    def norm(name: str, size: int) -> None:
+        weights[name] = torch.rand(size, generator=generator) + 0.5
+
+    matrix("embedding.word_embeddings.weight", model.vocab_size, hidden)
+    for i in range(model.num_layers):
+        layer = f"decoder.layers.{i}."
+        norm(layer + "input_layernorm.weight", hidden)
+        qkv_rows = (2 * model.num_heads + 4 * model.num_kv_heads) * d
+        matrix(layer + "self_attention.linear_qkv.weight", qkv_rows, hidden)
+        if model.is_differential:
+            core = layer + "self_attention.core_attention."
+            for part in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                weights[core + part] = torch.randn(d, generator=generator) * 0.3
+            norm(core + "norm.weight", 2 * d)
+        matrix(layer + "self_attention.linear_proj.weight", hidden, 2 * model.num_heads * d)
+        norm(layer + "pre_mlp_layernorm.weight", hidden)
+        matrix(layer + "mlp.linear_fc1.weight", 2 * ffn, hidden)
+        matrix(layer + "mlp.linear_fc2.weight", hidden, ffn)
+    norm("decoder.final_layernorm.weight", hidden)
+    if not model.tied_embeddings:
+        matrix("output_layer.weight", model.vocab_size, hidden)
+    return weights
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of one head [s, d]: channel c turns with channel c + d/2."""
+    s, d = x.shape
+    angle = torch.arange(s).double()[:, None] * theta ** (-torch.arange(0, d, 2).double() / d)
+    one, two = x[:, : d // 2], x[:, d // 2 :]
+    return torch.cat(
+        (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), dim=1
+    )
+
+
+def attention_map(q: Tensor, k: Tensor, theta: float) -> Tensor:
+    scores = rotate(q, theta) @ rotate(k, theta).T / math.sqrt(q.shape[1])
+    future = torch.ones_like(scores).triu(1).bool()
+    return scores.masked_fill(future, -math.inf).softmax(-1)
+
+
+def paper_logits(
+    weights: dict[str, Tensor], model: ModelConfig, tokens: Tensor, first_layer: int = 1
+) -> Tensor:
+    """Ye et al., ICLR 2025, section 2, head by head; ``first_layer`` numbers the layers."""
+    return torch.stack([_paper_logits(weights, model, row, first_layer) for row in tokens])
+
+
+def _paper_logits(
+    weights: dict[str, Tensor], model: ModelConfig, tokens: Tensor, first_layer: int
+) -> Tensor:
+    w = {name: weight.double() for name, weight in weights.items()}
+    embedding = w["embedding.word_embeddings.weight"]
+    d, theta, eps = model.head_dim, model.rope_theta, model.norm_eps
+    repeat = model.num_heads // model.num_kv_heads
+    x = embedding[tokens]
+    for i in range(model.num_layers):
+        layer = f"decoder.layers.{i}."
+        normed = rms_norm(x, eps) * w[layer + "input_layernorm.weight"]
+        rows = normed @ w[layer + "self_attention.linear_qkv.weight"].T
+        heads = list(rows.split(d, dim=1))  # per group: its query heads, its key, its value
+        groups = [heads[g : g + repeat + 2] for g in range(0, len(heads), repeat + 2)]
+        outputs = []
+        if model.is_differential:
+            core = layer + "self_attention.core_attention."
+            lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (i + first_layer - 1))
+            first = (w[core + "lambda_q1"] @ w[core + "lambda_k1"]).exp()
+            second = (w[core + "lambda_q2"] @ w[core + "lambda_k2"]).exp()
+            lambda_ = first - second + lambda_init
+            for j in range(model.num_kv_heads):
+                (*q1s, k1, v1), (*q2s, k2, v2) = groups[2 * j], groups[2 * j + 1]
+                for q1, q2 in zip(q1s, q2s, strict=True):
+                    a = attention_map(q1, k1, theta) - lambda_ * attention_map(q2, k2, theta)
+                    head = rms_norm(a @ torch.cat((v1, v2), dim=1), eps) * w[core + "norm.weight"]
+                    outputs.append((1 - lambda_init) * head)
+        else:
+            for *queries, k, v in groups:
+                outputs += [attention_map(q, k, theta) @ v for q in queries]
+        x = x + torch.cat(outputs, dim=1) @ w[layer + "self_attention.linear_proj.weight"].T
+        normed = rms_norm(x, eps) * w[layer + "pre_mlp_layernorm.weight"]
+        gate, up = (normed @ w[layer + "mlp.linear_fc1.weight"].T).chunk(2, dim=1)
+        x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.linear_fc2.weight"].T
+    x = rms_norm(x, eps) * w["decoder.final_layernorm.weight"]
+    return x @ w.get("output_layer.weight", embedding).T
+
+
+def make_tokens(length: int = 20) -> Tensor:
+    return torch.randint(0, 257, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+def hf_difference(recipe: Recipe, weights: dict[str, Tensor], expected: Tensor) -> float:
+    """Relative difference of the Hugging Face model of ``weights``, without going over a file."""
+    config = to_hf_config(recipe, END, torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict(dict(to_hf(weights, recipe.model)))
+    with torch.no_grad():
+        return logit_difference(model(make_tokens()).logits.double(), expected).relative
+
+
+def _exchange_maps(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = layout._split_qkv(model, qkv)
+    return q.roll(len(q) // 2, 0), k.roll(len(k) // 2, 0), v
+
+
+def _exchange_value_halves(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = layout._split_qkv(model, qkv)
+    return q, k, v.roll(len(v) // 2, 0)
+
+
+def _spread_norm(model: ModelConfig, proj: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
+    return (proj * norm.repeat_interleave(model.num_heads),)
+
+
+MUTATIONS: dict[str, tuple[str, object]] = {
+    "heads of a pair not brought together": ("_maps", lambda model: 1),
+    "first and second map exchanged": ("QKV", Transform(_exchange_maps, layout._join_qkv)),
+    "halves of V exchanged": ("QKV", Transform(_exchange_value_halves, layout._join_qkv)),
+    "norm not folded": (
+        "HEADWISE_NORM",
+        Transform(lambda model, proj, norm: (proj,), layout._unfold_norm),
+    ),
+    "norm folded into the wrong columns": (
+        "HEADWISE_NORM",
+        Transform(_spread_norm, layout._unfold_norm),
+    ),
+    "gate and up exchanged": (
+        "GATE_UP",
+        Transform(lambda model, both: both.chunk(2)[::-1], layout._join_halves),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("sizes", [MHA, GQA], ids=["MHA", "GQA"])
+def test_a_broken_table_shows_in_the_logits(
+    mutation: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(**DIFF, **sizes)
+    weights = make_weights(recipe.model)
+    expected = paper_logits(weights, recipe.model, make_tokens())
+    assert hf_difference(recipe, weights, expected) < 1e-5
+    monkeypatch.setattr(layout, *MUTATIONS[mutation])
+    assert hf_difference(recipe, weights, expected) > 1e-2
+
+
+def lambdas_one_layer_on(name: str) -> str:
+    *_, layer, module, core, part = name.split(".")
+    return f"decoder.layers.{(int(layer) + 1) % 3}.{module}.{core}.{part}"
+
+
+def second_lambda_first(name: str) -> str:
+    return name.translate(str.maketrans("12", "21")) if name.endswith(("1", "2")) else name
+
+
+@pytest.mark.parametrize("rename", [lambdas_one_layer_on, second_lambda_first])
+def test_a_lambda_vector_in_the_wrong_place_shows(rename: Callable[[str], str]) -> None:
+    recipe = make_recipe(**DIFF, **GQA)
+    weights = make_weights(recipe.model)
+    expected = paper_logits(weights, recipe.model, make_tokens())
+    moved = {n: (weights[rename(n)] if "lambda" in n else weight) for n, weight in weights.items()}
+    assert hf_difference(recipe, moved, expected) > 1e-2
+
+
+@pytest.mark.parametrize("first_layer", [0, 2])
+def test_lambda_init_of_the_neighbouring_layer_shows(first_layer: int) -> None:
+    recipe = make_recipe(**DIFF, **GQA)
+    weights = make_weights(recipe.model)
+    expected = paper_logits(weights, recipe.model, make_tokens(), first_layer)
+    assert hf_difference(recipe, weights, expected) > 1e-2
+
+
+@pytest.mark.parametrize("kind", [DIFF, SOFTMAX], ids=["diff", "softmax"])
+@pytest.mark.parametrize("sizes", [MHA, GQA, GQA | TIED], ids=str)
+def test_table_leads_both_ways(kind: dict[str, str], sizes: dict[str, object]) -> None:
+    recipe = make_recipe(**kind, **sizes)
+    config = to_hf_config(recipe, END, torch.float32)
+    theirs = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    back = dict(to_hf(from_hf(theirs, recipe.model), recipe.model))
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+    ours = make_weights(recipe.model)
+    for name in [name for name in ours if "core_attention.norm" in name]:
+        folded = ours[name.replace("core_attention.norm", "linear_proj")]
+        folded.mul_(ours[name].repeat(recipe.model.num_heads))
+        ours[name].fill_(1)
+    back = dict(from_hf(to_hf(ours, recipe.model), recipe.model))
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[name], ours[name]) for name in ours)
+
+
+def test_a_weight_that_comes_twice_is_refused() -> None:
+    model = make_recipe(**DIFF).model
+    with pytest.raises(UserError, match="comes twice"):
+        list(to_hf([*make_weights(model).items()] * 2, model))
