@@ -1,5 +1,7 @@
 """A recipe's network as Megatron-core's GPTModel, on this rank's stage."""
 
+import math
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import (
@@ -13,6 +15,7 @@ from diffmegatron.attention.core import DifferentialCoreAttention
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.initialize import initialize
+from diffmegatron.model.shards import parameter_shards
 from diffmegatron.parallel.topology import Topology
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,6 +91,7 @@ def build_model(recipe: Recipe, topology: Topology, backend: str = "auto") -> GP
         rotary_base=model.rope_theta,
     ).to(topology.device)
     initialize(network, recipe)
+    _mark_tensor_parallel(network)
     if recipe.parallel.sequence_parallel:
         _sum_sequence_parallel_gradients(network, topology)
     return network
@@ -100,6 +104,16 @@ def lambda_by_layer(network: GPTModel) -> dict[int, float]:
         for module in network.modules()
         if isinstance(module, DifferentialCoreAttention)
     }
+
+
+def _mark_tensor_parallel(network: GPTModel) -> None:
+    """Mark the parameters this rank holds a part of: a gradient norm counts the others once.
+
+    Megatron marks parameters while it initialises them, which we do in its place.
+    """
+    for parameter, shards in parameter_shards(network).items():
+        whole = math.prod(shards[0].global_shape)
+        parameter.tensor_model_parallel = parameter.numel() < whole
 
 
 def _sum_sequence_parallel_gradients(network: GPTModel, topology: Topology) -> None:

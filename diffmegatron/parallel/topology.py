@@ -171,6 +171,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if "WORLD_SIZE" in os.environ:
         distributed.init_process_group(backend, timeout=timeout)
     else:
+        # DeepSpeed asks the environment even where there is one process only.
+        os.environ.setdefault("LOCAL_RANK", "0")
         store = distributed.HashStore()
         distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)

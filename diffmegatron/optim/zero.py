@@ -1,0 +1,206 @@
+"""DeepSpeed ZeRO around this rank's stage: the one engine of every layout.
+
+ZeRO 1 and 2 without pipeline parallelism, ZeRO 1 with it. ZeRO 0 is never used: in bf16 under
+tensor parallelism it is wrong. The engine's own checkpoints are not used either, as they load on
+the same layout only: :meth:`ZeroEngine.fragments` names what each rank holds instead.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from diffmegatron.config.schema import OptimizerConfig, Recipe
+from diffmegatron.optim.groups import parameter_groups
+from diffmegatron.parallel.topology import ModelParallelUnit, Topology
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A run of one parameter's elements whose optimizer state this rank owns.
+
+    Attributes:
+        parameter: of the network.
+        start: first element of the run in the flattened parameter.
+        tensors: the run's float32 master weight (``weight``) and Adam moments (``exp_avg``,
+            ``exp_avg_sq``), each [n], views into the optimizer: writing to them changes it.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    tensors: dict[str, Tensor]
+
+
+class ZeroEngine:
+    """AdamW with gradient clipping over the ranks, its state partitioned over data parallel."""
+
+    def __init__(self, network: torch.nn.Module, recipe: Recipe, topology: Topology) -> None:
+        deepspeed = _deepspeed()
+        self.network = network
+        self._topology = topology
+        self._tied = _tied_embedding(network, recipe, topology)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=network,
+            optimizer=_keeping_float32(network, partial(_adamw, network, recipe.optimizer)),
+            config=engine_config(recipe),
+            mpu=ModelParallelUnit(),
+            dist_init_required=False,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a microbatch's loss (already divided by their number)."""
+        self._engine.backward(loss)
+
+    def step(self, learning_rate: float) -> float:
+        """One update; returns the gradient's norm over all ranks, before clipping."""
+        self._sum_tied_embedding()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated since the last update."""
+        self._optimizer.zero_grad()
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank owns of the optimizer's state, parameter by parameter."""
+        self._create_moments()
+        groups = self._optimizer.param_groups
+        for parameter in self.network.parameters():
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                continue
+            flat = groups[mapping.param_group_index]["params"][0]
+            where = mapping.hp_fragment_address
+            run = slice(where.start, where.start + where.numel)
+            state = self._optimizer.state[flat]
+            tensors = {"weight": flat.data[run]} | {name: state[name][run] for name in MOMENTS}
+            yield Fragment(parameter, mapping.lp_fragment_address.start, tensors)
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far, as Adam's bias correction counts them."""
+        self._create_moments()
+        flat = self._optimizer.param_groups[0]["params"][0]
+        return int(self._optimizer.state[flat]["step"].item())
+
+    def restore(self, updates: int) -> None:
+        """Take over state written into :meth:`fragments`: set Adam's count, refresh the weights."""
+        for group in self._optimizer.param_groups:
+            self._optimizer.state[group["params"][0]]["step"].fill_(updates)
+        self._optimizer.update_lp_params()
+
+    def _create_moments(self) -> None:
+        """Adam creates its state at the first update; saving and loading need it before."""
+        for group in self._optimizer.param_groups:
+            flat = group["params"][0]
+            state = self._optimizer.state[flat]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+                for name in MOMENTS:
+                    state[name] = torch.zeros_like(flat.data)
+
+    def _sum_tied_embedding(self) -> None:
+        """Sum the tied embedding's gradient over the first and last stage, which both hold it."""
+        if self._tied is None:
+            return
+        gradient = _accumulated_gradient(self._tied)
+        distributed.all_reduce(gradient, group=self._topology.embedding_group)
+
+
+def engine_config(recipe: Recipe) -> dict[str, Any]:
+    """DeepSpeed's configuration of a recipe.
+
+    The microbatches are looped by us, so accumulation is not DeepSpeed's to manage, and
+    communication does not overlap: under pipeline parallelism that is silently wrong.
+    """
+    bf16 = recipe.training.precision == "bf16"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.training.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": recipe.optimizer.clip_grad_norm,
+        "zero_optimization": {"stage": recipe.parallel.zero_stage, "overlap_comm": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": None,
+    }
+    if bf16:
+        config["bf16"] = {
+            "enabled": True,
+            "immediate_grad_update": recipe.parallel.zero_stage == 1,
+        }
+    return config
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, imported so that it compiles nothing.
+
+    Without CUDA it would otherwise look for an accelerator and build its shared-memory
+    collectives with a C++ compiler at the first call, 25 to 170 s.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_init_required=False)
+    return deepspeed
+
+
+def _adamw(network: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameter_groups(network, optimizer),
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        fused=True,
+    )
+
+
+def _keeping_float32(
+    network: torch.nn.Module, create: Callable[[], torch.optim.Optimizer]
+) -> Callable[[object], torch.optim.Optimizer]:
+    """``create`` as DeepSpeed calls it, with the float32 parameters as they were.
+
+    In bf16 DeepSpeed rounds every parameter's data, whatever the module says, and has no setting
+    against it. It asks for the optimizer after that and before it flattens the groups.
+    """
+    kept = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
+
+    def restore_and_create(_: object) -> torch.optim.Optimizer:
+        for parameter, value in kept.items():
+            parameter.data = value
+        return create()
+
+    return restore_and_create
+
+
+def _tied_embedding(
+    network: torch.nn.Module, recipe: Recipe, topology: Topology
+) -> torch.nn.Parameter | None:
+    """The embedding this stage shares with another, marked so that the norm counts it once."""
+    on_edge = topology.is_first_stage or topology.is_last_stage
+    if not recipe.model.tied_embeddings or topology.pipeline_size == 1 or not on_edge:
+        return None
+    parameter = network.shared_embedding_or_output_weight()
+    if topology.is_last_stage:
+        parameter.ds_pipe_replicated = True
+    return parameter
+
+
+def _accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """Where DeepSpeed keeps a parameter's gradient: it depends on the stage and dtype."""
+    for name in ("_hp_grad", "grad_accum", "grad"):
+        gradient = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient
+    raise RuntimeError("the tied embedding has no gradient; DeepSpeed keeps it under a new name")
