@@ -110,11 +110,11 @@ class _BlockedDiffAttention(torch.autograd.Function):
 def _blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """(heads, query rows, keys they see) of each block; blocks that see no key are left out.
 
-    On CPU a block is one kv head, so that it stays in cache; elsewhere it is all of them, so that
-    launches are few.
+    On CPU a block is one kv head per thread, so that each core's share stays in its cache;
+    elsewhere it is all of them, so that launches are few.
     """
     groups, repeats, length = q.shape[:3]
-    heads_per_block = 1 if q.device.type == "cpu" else groups
+    heads_per_block = torch.get_num_threads() if q.device.type == "cpu" else groups
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
     for head in range(0, groups, heads_per_block):
         for start in range(0, length, rows_per_block):
@@ -122,7 +122,7 @@ def _blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slic
             key_start, key_stop = mask.key_range(start, stop)
             if key_start < key_stop:
                 yield (
-                    slice(head, head + heads_per_block),
+                    slice(head, min(head + heads_per_block, groups)),
                     slice(start, stop),
                     slice(key_start, key_stop),
                 )
