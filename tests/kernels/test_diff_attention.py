@@ -5,7 +5,7 @@ import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
 from diffmegatron.attention.kernels import diff_attention
-from diffmegatron.attention.kernels.blocked import ROWS_PER_BLOCK
+from diffmegatron.attention.kernels.row_blocks import ROWS_PER_BLOCK
 
 BACKENDS = ("reference", "blocked")
 SHAPES = {

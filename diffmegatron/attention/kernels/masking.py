@@ -29,6 +29,17 @@ class AttentionMask:
     key_offset: int = 0
     cu_seqlens: tuple[int, ...] | None = None
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What this mask asks of a backend beyond causality, in the words of `select.FEATURES`."""
+        needs = set()
+        if self.cu_seqlens is not None:
+            needs.add("documents")
+        aligned_at_end = self.key_offset + self.key_length - self.query_length
+        if self.causal and self.query_offset != aligned_at_end:
+            needs.add("offsets")
+        return frozenset(needs)
+
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """The smallest key interval [start, stop) that holds all keys visible to these rows.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .masking import AttentionMask
+from .partial import PartialAttention
 
 
 def diff_attention(
@@ -32,13 +33,49 @@ def diff_attention(
     return torch.einsum("bhst,bthe->bshe", combined, _repeat_kv(v, q1.shape[2]))
 
 
+def partial_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> PartialAttention:
+    """Each map on its own, in fp32 at least, with the log-sum-exp of its scores."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    outs, lses = [], []
+    for q, k in ((q1, k1), (q2, k2)):
+        weights = _attention_map(q.to(dtype), k.to(dtype), softmax_scale, mask)
+        outs.append(torch.einsum("bhst,bthe->bshe", weights, _repeat_kv(v, q.shape[2]).to(dtype)))
+        lses.append(_log_sum_exp(q.to(dtype), k.to(dtype), softmax_scale, mask))
+    return PartialAttention(outs[0], outs[1], lses[0], lses[1])
+
+
 def _attention_map(q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask) -> Tensor:
+    scores, empty = _masked_scores(q, k, softmax_scale, mask)
+    return scores.softmax(-1).masked_fill(empty, 0.0)
+
+
+def _log_sum_exp(q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask) -> Tensor:
+    scores, empty = _masked_scores(q, k, softmax_scale, mask)
+    return scores.logsumexp(-1).masked_fill(empty.squeeze(-1), -torch.inf).transpose(1, 2)
+
+
+def _masked_scores(
+    q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """Scores `[b, h, s, t]` with -inf where hidden, and which rows `[s, 1]` see no key.
+
+    Those rows keep finite scores, so that their softmax has a gradient to throw away.
+    """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * softmax_scale
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), q.device)
     if hidden is None:
-        return scores.softmax(-1)
-    sees_nothing = hidden.all(-1, keepdim=True)
-    return scores.masked_fill(hidden & ~sees_nothing, -torch.inf).softmax(-1) * ~sees_nothing
+        return scores, torch.zeros(q.shape[1], 1, dtype=torch.bool, device=q.device)
+    empty = hidden.all(-1, keepdim=True)
+    return scores.masked_fill(hidden & ~empty, -torch.inf), empty
 
 
 def _repeat_kv(x: Tensor, num_heads: int) -> Tensor:

@@ -6,17 +6,23 @@ where it should be taken unasked.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, util
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 LIBRARIES: tuple[str, ...] = ()
+
+# What a call may need beyond plain causal or full attention.
+FEATURES = {
+    "documents": "stay within packed documents (cu_seqlens)",
+    "offsets": "place queries freely against the keys (query_offset, key_offset)",
+    "lse": "return the two log-sum-exps (return_lse)",
+}
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,11 @@ class Backend:
     """What one implementation can compute.
 
     Attributes:
-        module: module of this package that holds its `diff_attention`.
+        module: module of this package that holds its `diff_attention` and, unless it lacks
+            "lse", its `partial_attention`.
         devices, dtypes, head_dims: what it takes; None means any.
         library: name of the library it needs beside torch, or None.
+        lacks: what it cannot do, out of `FEATURES`.
         note: one clause on what it is, shown as the reason of a choice.
     """
 
@@ -36,6 +44,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     library: str | None = None
+    lacks: frozenset[str] = frozenset()
 
 
 BACKENDS: dict[str, Backend] = {
@@ -53,7 +62,12 @@ def importable_libraries() -> frozenset[str]:
 
 
 def why_not(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, libraries: frozenset[str]
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    libraries: frozenset[str],
+    needs: frozenset[str] = frozenset(),
 ) -> str | None:
     """The reason why backend `name` cannot run this, in one clause, or None when it can."""
     backend = BACKENDS[name]
@@ -65,11 +79,18 @@ def why_not(
         return f"takes {', '.join(map(_dtype_name, backend.dtypes))}, got {_dtype_name(dtype)}"
     if backend.head_dims is not None and head_dim not in backend.head_dims:
         return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {head_dim}"
+    if missing := sorted(needs & backend.lacks):
+        return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
     return None
 
 
 def choose_backend(
-    backend: str, device: str, dtype: torch.dtype, head_dim: int, libraries: frozenset[str]
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    libraries: frozenset[str],
+    needs: frozenset[str] = frozenset(),
 ) -> tuple[str, str]:
     """(name, reason) of the backend that computes a call.
 
@@ -79,6 +100,7 @@ def choose_backend(
         dtype: dtype of queries, keys and values.
         head_dim: d, the width of a query.
         libraries: optional libraries at hand, as from `importable_libraries`.
+        needs: the `FEATURES` that the call uses.
 
     Raises:
         ValueError: the name is unknown, or the named backend cannot run this.
@@ -86,24 +108,29 @@ def choose_backend(
     if backend == "auto":
         passed_over: list[str] = []
         for name in AUTO_ORDER.get(device, ("blocked",)):
-            reason = why_not(name, device, dtype, head_dim, libraries)
+            reason = why_not(name, device, dtype, head_dim, libraries, needs)
             if reason is None:
                 return name, "; ".join([BACKENDS[name].note, *passed_over])
             passed_over.append(f"not {name}: {reason}")
         raise ValueError(f"no attention backend can run on {device}: {'; '.join(passed_over)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(BACKENDS)}")
-    if reason := why_not(backend, device, dtype, head_dim, libraries):
+    if reason := why_not(backend, device, dtype, head_dim, libraries, needs):
         raise ValueError(f"backend={backend!r} cannot run: it {reason}")
     return backend, "asked for by name"
 
 
 @cache
 def resolve_backend(
-    backend: str, device: str, dtype: torch.dtype, head_dim: int
-) -> Callable[..., Tensor]:
-    """The chosen backend's `diff_attention`; the choice and its reason are logged once."""
-    name, reason = choose_backend(backend, device, dtype, head_dim, importable_libraries())
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs: frozenset[str] = frozenset(),
+) -> ModuleType:
+    """The chosen backend's module; the choice and its reason are logged once."""
+    libraries = importable_libraries()
+    name, reason = choose_backend(backend, device, dtype, head_dim, libraries, needs)
     logger.info(
         "differential attention on %s, %s, d=%d: %s (%s)",
         device,
@@ -112,9 +139,7 @@ def resolve_backend(
         name,
         reason,
     )
-    module = import_module(f".{BACKENDS[name].module}", __package__)
-    function: Callable[..., Tensor] = module.diff_attention
-    return function
+    return import_module(f".{BACKENDS[name].module}", __package__)
 
 
 def backend_table(
