@@ -1,6 +1,6 @@
 """The ``data`` section of a recipe: tokenizer, sources and their weights, held-out splits."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,17 +11,36 @@ class Source(Section):
     """One prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
 
     path: str
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = Field(default=1.0, ge=0, description="share of the tokens, in any unit")
+
+
+class Upsampling(Section):
+    """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
+
+    Documents of at least ``long_tokens`` are kept, shorter ones with probability ``keep_short``.
+    ``per_source`` leaves the share of tokens between the sources as it was; ``global`` lets it
+    move towards the sources with long documents.
+    """
+
+    mode: Literal["none", "per_source", "global"] = "none"
+    long_tokens: int = Field(default=4096, ge=1)
+    keep_short: float = Field(default=0.1, ge=0, le=1)
 
 
 class DataConfig(Section):
-    """What is read, in which shares, and how much of it is held out."""
+    """What is read, in which shares and sequences, and how much of it is held out."""
 
     tokenizer: str = "cl100k_base"
     sources: tuple[Source, ...] = Field(min_length=1)
     validation_fraction: float = Field(default=0.001, ge=0, lt=1)
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
     split_seed: int = Field(default=1234, ge=0, description="which documents are held out")
+    packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
+    upsampling: Upsampling = Upsampling()
+    on_exhausted: Literal["repeat", "stop"] = "repeat"
+    reset_position_ids: bool = Field(default=False, description="positions restart per document")
+    reset_attention_mask: bool = Field(default=False, description="attention stays within one")
+    eod_mask_loss: bool = Field(default=False, description="no loss across document ends")
     cache_dir: str | None = Field(default=None, description="null: PREFIX.cache, per source")
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import pyarrow
 import pyarrow.parquet
@@ -24,7 +24,14 @@ _SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-_READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
+_READ_ERRORS = (
+    OSError,
+    EOFError,
+    zlib.error,
+    zstandard.ZstdError,
+    pyarrow.ArrowException,
+    UnicodeDecodeError,
+)
 
 
 class Record(NamedTuple):
@@ -32,21 +39,22 @@ class Record(NamedTuple):
 
     Attributes:
         line: 1-based line, row, or 1 for a file that is one document.
-        payload: a JSON line, or the document's text; what is wrong with it where ``failed``.
-        failed: whether the document could not be read at all.
+        payload: a JSON line, the document's text, or the columns of a row (strings as bytes).
+        problem: why it could not be read, the payload then being empty.
     """
 
     line: int
-    payload: bytes
-    failed: bool = False
+    payload: bytes | dict[str, Any]
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One input file, its path as the user would name it."""
+    """One input file, its path as the user would name it, and its size in bytes."""
 
     path: Path
     format: Format
+    size: int
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
@@ -70,7 +78,7 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
 
 def _find(path: Path, pattern: str) -> list[CorpusFile]:
     if path.is_file():
-        return [CorpusFile(path, _format(path))]
+        return [_corpus_file(path)]
     if not path.exists():
         raise UserError(f"corpus {path} does not exist; give a file or a folder")
     found = sorted(
@@ -78,34 +86,34 @@ def _find(path: Path, pattern: str) -> list[CorpusFile]:
     )
     if not found:
         raise UserError(f"corpus folder {path} holds no file that matches {pattern!r}")
-    return [CorpusFile(file, _format(file)) for file in found]
+    return [_corpus_file(file) for file in found]
 
 
-def _format(path: Path) -> Format:
+def _corpus_file(path: Path) -> CorpusFile:
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    return _SUFFIXES.get(Path(name).suffix, "text")
+    return CorpusFile(path, _SUFFIXES.get(Path(name).suffix, "text"), path.stat().st_size)
 
 
-def read_records(file: CorpusFile, text_field: str, max_bytes: int) -> Iterator[Record]:
+def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     """Every record of a file in order.
 
     A file that breaks off (a truncated archive, a disk error) yields what it holds and then one
     failed record; a record above ``max_bytes`` is a failed record; nothing is raised.
 
     Args:
-        text_field: the column of a Parquet file.
+        columns: those of a Parquet file that are read, as far as it has them.
         max_bytes: the longest payload that is read.
     """
     line = 0
     try:
-        for record in _READERS[file.format](file.path, text_field, max_bytes):
+        for record in _READERS[file.format](file.path, columns, max_bytes):
             line = record.line
             yield record
     except _READ_ERRORS as error:
-        yield Record(line + 1, f"file cannot be read further: {error}".encode(), failed=True)
+        yield Record(line + 1, b"", f"file cannot be read further: {error}")
 
 
-def _read_lines(path: Path, text_field: str, max_bytes: int) -> Iterator[Record]:
+def _read_lines(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with _open(path) as stream:
         line = 0
         while payload := stream.readline(max_bytes + 2):
@@ -118,36 +126,39 @@ def _read_lines(path: Path, text_field: str, max_bytes: int) -> Iterator[Record]
             yield _oversized(line, max_bytes)
 
 
-def _read_text(path: Path, text_field: str, max_bytes: int) -> Iterator[Record]:
+def _read_text(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with _open(path) as stream:
         payload = stream.read(max_bytes + 1)
     yield Record(1, payload) if len(payload) <= max_bytes else _oversized(1, max_bytes)
 
 
-def _read_parquet(path: Path, text_field: str, max_bytes: int) -> Iterator[Record]:
+def _read_parquet(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with pyarrow.parquet.ParquetFile(path) as table:
-        if text_field not in table.schema_arrow.names:
-            missing = f"no column {text_field!r} among {table.schema_arrow.names}"
-            yield Record(1, missing.encode(), failed=True)
-            return
+        present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
-        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-            # As binary: a string column with bad UTF-8 would fail for its whole batch.
-            for payload in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+        for batch in table.iter_batches(batch_size=256, columns=present):
+            for row in _as_bytes(batch).to_pylist():
                 line += 1
-                if payload is None:
-                    yield Record(line, b"the text is null", failed=True)
-                elif len(payload) > max_bytes:
-                    yield _oversized(line, max_bytes)
-                else:
-                    yield Record(line, payload)
+                size = sum(len(value) for value in row.values() if isinstance(value, bytes))
+                yield Record(line, row) if size <= max_bytes else _oversized(line, max_bytes)
+
+
+def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """With string columns as binary: bad UTF-8 in one row would fail the whole batch."""
+    columns = [
+        column.cast(pyarrow.large_binary())
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        else column
+        for column in batch.columns
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 _READERS = {"jsonl": _read_lines, "text": _read_text, "parquet": _read_parquet}
 
 
 def _oversized(line: int, max_bytes: int) -> Record:
-    return Record(line, f"longer than {max_bytes} bytes".encode(), failed=True)
+    return Record(line, b"", f"longer than {max_bytes} bytes")
 
 
 def _open(path: Path) -> BinaryIO:

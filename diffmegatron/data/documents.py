@@ -1,25 +1,22 @@
 """Which documents of a corpus a split uses, and in which order: built once, opened by all.
 
-A document order is two arrays, the documents in their shuffled order and where each one ends in
-the stream that they form. They are files beside the corpus (or in ``data.cache_dir``), named by a
-hash of everything that they depend on, so that a rank opens them in constant time.
+Length up-sampling belongs here: it is a choice of documents, so that the same prepared corpus
+serves every sequence length.
 """
 
-import fcntl
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from diffmegatron.data.permutation import derive_key, uniform
+from diffmegatron.data.cache import Arrays, open_cached
+from diffmegatron.data.manifest import Histogram, LengthBin
+from diffmegatron.data.permutation import derive_key, random_bits, uniform
 from diffmegatron.data.store import Corpus
 from diffmegatron.errors import UserError
 
 Split = Literal["train", "validation", "test"]
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,9 @@ class Selection:
         validation_fraction: share of the documents held out for validation.
         test_fraction: share of the documents held out for testing.
         split_seed: decides which documents are held out.
-        seed: decides the order.
+        seed: decides the order, and which short documents are kept.
+        long_tokens: documents of at least so many tokens (end of document not counted) are kept.
+        keep_short: the probability with which a shorter one is; 1: no up-sampling.
     """
 
     split: Split
@@ -39,6 +38,8 @@ class Selection:
     test_fraction: float
     split_seed: int
     seed: int
+    long_tokens: int = 0
+    keep_short: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,29 @@ class DocumentOrder:
     Attributes:
         documents: int64 ``[n]``, document numbers in the order of the stream.
         ends: int64 ``[n]``, tokens of the stream up to the end of each document.
+        split_lengths: histogram of all documents of the split.
+        lengths: histogram of those in the stream, which up-sampling makes fewer.
     """
 
     documents: np.ndarray
     ends: np.ndarray
+    split_lengths: tuple[LengthBin, ...]
+    lengths: tuple[LengthBin, ...]
 
     @property
     def tokens(self) -> int:
         """Tokens of the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def kept_share(self) -> float:
+        """Tokens of the stream over those of the whole split."""
+        return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
+
+
+def cache_folder(corpus: Corpus, cache_dir: str | None) -> Path:
+    """Where the indices of a corpus are kept: beside it, or where the recipe says."""
+    return Path(cache_dir) if cache_dir else Path(f"{corpus.prefix}.cache")
 
 
 def open_order(corpus: Corpus, selection: Selection, cache_dir: str | None) -> DocumentOrder:
@@ -65,63 +80,38 @@ def open_order(corpus: Corpus, selection: Selection, cache_dir: str | None) -> D
     Raises:
         UserError: the index points outside its file, or the cache cannot be written.
     """
-    name = f"{derive_key(_VERSION, corpus.manifest.content, repr(selection)):016x}"
-    parent = Path(cache_dir) if cache_dir else Path(f"{corpus.prefix}.cache")
-    folder = parent / name
-    if not folder.is_dir():
-        try:
-            _build_once(parent, name, corpus, selection)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the index cache {parent}: {error.strerror}; set data.cache_dir to a "
-                "folder that all ranks can write"
-            ) from None
+    arrays, summary = open_cached(
+        cache_folder(corpus, cache_dir),
+        ("documents", corpus.manifest.content, selection),
+        lambda: build_order(corpus, selection),
+    )
     return DocumentOrder(
-        np.asarray(np.load(folder / "documents.npy", mmap_mode="r")),
-        np.asarray(np.load(folder / "ends.npy", mmap_mode="r")),
+        arrays["documents"],
+        arrays["ends"],
+        split_lengths=_bins(summary["split_lengths"]),
+        lengths=_bins(summary["lengths"]),
     )
 
 
-def _build_once(parent: Path, name: str, corpus: Corpus, selection: Selection) -> None:
-    """Fill the cache under a lock; a rename makes it appear whole.
-
-    Where a network file system does not honour the lock between machines, two of them build the
-    same bytes and one rename wins.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (parent / name).is_dir():
-            return
-        temporary = parent / f"{name}.{os.uname().nodename}.{os.getpid()}.tmp"
-        temporary.mkdir(exist_ok=True)
-        order = build_order(corpus, selection)
-        np.save(temporary / "documents.npy", order.documents)
-        np.save(temporary / "ends.npy", order.ends)
-        try:
-            temporary.rename(parent / name)
-        except OSError:
-            shutil.rmtree(temporary)
-            if not (parent / name).is_dir():
-                raise
-
-
-def build_order(corpus: Corpus, selection: Selection) -> DocumentOrder:
-    """Select and shuffle the documents of a split (see :func:`open_order`)."""
-    _check_lengths(corpus)
+def build_order(corpus: Corpus, selection: Selection) -> Arrays:
+    """The arrays and histograms of a :class:`DocumentOrder`."""
+    corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
-    shuffle = np.random.default_rng(derive_key("order", corpus.manifest.content, selection.seed))
-    shuffle.shuffle(documents)
-    return DocumentOrder(documents, np.cumsum(corpus.lengths[documents], dtype=np.int64))
+    all_lengths = corpus.lengths[documents]
+    documents = documents[keep_long(all_lengths, documents, selection)]
+    documents = _shuffle(documents, derive_key("order", selection.seed))
+    lengths = corpus.lengths[documents]
+    summary = {"split_lengths": _histogram(all_lengths), "lengths": _histogram(lengths)}
+    return {"documents": documents, "ends": np.cumsum(lengths, dtype=np.int64)}, summary
 
 
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     """Documents of a split, ascending int64: disjoint, together all, held-out ones never none.
 
-    A corpus of a single document has no held-out split; one of two has no test split beside
-    validation.
+    Training always keeps one: a corpus of a single document has no held-out split, one of two has
+    no test split beside validation.
     """
-    chance = uniform(derive_key("split", selection.split_seed), 0, num_documents)
+    chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
     for split, fraction in (
         ("validation", selection.validation_fraction),
@@ -134,6 +124,21 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
     return np.flatnonzero(training)
 
 
+def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
+    """Mask of the documents that length up-sampling keeps (Fu et al., arXiv 2402.10171).
+
+    Published as: estimated tokens below 4096, kept with probability 0.1; here tokens are counted.
+
+    Args:
+        lengths: tokens of each document, end of document counted.
+        documents: their numbers, which with the seed decide each one's chance.
+    """
+    if selection.keep_short == 1:
+        return np.ones(len(documents), dtype=bool)
+    chance = uniform(derive_key("keep_short", selection.seed), documents)
+    return (lengths - 1 >= selection.long_tokens) | (chance < selection.keep_short)
+
+
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
     """Mask of the share ``fraction`` of all with the lowest chance among the free ones."""
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
@@ -143,14 +148,30 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     return free & (chance <= np.partition(candidates, number - 1)[number - 1])
 
 
-def _check_lengths(corpus: Corpus) -> None:
-    """The whole index, once: at opening only its end is looked at."""
-    ends = np.cumsum(corpus.lengths, dtype=np.int64) * corpus.tokens.itemsize
-    wrong = np.flatnonzero((corpus.offsets[1:] != ends[:-1]) | (corpus.lengths[1:] <= 0))
-    if len(wrong) or corpus.offsets[0] != 0 or corpus.lengths[0] <= 0:
-        document = int(wrong[0]) + 1 if len(wrong) else 0
+def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
+    # Sorting by hash, not numpy's generator: that may give other numbers in another version.
+    return documents[np.argsort(random_bits(key, documents), kind="stable")]
+
+
+def _histogram(lengths: np.ndarray) -> list[dict[str, Any]]:
+    histogram = Histogram()
+    histogram.add(lengths)
+    return [part.model_dump() for part in histogram.bins()]
+
+
+def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
+    return tuple(LengthBin.model_validate(part) for part in saved)
+
+
+def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
+    """Refuse up-sampling that leaves nothing of a source.
+
+    Raises:
+        UserError: every document of the split is short and none was kept.
+    """
+    if order.split_lengths and not order.tokens:
         raise UserError(
-            f"index {corpus.prefix}.idx is damaged at document {document}: it lies at byte "
-            f"{corpus.offsets[document]} with {corpus.lengths[document]} tokens; copy or prepare "
-            "it again"
+            f"up-sampling keeps no document of source {corpus.prefix}: none has "
+            f"{selection.long_tokens} tokens, and short ones are kept with probability "
+            f"{selection.keep_short:g}; lower data.upsampling.long_tokens or raise keep_short"
         )

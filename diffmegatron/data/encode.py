@@ -1,22 +1,27 @@
 """What a worker of ``prepare`` does: a batch of raw records becomes token ids."""
 
+import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from diffmegatron.data.corpus import Format, Record
+from diffmegatron.data.corpus import CorpusFile, Record
+from diffmegatron.data.layouts import Fields, UnusableError, parse, segments
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
+
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What decides the token ids of a document; everything here is in the manifest."""
+    """What a worker has to know; ``deduplicate`` asks for the digests of the documents."""
 
     tokenizer: str
-    text_field: str
+    fields: Fields
+    deduplicate: bool
 
     def dtype(self) -> np.dtype:
         """The narrowest type of Megatron's that holds every id (``DType.optimal_dtype``)."""
@@ -28,20 +33,22 @@ class Reject(NamedTuple):
 
     file: str
     line: int
+    id: str | None
     reason: str
 
     def to_json(self) -> bytes:
         """One line of the rejects file."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
+    def __str__(self) -> str:
+        return f"{self.file} line {self.line}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive records of one file."""
+    """Consecutive records, each with its file."""
 
-    file: str
-    format: Format
-    records: list[Record]
+    records: list[tuple[CorpusFile, Record]]
 
 
 @dataclass
@@ -49,22 +56,22 @@ class EncodedBatch:
     """Documents of one batch.
 
     Attributes:
-        tokens: all ids ``[n]``, every document ended by the tokenizer's end-of-document id.
-        lengths: int32 ``[documents]``, that id counted.
+        tokens: all ids ``[n]``; every document ends with the tokenizer's end-of-document id.
+        lengths: int32 ``[sequences]``, that id counted in the last of each document.
+        counts: int32 ``[documents]``, sequences of each.
+        digests: 16 bytes per document, equal where the token ids are; only to deduplicate.
         rejects: the records that are not among them.
-        empty: records whose text is empty; neither documents nor rejects.
+        empty: records without text; neither documents nor rejects.
         text_bytes: bytes of UTF-8 text that were encoded.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
-    rejects: list[Reject] = field(default_factory=list)
-    empty: int = 0
-    text_bytes: int = 0
-
-
-class _UnusableError(Exception):
-    """Why one record is no document."""
+    counts: np.ndarray
+    digests: list[bytes]
+    rejects: list[Reject]
+    empty: int
+    text_bytes: int
 
 
 @lru_cache(maxsize=4)
@@ -77,46 +84,86 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
     """Decode, parse and tokenise a batch; a record that cannot be used becomes a reject."""
     tokenizer, dtype = loaded(settings.tokenizer), settings.dtype()
     end = np.array([tokenizer.end_of_document], dtype=dtype)
-    pieces: list[np.ndarray] = [np.empty(0, dtype)]
+    documents: list[np.ndarray] = []
     lengths: list[int] = []
-    result = EncodedBatch(pieces[0], np.empty(0, np.int32))
-    for record in batch.records:
+    counts: list[int] = []
+    rejects: list[Reject] = []
+    empty = text_bytes = 0
+    for file, record in batch.records:
         try:
-            text = _text(record, batch.format, settings.text_field)
-            ids = tokenizer.encode(text)
-        except _UnusableError as error:
-            result.rejects.append(Reject(batch.file, record.line, str(error)))
+            texts = _texts(file, record, settings.fields)
+            ids = [_encode(tokenizer, text) for text in texts]
+        except UnusableError as error:
+            rejects.append(_reject(file, record, settings.fields, str(error)))
             continue
-        except UnicodeEncodeError:
-            result.rejects.append(Reject(batch.file, record.line, "text has a lone surrogate"))
+        if not ids or not len(ids[-1]):
+            empty += 1
             continue
-        if not text:
-            result.empty += 1
-            continue
-        pieces += [ids.astype(dtype), end]
-        lengths.append(len(ids) + 1)
-        result.text_bytes += len(text.encode())
-    result.tokens = np.concatenate(pieces)
-    result.lengths = np.array(lengths, dtype=np.int32)
-    return result
+        document = np.concatenate([*ids, end], dtype=dtype, casting="unsafe")
+        documents.append(document)
+        lengths += [len(part) for part in ids]
+        lengths[-1] += 1
+        counts.append(len(ids))
+        text_bytes += sum(len(text.encode()) for text in texts)
+    return EncodedBatch(
+        tokens=np.concatenate([np.empty(0, dtype), *documents]),
+        lengths=np.array(lengths, dtype=np.int32),
+        counts=np.array(counts, dtype=np.int32),
+        digests=[_digest(document) for document in documents] if settings.deduplicate else [],
+        rejects=rejects,
+        empty=empty,
+        text_bytes=text_bytes,
+    )
 
 
-def _text(record: Record, format: Format, text_field: str) -> str:
-    if record.failed:
-        raise _UnusableError(record.payload.decode(errors="replace"))
+def _texts(file: CorpusFile, record: Record, fields: Fields) -> list[str]:
+    """The segments of a record; none for a blank line of JSONL."""
+    if record.problem is not None:
+        raise UnusableError(record.problem)
+    if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
+        return []
+    return segments(parse(record, file.format, fields), fields)
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
     try:
-        payload = record.payload.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _UnusableError(f"not UTF-8 at byte {error.start}") from None
-    if format != "jsonl":
-        return payload
-    try:
-        document = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"not JSON: {error}") from None
-    if not isinstance(document, dict) or text_field not in document:
-        raise _UnusableError(f"no field {text_field!r}")
-    text = document[text_field]
-    if not isinstance(text, str):
-        raise _UnusableError(f"field {text_field!r} is {type(text).__name__}, not a string")
-    return text
+        return tokenizer.encode(text)
+    except UnicodeEncodeError:
+        raise UnusableError("the text has a lone surrogate, which is no character") from None
+
+
+def _digest(document: np.ndarray) -> bytes:
+    return hashlib.blake2b(document.data, digest_size=DIGEST_BYTES).digest()
+
+
+def _reject(file: CorpusFile, record: Record, fields: Fields, reason: str) -> Reject:
+    identity = None
+    if fields.id_field is not None and record.problem is None:
+        try:
+            identity = parse(record, file.format, fields).get(fields.id_field)
+        except UnusableError:
+            identity = None
+    return Reject(str(file.path), record.line, None if identity is None else str(identity), reason)
+
+
+class Deduplicator:
+    """Drops documents whose token ids have been seen; holds 16 bytes of hash for each one kept."""
+
+    def __init__(self, digests: bytes) -> None:
+        starts = range(0, len(digests), DIGEST_BYTES)
+        self._seen = {digests[start : start + DIGEST_BYTES] for start in starts}
+
+    def drop_duplicates(self, batch: EncodedBatch) -> int:
+        """Drop them from ``batch`` in place; their number."""
+        new = np.ones(len(batch.digests), dtype=bool)
+        for number, digest in enumerate(batch.digests):
+            new[number] = digest not in self._seen
+            self._seen.add(digest)
+        if new.all():
+            return 0
+        new_sequences = np.repeat(new, batch.counts)
+        batch.tokens = batch.tokens[np.repeat(new_sequences, batch.lengths)]
+        batch.lengths = batch.lengths[new_sequences]
+        batch.counts = batch.counts[new]
+        batch.digests = [digest for digest, kept in zip(batch.digests, new, strict=True) if kept]
+        return int((~new).sum())

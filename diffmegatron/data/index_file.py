@@ -8,9 +8,9 @@ writer keeps all of it in Python lists, which a corpus of a billion documents do
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -31,28 +31,34 @@ class IndexHeader:
     boundaries: int
 
     @property
+    def documents(self) -> int:
+        """Documents that the sequences make up."""
+        return self.boundaries - 1
+
+    @property
     def file_size(self) -> int:
         """Bytes that an index with this header has."""
         return _HEADER.size + 12 * self.sequences + 8 * self.boundaries
 
 
-def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, boundaries: np.ndarray) -> None:
+def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype) -> None:
     """Write and sync an index.
 
     Args:
-        lengths: int32 ``[S]``, tokens of each sequence; may be memory-mapped.
+        lengths: int32 ``[sequences]``, tokens of each sequence; may be memory-mapped.
+        counts: int32 ``[documents]``, sequences of each document; may be memory-mapped.
         dtype: type of the tokens, int32 or uint16.
-        boundaries: int64 ``[D]``, the sequence at which each document begins, and S at the end;
-            ``arange(S + 1)`` where every document is one sequence.
     """
     with path.open("wb") as stream:
-        header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(boundaries))
+        header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
         stream.write(_HEADER.pack(*header))
         for part in _chunks(lengths):
             stream.write(part.astype(np.int32, copy=False).data)
-        _write_offsets(stream, lengths, dtype.itemsize)
-        for part in _chunks(boundaries):
-            stream.write(part.astype(np.int64, copy=False).data)
+        for starts in _sums_before(lengths):
+            stream.write((starts * dtype.itemsize).data)
+        for starts in _sums_before(counts):
+            stream.write(starts.data)
+        stream.write(np.int64(len(lengths)).tobytes())
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -82,13 +88,14 @@ def read_header(path: Path) -> IndexHeader:
     return header
 
 
-def _chunks(array: np.ndarray) -> list[np.ndarray]:
-    return [array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK)]
+def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK))
 
 
-def _write_offsets(stream: BinaryIO, lengths: np.ndarray, itemsize: int) -> None:
-    position = 0
-    for part in _chunks(lengths):
-        ends = position + np.cumsum(part, dtype=np.int64) * itemsize
-        stream.write(np.concatenate([[position], ends[:-1]]).astype(np.int64).data)
-        position = int(ends[-1])
+def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The sum of what lies before each element, int64, in pieces."""
+    total = 0
+    for part in _chunks(array):
+        ends = total + np.cumsum(part, dtype=np.int64)
+        yield ends - part
+        total = int(ends[-1])

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from diffmegatron.config.data import DataConfig
 from diffmegatron.data.samples import Sample, Samples
 from diffmegatron.errors import UserError
 
@@ -22,24 +23,58 @@ class Batch:
         labels: int64 ``[b, s]``, the next token of each.
         loss_mask: float32 ``[b, s]``, 1 where the label counts.
         position_ids: int64 ``[b, s]``.
+        document_ids: int32 ``[b, s]``, the number within its row of the document that each token
+            belongs to; None where attention crosses documents.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    document_ids: torch.Tensor | None
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 ``[n + 1]``: where each document begins in the rows laid end to end, and b s.
+
+        For variable-length attention kernels; ``document_ids`` must be there.
+        """
+        assert self.document_ids is not None
+        changes = torch.ones_like(self.document_ids, dtype=torch.bool)
+        changes[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
+        starts = changes.flatten().nonzero().flatten()
+        return torch.cat([starts, torch.tensor([changes.numel()])]).to(torch.int32)
 
 
-def collate(samples: list[Sample]) -> Batch:
-    """Stack samples of one length into a microbatch."""
+def collate(samples: list[Sample], config: DataConfig) -> Batch:
+    """Stack samples of one length into a microbatch.
+
+    What it tells of documents hangs on ``reset_position_ids``, ``reset_attention_mask`` and
+    ``eod_mask_loss`` (no label after an end-of-document token), Megatron's names.
+    """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     inputs = tokens[:, :-1].contiguous()
     size, length = inputs.shape
+    positions = torch.arange(length).repeat(size, 1)
+    loss_mask = torch.ones(size, length)
+    document_ids = torch.zeros(size, length, dtype=torch.int32)
+    for row, sample in enumerate(samples):
+        starts = torch.from_numpy(sample.starts)
+        if sample.learnt is not None:
+            loss_mask[row] = torch.from_numpy(sample.learnt[1:])
+        if config.eod_mask_loss:
+            loss_mask[row, starts[1:] - 1] = 0
+        lengths = torch.diff(starts.clamp(max=length), append=torch.tensor([length]))
+        if config.reset_position_ids:
+            positions[row] -= torch.repeat_interleave(starts, lengths)
+        if config.reset_attention_mask:
+            document_ids[row] = torch.repeat_interleave(torch.arange(len(starts)), lengths)
     return Batch(
         tokens=inputs,
         labels=tokens[:, 1:].contiguous(),
-        loss_mask=torch.ones(size, length),
-        position_ids=torch.arange(length).repeat(size, 1),
+        loss_mask=loss_mask,
+        position_ids=positions,
+        document_ids=document_ids if config.reset_attention_mask else None,
     )
 
 
@@ -101,7 +136,9 @@ class Loader:
             for microbatch in range(self._microbatches)
         )
         return [
-            collate([self._samples[index] for index in range(first, first + size)])
+            collate(
+                [self._samples[index] for index in range(first, first + size)], self._samples.config
+            )
             for first in firsts
         ]
 
@@ -117,11 +154,16 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Position in the data, JSON-able and the same on every rank: save it once."""
-        return {"consumed_samples": self.consumed_samples}
+        return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`, whatever the layout of ranks that saved it."""
+        """Go on from a :meth:`state`, whatever the layout of ranks that saved it.
+
+        Raises:
+            UserError: the recipe's order is not the one that the state is a position in.
+        """
         self.close()
+        self._samples = self._samples.resumed(state)
         self.consumed_samples = int(state["consumed_samples"])
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from diffmegatron.config.base import Section
 from diffmegatron.errors import UserError
 
 VERSION = 1
+_CHUNK = 1 << 20
 
 
 class TokenizerRecord(Section):
@@ -52,6 +53,7 @@ class Manifest(Section):
     text_bytes: int
     rejected: int
     empty: int
+    duplicates: int
     lengths: tuple[LengthBin, ...]
     inputs: tuple[FileRecord, ...]
     outputs: tuple[FileRecord, ...]
@@ -92,20 +94,46 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def length_histogram(lengths: np.ndarray) -> tuple[LengthBin, ...]:
-    """Documents and tokens per power of two of the length; the ends of the range are not empty.
+def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
+    """Documents and tokens per power of two of the length, in constant memory.
 
     Args:
-        lengths: int ``[documents]``, each at least 1; may be memory-mapped.
+        lengths: int32 ``[sequences]``, tokens of each.
+        counts: int32 ``[documents]``, sequences of each.
     """
-    documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
-    for start in range(0, len(lengths), 1 << 20):
-        part = np.asarray(lengths[start : start + (1 << 20)], dtype=np.int64)
-        exponent = np.frexp(part.astype(np.float64))[1] - 1
-        documents += np.bincount(exponent, minlength=64)
-        tokens += np.bincount(exponent, weights=part, minlength=64).astype(np.int64)
-    used = np.flatnonzero(documents)
-    return tuple(
-        LengthBin(at_least=1 << int(e), documents=int(documents[e]), tokens=int(tokens[e]))
-        for e in range(int(used[0]), int(used[-1]) + 1)
-    )
+    histogram = Histogram()
+    sequence = 0
+    for start in range(0, len(counts), _CHUNK):
+        part = np.asarray(counts[start : start + _CHUNK], dtype=np.int64)
+        end = sequence + int(part.sum())
+        starts = np.cumsum(part) - part
+        histogram.add(np.add.reduceat(lengths[sequence:end], starts, dtype=np.int64))
+        sequence = end
+    return histogram.bins()
+
+
+class Histogram:
+    """Documents and tokens per power of two of a document's length."""
+
+    def __init__(self) -> None:
+        self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Count documents of these lengths, each at least 1."""
+        exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+        self._documents += np.bincount(exponents, minlength=64)
+        self._tokens += np.bincount(exponents, weights=lengths, minlength=64).astype(np.int64)
+
+    def bins(self) -> tuple[LengthBin, ...]:
+        """From the first bin that is not empty to the last."""
+        used = np.flatnonzero(self._documents)
+        if not len(used):
+            return ()
+        return tuple(
+            LengthBin(
+                at_least=1 << exponent,
+                documents=int(self._documents[exponent]),
+                tokens=int(self._tokens[exponent]),
+            )
+            for exponent in range(int(used[0]), int(used[-1]) + 1)
+        )

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from diffmegatron.errors import UserError
-
 
 @dataclass(frozen=True)
 class _Node:
@@ -32,14 +30,12 @@ class Mixture:
         weights: one per source, in any unit.
 
     Raises:
-        UserError: a weight is negative, or all are zero.
+        ValueError: a weight is negative, or all are zero.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         if min(weights, default=0) < 0 or sum(weights) <= 0:
-            raise UserError(
-                f"mixture weights {list(weights)} must not be negative and must not sum to zero"
-            )
+            raise ValueError(f"weights {list(weights)} are no shares of anything")
         exact = [Fraction(weight).limit_denominator(1 << 40) for weight in weights]
         self._size = len(exact)
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)

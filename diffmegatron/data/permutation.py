@@ -27,13 +27,17 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def uniform(key: int, start: int, stop: int) -> np.ndarray:
-    """Numbers in [0, 1) that belong to the indices ``start`` to ``stop``: float64 ``[n]``."""
-    value = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key)
+def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
+    """64 random bits that belong to each index: uint64 ``[n]``."""
+    value = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return value ^ (value >> np.uint64(31))
+
+
+def uniform(key: int, indices: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) that belongs to each index: float64 ``[n]``."""
+    return (random_bits(key, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(index: int, size: int, key: int) -> int:

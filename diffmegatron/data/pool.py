@@ -46,7 +46,7 @@ def encode_in_order(
     Raises:
         UserError: a worker process was killed.
     """
-    batches = _read_batches(files, start, settings.text_field, max_bytes)
+    batches = _read_batches(files, start, settings.fields.columns, max_bytes)
     if workers == 1:
         for position, batch in batches:
             yield position, encode_batch(batch, settings)
@@ -91,26 +91,35 @@ def _exit_with_parent() -> None:
 
 
 def _read_batches(
-    files: list[CorpusFile], start: Position, text_field: str, max_bytes: int
+    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, Batch]]:
+    """Batches of about a mebibyte, over as many files as that takes."""
+    records: list[tuple[CorpusFile, Record]] = []
+    size = 0
+    for position, file, record in _records_after(files, start, columns, max_bytes):
+        records.append((file, record))
+        size += _payload_size(record)
+        if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
+            yield position, Batch(records)
+            records, size = [], 0
+    if records:
+        yield position, Batch(records)
+
+
+def _records_after(
+    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[tuple[Position, CorpusFile, Record]]:
     for number in range(start.file, len(files)):
         file = files[number]
-        skipped = start.records if number == start.file else 0
-        records = itertools.islice(read_records(file, text_field, max_bytes), skipped, None)
-        used, offset = skipped, 0
-        while batch := _take(records):
-            used += len(batch)
-            offset += sum(len(record.payload) for record in batch)
-            offset = min(offset, file.path.stat().st_size)
-            yield Position(number, used, offset), Batch(str(file.path), file.format, batch)
+        used = start.records if number == start.file else 0
+        offset = start.offset if number == start.file else 0
+        for record in itertools.islice(read_records(file, columns, max_bytes), used, None):
+            used += 1
+            offset = min(offset + _payload_size(record), file.size)
+            yield Position(number, used, offset), file, record
 
 
-def _take(records: Iterator[Record]) -> list[Record]:
-    batch: list[Record] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += len(record.payload)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
-            break
-    return batch
+def _payload_size(record: Record) -> int:
+    if isinstance(record.payload, bytes):
+        return len(record.payload)
+    return sum(len(value) for value in record.payload.values() if isinstance(value, bytes))

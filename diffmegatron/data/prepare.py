@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from diffmegatron.data.corpus import CorpusFile, find_files
-from diffmegatron.data.encode import EncodedBatch, EncodeSettings, Reject, loaded
+from diffmegatron.data.encode import Deduplicator, EncodedBatch, EncodeSettings, loaded
 from diffmegatron.data.index_file import write_index
 from diffmegatron.data.journal import (
     Journal,
@@ -23,6 +23,7 @@ from diffmegatron.data.journal import (
     replace_durably,
     sync_folder,
 )
+from diffmegatron.data.layouts import Fields, Layout
 from diffmegatron.data.manifest import (
     FileRecord,
     Manifest,
@@ -36,7 +37,8 @@ from diffmegatron.data.pool import Position, encode_in_order
 from diffmegatron.data.prepare_progress import PrepareProgress
 from diffmegatron.errors import UserError
 
-TOKENS, LENGTHS, REJECTS = "tokens.bin", "lengths.i32", "rejects.jsonl"
+TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
+REJECTS = "rejects.jsonl"
 # Below this many documents one bad one is a large share; the limit then holds at the end only.
 _EARLY_CHECK = 1000
 
@@ -50,14 +52,16 @@ class Counts:
     text_bytes: int = 0
     rejected: int = 0
     empty: int = 0
+    duplicates: int = 0
 
-    def add(self, batch: EncodedBatch) -> None:
+    def add(self, batch: EncodedBatch, duplicates: int) -> None:
         """Count a batch."""
-        self.documents += len(batch.lengths)
+        self.documents += len(batch.counts)
         self.tokens += len(batch.tokens)
         self.text_bytes += batch.text_bytes
         self.rejected += len(batch.rejects)
         self.empty += batch.empty
+        self.duplicates += duplicates
 
 
 def prepare(
@@ -68,6 +72,12 @@ def prepare(
     *,
     workers: int = 1,
     pattern: str = "*",
+    layout: Layout = "text",
+    prompt_field: str = "prompt",
+    response_field: str = "response",
+    messages_field: str = "messages",
+    id_field: str | None = None,
+    deduplicate: bool = False,
     max_document_bytes: int = 1 << 26,
     max_reject_share: float = 0.05,
     commit_seconds: float = 10.0,
@@ -80,38 +90,52 @@ def prepare(
     Args:
         inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
             plain-text file is one document.
-        output_prefix: the three files are this plus ``.bin``, ``.idx`` and ``.json``.
+        output_prefix: the three files are this plus ``.bin``, ``.idx`` and ``.json``; documents
+            that could not be used are listed in ``.rejects.jsonl``.
         tokenizer: see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
         text_field: key of a JSON line, or column of a Parquet file, that holds the text.
         workers: processes that tokenise; 1 does it in this one.
         pattern: which files of a folder count, such as ``*.py``.
+        layout: ``text``, or for fine-tuning ``instruction`` or ``chat`` (see
+            :class:`diffmegatron.data.layouts.Fields`, also for the next three).
+        prompt_field: of ``instruction``; not learnt.
+        response_field: of ``instruction``; learnt.
+        messages_field: of ``chat``; what the assistant says is learnt.
+        id_field: names a document in the rejects file, beside its file and line.
+        deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.
         max_reject_share: the share of unusable documents above which the corpus is refused.
         commit_seconds: how much work a kill may cost.
+        show_progress: a progress line on standard error.
 
     Raises:
         UserError: an input cannot be read, no document is usable, too many are not, or the
             prefix holds something else.
     """
-    settings = EncodeSettings(tokenizer, text_field)
-    loaded(tokenizer)
+    fields = Fields(layout, text_field, prompt_field, response_field, messages_field, id_field)
+    settings = EncodeSettings(tokenizer, fields, deduplicate)
+    recorded = {
+        "tokenizer_sha256": loaded(tokenizer).sha256,
+        **dataclasses.asdict(fields),
+        "deduplicate": deduplicate,
+        "max_document_bytes": max_document_bytes,
+    }
     files = find_files(inputs, pattern)
-    recorded = {**dataclasses.asdict(settings), "max_document_bytes": max_document_bytes}
-    recorded["tokenizer_sha256"] = loaded(tokenizer).sha256
-    if manifest_path(output_prefix).exists() and not _partial(output_prefix).exists():
+    folder = _partial(output_prefix)
+    if manifest_path(output_prefix).exists() and not folder.exists():
         return _already_prepared(output_prefix, files, recorded)
     identity = {"settings": recorded, "files": [_identity(file.path) for file in files]}
-    state = committed_state(_partial(output_prefix))
+    state = committed_state(folder)
     if state is not None and state["identity"] != identity:
         raise UserError(
-            f"{_partial(output_prefix)} is the unfinished work of other inputs or settings; run "
-            "those again to finish it, or delete it"
+            f"{folder} is the unfinished work of other inputs or settings; run those again to "
+            "finish it, or delete it"
         )
     if state is None or not state["finished"]:
         with PrepareProgress(files, show_progress) as progress:
-            run = _Run(output_prefix, files, settings, identity, state, progress)
-            run.encode(workers, max_document_bytes, max_reject_share, commit_seconds)
-            run.finish(recorded)
+            run = _Run(output_prefix, files, settings, identity, state)
+            run.encode(workers, max_reject_share, commit_seconds, progress)
+            run.finish()
     return _publish(output_prefix)
 
 
@@ -125,13 +149,11 @@ class _Run:
         settings: EncodeSettings,
         identity: dict[str, Any],
         state: dict[str, Any] | None,
-        progress: PrepareProgress,
     ) -> None:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self.prefix, self.files, self.settings, self.identity = prefix, files, settings, identity
-        self.progress = progress
         self.folder = _partial(prefix)
-        self.journal = Journal(self.folder, (TOKENS, LENGTHS, REJECTS))
+        self.journal = Journal(self.folder, (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS))
         self.position = Position(**state["position"]) if state else Position()
         self.counts = Counts(**state["counts"]) if state else Counts()
         self.first_reject: str = state["first_reject"] if state else ""
@@ -139,17 +161,27 @@ class _Run:
         with (self.folder / TOKENS).open("rb") as stream:
             while part := stream.read(1 << 24):
                 self.digest.update(part)
+        self.deduplicator = (
+            Deduplicator((self.folder / DIGESTS).read_bytes())
+            if identity["settings"]["deduplicate"]
+            else None
+        )
 
     def encode(
-        self, workers: int, max_bytes: int, max_reject_share: float, commit_seconds: float
+        self,
+        workers: int,
+        max_reject_share: float,
+        commit_seconds: float,
+        progress: PrepareProgress,
     ) -> None:
         """Tokenise what is left, committing as it goes."""
         committed = time.monotonic()
+        max_bytes = self.identity["settings"]["max_document_bytes"]
         batches = encode_in_order(self.files, self.position, self.settings, workers, max_bytes)
         for position, batch in batches:
             self._append(batch)
             self.position = position
-            self.progress.update(position, self.counts)
+            progress.update(position, self.counts)
             if time.monotonic() - committed >= commit_seconds:
                 self._commit(finished=False)
                 if self.counts.documents + self.counts.rejected >= _EARLY_CHECK:
@@ -159,13 +191,17 @@ class _Run:
         self._check_rejects(max_reject_share)
 
     def _append(self, batch: EncodedBatch) -> None:
+        duplicates = self.deduplicator.drop_duplicates(batch) if self.deduplicator else 0
         self.journal.append(TOKENS, batch.tokens.data)
         self.digest.update(batch.tokens.data)
         self.journal.append(LENGTHS, batch.lengths.data)
+        self.journal.append(COUNTS, batch.counts.data)
+        if self.deduplicator:
+            self.journal.append(DIGESTS, b"".join(batch.digests))
         for reject in batch.rejects:
-            self.first_reject = self.first_reject or _sentence(reject)
+            self.first_reject = self.first_reject or str(reject)
             self.journal.append(REJECTS, reject.to_json())
-        self.counts.add(batch)
+        self.counts.add(batch, duplicates)
 
     def _commit(self, *, finished: bool) -> None:
         self.journal.commit(
@@ -180,43 +216,55 @@ class _Run:
 
     def _check_rejects(self, limit: float) -> None:
         bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
-        if bad <= limit * seen:
-            return
-        self.journal.close()
-        raise UserError(
-            f"{bad} of {seen} documents cannot be used, more than the share of {limit:g} that is "
-            f"allowed; the first is {self.first_reject}; all are in {self.folder / REJECTS}"
-        )
+        if bad > limit * seen:
+            self.journal.close()
+            raise UserError(
+                f"{bad} of {seen} documents cannot be used, more than the share of {limit:g} that "
+                f"is allowed; the first is {self.first_reject}; all are in {self.folder / REJECTS}"
+            )
 
-    def finish(self, recorded: dict[str, Any]) -> None:
+    def finish(self) -> None:
         """Write index and manifest, and mark the journal as ready to be published."""
         if not self.counts.documents:
-            self.journal.close()
-            remove_journal(self.folder)
-            names = ", ".join(dict.fromkeys(str(file.path) for file in self.files[:3]))
-            raise UserError(
-                f"the corpus holds no document with text ({len(self.files)} files: {names}"
-                f"{', ...' if len(self.files) > 3 else ''}); check the input"
-            )
-        tokenizer, dtype = loaded(self.settings.tokenizer), self.settings.dtype()
-        lengths = np.memmap(self.folder / LENGTHS, dtype=np.int32, mode="r")
+            self._refuse_empty()
         index = self.folder / "index.idx"
-        write_index(index, lengths, dtype, np.arange(len(lengths) + 1))
-        manifest = Manifest(
+        lengths = np.memmap(self.folder / LENGTHS, dtype=np.int32, mode="r")
+        counts = np.memmap(self.folder / COUNTS, dtype=np.int32, mode="r")
+        write_index(index, lengths, counts, self.settings.dtype())
+        content = self._manifest(index, lengths, counts).model_dump_json(indent=1) + "\n"
+        replace_durably(self.folder / "manifest.json", content.encode())
+        self._commit(finished=True)
+        self.journal.close()
+
+    def _refuse_empty(self) -> None:
+        self.journal.close()
+        remove_journal(self.folder)
+        names = ", ".join(str(file.path) for file in self.files[:3])
+        raise UserError(
+            f"the corpus holds no document with text ({len(self.files)} files: {names}"
+            f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"
+        )
+
+    def _manifest(self, index: Path, lengths: np.ndarray, counts: np.ndarray) -> Manifest:
+        tokenizer = loaded(self.settings.tokenizer)
+        return Manifest(
             tokenizer=TokenizerRecord(
                 name=tokenizer.name,
                 sha256=tokenizer.sha256,
                 vocab_size=tokenizer.vocab_size,
                 end_of_document=tokenizer.end_of_document,
             ),
-            settings=recorded,
+            settings=self.identity["settings"],
             **dataclasses.asdict(self.counts),
-            lengths=length_histogram(lengths),
-            inputs=tuple(_file_record(file.path) for file in self.files),
+            lengths=length_histogram(lengths, counts),
+            inputs=tuple(
+                FileRecord(path=str(file.path), bytes=file.size, sha256=hash_file(file.path))
+                for file in self.files
+            ),
             outputs=(
                 FileRecord(
                     path=f"{self.prefix.name}.bin",
-                    bytes=self.counts.tokens * dtype.itemsize,
+                    bytes=self.counts.tokens * self.settings.dtype().itemsize,
                     sha256=self.digest.hexdigest(),
                 ),
                 FileRecord(
@@ -226,10 +274,6 @@ class _Run:
                 ),
             ),
         )
-        content = manifest.model_dump_json(indent=1) + "\n"
-        replace_durably(self.folder / "manifest.json", content.encode())
-        self._commit(finished=True)
-        self.journal.close()
 
 
 def _publish(prefix: Path) -> Manifest:
@@ -241,7 +285,7 @@ def _publish(prefix: Path) -> Manifest:
     for name, suffix in targets.items():
         if (folder / name).exists():
             (folder / name).replace(f"{prefix}{suffix}")
-    sync_folder(prefix.parent)
+            sync_folder(prefix.parent)
     remove_journal(folder)
     return read_manifest(prefix)
 
@@ -249,10 +293,10 @@ def _publish(prefix: Path) -> Manifest:
 def _already_prepared(prefix: Path, files: list[CorpusFile], recorded: dict[str, Any]) -> Manifest:
     """The manifest at ``prefix`` where it was made of these very files with these settings."""
     manifest = read_manifest(prefix)
-    sizes = [(str(file.path), file.path.stat().st_size) for file in files]
     same = (
         manifest.settings == recorded
-        and [(record.path, record.bytes) for record in manifest.inputs] == sizes
+        and [(record.path, record.bytes) for record in manifest.inputs]
+        == [(str(file.path), file.size) for file in files]
         and all(hash_file(Path(record.path)) == record.sha256 for record in manifest.inputs)
     )
     if not same:
@@ -270,11 +314,3 @@ def _partial(prefix: Path) -> Path:
 def _identity(path: Path) -> list[str | int]:
     status = path.stat()
     return [str(path), status.st_size, status.st_mtime_ns]
-
-
-def _file_record(path: Path) -> FileRecord:
-    return FileRecord(path=str(path), bytes=path.stat().st_size, sha256=hash_file(path))
-
-
-def _sentence(reject: Reject) -> str:
-    return f"{reject.file} line {reject.line}: {reject.reason}"

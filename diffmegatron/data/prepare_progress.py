@@ -1,7 +1,7 @@
 """The progress line of ``prepare``: share of the input read, MB/s, tokens/s, time left."""
 
+import itertools
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -22,8 +22,8 @@ class PrepareProgress:
     """A context in which :meth:`update` moves the line; silent where it is not to be shown."""
 
     def __init__(self, files: list[CorpusFile], show: bool) -> None:
-        sizes = [Path(file.path).stat().st_size for file in files]
-        self._before = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        sizes = [file.size for file in files]
+        self._before = [0, *itertools.accumulate(sizes)]
         self._progress = Progress(
             TextColumn("prepare"),
             BarColumn(),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from diffmegatron.data.index_file import read_header
+from diffmegatron.data.index_file import IndexHeader, read_header
 from diffmegatron.data.manifest import Manifest, read_manifest
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
@@ -43,16 +43,64 @@ class Corpus:
         """The id that ends every document."""
         return self.manifest.tokenizer.end_of_document
 
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether documents alternate between prompts and responses, and only the latter learn."""
+        return self.manifest.settings["layout"] != "text"
+
+    def learnt(self, document: int) -> np.ndarray:
+        """Mask of the tokens of a fine-tuning document that are learnt: bool ``[length]``."""
+        first, end = self.dataset.document_indices[document : document + 2]
+        segments = self.dataset.sequence_lengths[first:end]
+        return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
+
+    def check_index(self) -> None:
+        """Check every entry of the index, which takes time; opening looks at its end alone.
+
+        Raises:
+            UserError: a document lies outside the file, over another, or is empty.
+        """
+        ends = np.cumsum(self.lengths, dtype=np.int64) * self.tokens.itemsize
+        wrong = (self.lengths <= 0) | (self.offsets != ends - self.lengths * self.tokens.itemsize)
+        if wrong.any():
+            document = int(np.argmax(wrong))
+            raise UserError(
+                f"index {self.prefix}.idx is damaged at document {document}: byte "
+                f"{self.offsets[document]}, {self.lengths[document]} tokens; copy or prepare it "
+                "again"
+            )
+
 
 def open_corpus(prefix: str) -> Corpus:
     """Open ``PREFIX.bin``, ``.idx`` and ``.json`` in a time that does not grow with them.
+
+    (For fine-tuning corpora it grows with the number of documents, a cumulative sum.)
 
     Raises:
         UserError: a file is missing or truncated, or they do not belong together.
     """
     manifest = read_manifest(prefix)
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    header = read_header(index)
+    header = read_header(Path(f"{prefix}.idx"))
+    _check_sizes(prefix, manifest, header)
+    dataset = IndexedDataset(prefix)
+    index = dataset.index
+    last = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    if last != manifest.tokens * index.dtype_size:
+        raise UserError(
+            f"index {prefix}.idx ends at byte {last} of {prefix}.bin, which has "
+            f"{manifest.tokens * index.dtype_size}; copy or prepare it again"
+        )
+    lengths, offsets = index.sequence_lengths, index.sequence_pointers
+    if header.sequences != header.documents:
+        starts = index.document_indices[:-1]
+        lengths, offsets = np.add.reduceat(lengths, starts, dtype=np.int32), offsets[starts]
+    tokens = dataset.bin_reader.read(header.dtype, count=manifest.tokens, offset=0)
+    return Corpus(prefix, manifest, tokens, lengths, offsets, dataset)
+
+
+def _check_sizes(prefix: str, manifest: Manifest, header: IndexHeader) -> None:
+    """What can go wrong between the three files, before Megatron's reader asserts or maps it."""
+    data = Path(f"{prefix}.bin")
     if not data.is_file():
         raise UserError(f"{data} does not exist; {prefix}.json says that it has tokens")
     size, wanted = data.stat().st_size, manifest.tokens * header.dtype.itemsize
@@ -61,27 +109,11 @@ def open_corpus(prefix: str) -> Corpus:
             f"{data} has {size} bytes, but {prefix}.json says {manifest.tokens} tokens of "
             f"{header.dtype.itemsize} bytes ({wanted}); copy or prepare it again"
         )
-    if header.sequences != manifest.documents:
+    if header.documents != manifest.documents:
         raise UserError(
-            f"index {index} has {header.sequences} documents, but {prefix}.json says "
+            f"index {prefix}.idx has {header.documents} documents, but {prefix}.json says "
             f"{manifest.documents}; copy or prepare it again"
         )
-    dataset = IndexedDataset(prefix)
-    corpus = Corpus(
-        prefix,
-        manifest,
-        dataset.bin_reader.read(header.dtype, count=manifest.tokens, offset=0),
-        dataset.index.sequence_lengths,
-        dataset.index.sequence_pointers,
-        dataset,
-    )
-    last = int(corpus.offsets[-1]) + int(corpus.lengths[-1]) * header.dtype.itemsize
-    if last != size:
-        raise UserError(
-            f"index {index} ends at byte {last} of {data}, which has {size}; copy or prepare it "
-            "again"
-        )
-    return corpus
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+import tokenizers
 
 from diffmegatron.errors import UserError
 
@@ -93,6 +94,56 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.decode([int(token) for token in ids])
 
 
+class HuggingFaceTokenizer(Tokenizer):
+    """The fast tokenizer of a Hugging Face folder, for continued training of imported models.
+
+    Attributes:
+        folder: where ``tokenizer.json`` and ``tokenizer_config.json`` are; the latter's
+            ``eos_token`` ends a document.
+
+    Raises:
+        UserError: one of them is missing or does not fit.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.name, self.folder = folder, Path(folder)
+        try:
+            content = (self.folder / "tokenizer.json").read_bytes()
+            config = json.loads((self.folder / "tokenizer_config.json").read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"tokenizer folder {folder} must hold tokenizer.json and tokenizer_config.json: "
+                f"{error}"
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"{self.folder / 'tokenizer.json'} is no tokenizer: {error}") from None
+        # Text of a document that looks like a special token stays text.
+        self._tokenizer.encode_special_tokens = True
+        token = config.get("eos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        end = self._tokenizer.token_to_id(token) if token else None
+        if end is None:
+            raise UserError(
+                f"{self.folder / 'tokenizer_config.json'} has eos_token {token!r}, which is no "
+                "token of tokenizer.json; it must name the token that ends a document"
+            )
+        self.end_of_document = end
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.sha256 = hashlib.sha256(content + str(token).encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """See :meth:`Tokenizer.encode`."""
+        text.encode()
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See :meth:`Tokenizer.decode`."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer of a recipe.
 
@@ -112,9 +163,11 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     path = Path(name_or_path)
     if path.suffix == ".tiktoken":
         return _from_file(path)
+    if path.is_dir():
+        return HuggingFaceTokenizer(name_or_path)
     raise UserError(
         f"tokenizer {name_or_path!r} is neither {BYTES!r} nor {CL100K!r} nor the path of a "
-        ".tiktoken file"
+        ".tiktoken file or of a Hugging Face folder"
     )
 
 

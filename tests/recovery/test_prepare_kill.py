@@ -1,0 +1,178 @@
+"""``prepare`` killed at any moment and run again ends with the bytes of a run that was not."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffmegatron.data import pool
+from diffmegatron.data.manifest import Manifest
+from diffmegatron.data.prepare import prepare
+from diffmegatron.errors import UserError
+
+KILLS = 30
+# A server that has imported everything once: a fresh process costs milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare", __name__])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three files with damage, duplicates and empty documents among them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    pick = random.Random(0)
+    for name in "abc":
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for number in range(1500):
+                text = " ".join(pick.choices(["alpha", "beta", "数学", "\n"], k=pick.randrange(60)))
+                line = json.dumps({"text": text})
+                file.write((line[:-2] if number % 97 == 0 else line) + "\n")
+    return folder
+
+
+def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 50) -> Manifest:
+    pool._BATCH_RECORDS = batch_records  # small, so that there are many commits to be killed at
+    return prepare(
+        [corpus],
+        prefix,
+        "bytes",
+        workers=workers,
+        deduplicate=True,
+        commit_seconds=0,
+        show_progress=False,
+    )
+
+
+def outputs(prefix: Path) -> dict[str, bytes]:
+    return {
+        path.suffix: path.read_bytes() for path in prefix.parent.glob("out.*") if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    prefix = tmp_path_factory.mktemp("undisturbed") / "out"
+    manifest = run(corpus, prefix)
+    assert manifest.rejected and manifest.empty and manifest.duplicates
+    files = outputs(prefix)
+    assert set(files) == {".bin", ".idx", ".json", ".jsonl"}
+    return files
+
+
+def start(corpus: Path, prefix: Path, workers: int = 1) -> BaseProcess:
+    process = CONTEXT.Process(target=run, args=(corpus, prefix, workers))
+    process.start()
+    return process
+
+
+def kill(process: BaseProcess) -> bool:
+    """Whether it was still running."""
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def test_thirty_kills_at_random_moments(
+    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    start(corpus, tmp_path / "timed" / "out").join()
+    whole = time.monotonic() - started
+
+    seed = time.time_ns()
+    print(f"moments of the kills: random.Random({seed})")
+    pick, kills, rounds = random.Random(seed), 0, 0
+    while kills < KILLS:
+        prefix = tmp_path / f"round{rounds}" / "out"
+        rounds += 1
+        for _ in range(KILLS):
+            process = start(corpus, prefix)
+            process.join(pick.uniform(0, 0.7 * whole))
+            if not kill(process):
+                break
+            kills += 1
+        run(corpus, prefix)
+        assert outputs(prefix) == undisturbed
+        assert not prefix.with_suffix(".partial").exists()
+
+
+def test_a_crash_before_every_write_that_lasts(
+    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """At each sync, rename and deletion: of the first commits, and of all that publishing does."""
+    counted = tmp_path / "counted" / "out"
+    process = CONTEXT.Process(target=run_and_crash, args=(corpus, counted, None))
+    process.start()
+    process.join()
+    total = int((tmp_path / "operations").read_text())
+    for number in (*range(10), *range(total - 30, total)):
+        prefix = tmp_path / f"crash{number}" / "out"
+        process = CONTEXT.Process(target=run_and_crash, args=(corpus, prefix, number))
+        process.start()
+        process.join()
+        assert process.exitcode == 7, f"did not reach operation {number}"
+        complete = prefix.with_suffix(".json").exists()
+        assert not complete or outputs(prefix) == undisturbed, "the manifest must come last"
+        run(corpus, prefix, batch_records=1000)
+        assert outputs(prefix) == undisturbed, f"after a crash before operation {number}"
+
+
+def run_and_crash(corpus: Path, prefix: Path, number: int | None) -> None:
+    """Prepare, and be gone before lasting operation ``number``; None: count them."""
+    done = 0
+
+    def crashing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            nonlocal done
+            if done == number:
+                os._exit(7)
+            done += 1
+            return call(*args, **options)
+
+        return wrapper
+
+    os.fsync = crashing(os.fsync)
+    for name in ("replace", "unlink", "rmdir"):
+        setattr(Path, name, crashing(getattr(Path, name)))
+    run(corpus, prefix, batch_records=1000)
+    (prefix.parent.parent / "operations").write_text(str(done))
+
+
+def test_a_killed_worker_is_a_sentence_and_the_work_goes_on(
+    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "encode_batch", die)
+        with pytest.raises(UserError, match="one of the 2 worker processes was killed"):
+            run(corpus, tmp_path / "out", workers=2)
+    run(corpus, tmp_path / "out", workers=2)
+    assert outputs(tmp_path / "out") == undisturbed
+
+
+def die(*_: object) -> None:
+    os._exit(9)
+
+
+def test_workers_end_with_their_killed_parent(corpus: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "out"
+    process = start(corpus, prefix, workers=2)
+    while not (workers := children(process.pid)) or not prefix.with_suffix(".partial").exists():
+        time.sleep(0.02)
+    kill(process)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, f"worker processes {workers} outlive their parent"
+        time.sleep(0.02)
+
+
+def children(parent: int | None) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
