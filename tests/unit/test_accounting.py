@@ -1,0 +1,337 @@
+"""Accounting against the network as built and the tensors as allocated."""
+
+import gc
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import (
+    ACCELERATORS,
+    REDUCE_BUCKET,
+    count_flops,
+    count_parameters,
+    find_accelerator,
+    memory_by_stage,
+    model_flops_utilization,
+)
+from diffmegatron.model.build import build_model
+from diffmegatron.optim.zero import ZeroEngine, engine_config
+from diffmegatron.parallel.topology import process_groups
+
+BATCH, LENGTH, VOCABULARY = 2, 64, 320
+
+
+def make_recipe(model=None, training=None, parallel=None) -> Recipe:
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "ffn_hidden_size": 160,
+        "vocab_size": VOCABULARY,
+    }
+    length = {"seq_length": LENGTH, "global_batch_size": 4, "micro_batch_size": BATCH, "steps": 10}
+    return Recipe.model_validate(
+        {
+            "run_dir": "unused",
+            "model": sizes | (model or {}),
+            "data": {"sources": [{"path": "unused"}]},
+            "training": length | (training or {}),
+            "optimizer": {"lr": 1e-3},
+            "parallel": parallel or {},
+        }
+    )
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter of Megatron's network belongs to, by its name."""
+    parts = {
+        "word_embeddings": "embedding",
+        "linear_qkv": "attention",
+        "linear_proj": "attention",
+        "lambda_": "lambda_vectors",
+        "core_attention.norm": "headwise_norms",
+        "layernorm": "norms",
+        "mlp.linear": "mlp",
+        "output_layer": "output",
+    }
+    return next(part for mark, part in parts.items() if mark in name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def test_parameters_are_those_of_the_built_network(attention, num_kv_heads, tied):
+    recipe = make_recipe(
+        {"attention": attention, "num_kv_heads": num_kv_heads, "tied_embeddings": tied}
+    )
+    built = dict.fromkeys(count_parameters(recipe.model).__dataclass_fields__, 0)
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        for name, parameter in network.named_parameters():
+            built[part_of(name)] += parameter.numel()
+    counted = count_parameters(recipe.model)
+    assert vars(counted) == built
+    assert counted.total == sum(built.values())
+
+
+def test_the_3b_model_has_the_parameters_its_sizes_give():
+    model = make_recipe(
+        {
+            "num_layers": 28,
+            "hidden_size": 3072,
+            "num_heads": 12,
+            "ffn_hidden_size": 8192,
+            "vocab_size": 100_288,
+        }
+    ).model
+    counted = count_parameters(model)
+    assert counted.without_embeddings / 1e9 == pytest.approx(3.171, abs=5e-4)
+    assert counted.total / 1e9 == pytest.approx(3.787, abs=5e-4)
+
+
+@pytest.mark.parametrize("headwise_norm", [False, True])
+def test_the_twins_differ_by_what_only_one_of_them_has(headwise_norm):
+    sizes = {"headwise_norm": headwise_norm}
+    differential = count_parameters(make_recipe(sizes).model)
+    softmax = count_parameters(make_recipe({"attention": "softmax", **sizes}).model)
+    # Two layers, d = 8: four vectors of d; a norm weight of 2d against one of d.
+    assert differential.total - softmax.total == 2 * (4 * 8 + (16 - 8) * headwise_norm)
+
+
+@pytest.mark.parametrize(
+    ("attention", "attention_cost"),
+    # Multiply-adds per pair, in units of d. Of the blocked backend's 10 in the backward torch's
+    # counter misses the 4 of dK and dV (baddbmm_), and of SDPA's flash kernel on a CPU all.
+    [("differential", 4 + 6), ("softmax", 0)],
+)
+def test_flops_are_those_of_the_products_that_torch_counts(attention, attention_cost):
+    recipe = make_recipe({"attention": attention}, {"precision": "fp32"})
+    model, tokens = recipe.model, BATCH * LENGTH
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        with FlopCounterMode(display=False) as counter:
+            run_forward(network).mean().backward()
+    # Whole blocks of 64 x 64 pairs, while the model counts the causal half.
+    pairs = tokens * LENGTH * model.num_layers * model.num_heads
+    products = counter.get_total_flops() - 2 * pairs * attention_cost * model.head_dim
+    counted = count_flops(model, LENGTH).training * tokens
+    assert products == counted - 2 * (pairs / 2) * (4 + 8) * model.head_dim
+
+
+def run_forward(network: torch.nn.Module) -> Tensor:
+    tokens = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % VOCABULARY
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    return network(tokens, positions, None, labels=tokens)
+
+
+def test_flops_of_the_3b_model_typed_out():
+    """Independent of the code's arrangement: per token, exact fractions of the paper's sizes."""
+    layer = 4 * 3072**2 + 3 * 3072 * 8192
+    weights = 28 * layer + 100_288 * 3072
+    pairs = Fraction(4096, 2) * 28 * 12
+    model = make_recipe(
+        {
+            "num_layers": 28,
+            "hidden_size": 3072,
+            "num_heads": 12,
+            "ffn_hidden_size": 8192,
+            "vocab_size": 100_288,
+        }
+    ).model
+    flops = count_flops(model, 4096)
+    assert flops.training == 6 * weights + pairs * (4 + 8) * 128 * 2
+    assert flops.forward == 2 * weights + pairs * 4 * 128 * 2
+
+
+def test_both_twins_have_the_same_flops():
+    twins = [make_recipe({"attention": name}).model for name in ("differential", "softmax")]
+    assert count_flops(twins[0], LENGTH) == count_flops(twins[1], LENGTH)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch):
+    """Live tensors after the second backward pass, when gradients and Adam's state exist.
+
+    The bucket is there during a backward pass, on its own beside the activations; after it only
+    ZeRO 1 keeps it.
+    """
+    recipe = make_recipe(None, {"precision": precision}, {"zero_stage": zero_stage})
+    bucket = 123_456
+    monkeypatch.setattr("diffmegatron.optim.zero.engine_config", with_bucket(bucket))
+    during: list[int] = []
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        before = live_storages(network)
+        engine = ZeroEngine(network, recipe, topology)
+        engine.backward(run_forward(network).mean())
+        engine.step(1e-3)
+        network.embedding.word_embeddings.weight.register_hook(
+            lambda _: during.extend(storages_since(before, network))
+        )
+        engine.backward(run_forward(network).mean())
+        after = storages_since(before, network)
+    (counted,) = memory_by_stage(recipe, world_size=1)
+    bucket_bytes = counted.communication * bucket // REDUCE_BUCKET
+    assert during.count(bucket_bytes) == (bucket_bytes > 0)
+    held = sum(size for size in after if size != bucket_bytes)
+    assert held == pytest.approx(counted.weights + counted.gradients + counted.optimizer, rel=0.001)
+
+
+def with_bucket(elements: int):
+    """The engine's configuration with a small bucket: the default takes 2 GB in float32."""
+
+    def config(recipe: Recipe):
+        config = engine_config(recipe)
+        config["zero_optimization"]["reduce_bucket_size"] = elements
+        return config
+
+    return config
+
+
+def live_storages(network: torch.nn.Module) -> dict[int, int]:
+    """Bytes of every live tensor's storage, by address; gradients may have no Python object."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if type(value) in (Tensor, torch.nn.Parameter)]
+    tensors += [p.grad for p in network.parameters() if p.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def storages_since(before: dict[int, int], network: torch.nn.Module) -> list[int]:
+    return [size for key, size in live_storages(network).items() if key not in before]
+
+
+def test_the_bucket_is_deepspeeds_default():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = engine_config(make_recipe())["zero_optimization"]
+    assert config.get("reduce_bucket_size", DeepSpeedZeroConfig().reduce_bucket_size) == (
+        REDUCE_BUCKET
+    )
+
+
+class FusedNorm(torch.autograd.Function):
+    """What torch's fused RMSNorm on a GPU keeps; on a CPU it falls into parts that keep more."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, eps):
+        scale = (hidden.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(hidden, weight, scale)
+        return (hidden * scale * weight).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("headwise_norm", [True, False])
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def test_activations_are_what_the_layers_keep(
+    attention, headwise_norm, num_kv_heads, precision, monkeypatch
+):
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
+    )
+    model = {"attention": attention, "headwise_norm": headwise_norm, "num_kv_heads": num_kv_heads}
+    recipe = make_recipe(model, {"precision": precision})
+    with process_groups(recipe.parallel, seed=1) as topology:
+        kept = bytes_kept_for_backward(build_model(recipe, topology))
+    (counted,) = memory_by_stage(recipe, world_size=1)
+    # Unfused on a CPU, SwiGLU keeps its two factors as well as its input and product.
+    element = {"bf16": 2, "fp32": 4}[precision]
+    unfused_swiglu = 2 * element * 160 * 2 * BATCH * LENGTH
+    probabilities = 4 * BATCH * LENGTH * VOCABULARY
+    expected = counted.activations + unfused_swiglu + probabilities
+    # Token ids, label positions and scalars.
+    assert kept == pytest.approx(expected, rel=0.004)
+
+
+def bytes_kept_for_backward(network: torch.nn.Module) -> int:
+    parameters = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run_forward(network)
+    assert loss.requires_grad
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters
+    )
+
+
+def test_logits_in_bf16_are_kept_beside_their_float32_probabilities():
+    sizes = BATCH * LENGTH * VOCABULARY
+    assert memory_by_stage(make_recipe(), 1)[0].logits == 6 * sizes
+    assert memory_by_stage(make_recipe(None, {"precision": "fp32"}), 1)[0].logits == 4 * sizes
+
+
+def test_data_parallel_ranks_share_the_optimizer_state():
+    alone, shared = (memory_by_stage(make_recipe(), ranks)[0] for ranks in (1, 2))
+    assert shared.optimizer == alone.optimizer // 2
+    assert shared.gradients == alone.gradients
+    partitioned = make_recipe(None, None, {"zero_stage": 2})
+    assert memory_by_stage(partitioned, 2)[0].gradients == alone.gradients // 2
+
+
+def test_stages_and_shards_add_up_to_the_network():
+    """Weights of a 2 x 2 layout: the whole, and the replicated norms once more."""
+    model = {"tied_embeddings": True}
+    recipe = make_recipe(model, {"precision": "fp32"}, {"tensor": 2, "pipeline": 2})
+    stages = memory_by_stage(recipe, 4)
+    counted = count_parameters(recipe.model)
+    replicated = counted.norms + counted.lambda_vectors + counted.headwise_norms
+    whole = counted.total + replicated + counted.embedding
+    assert sum(2 * stage.weights for stage in stages) == 4 * whole
+    assert [stage.logits for stage in stages] == [0, 4 * BATCH * LENGTH * VOCABULARY // 2]
+    # Two microbatches in flight on the first stage; the last has the final norm and output layer.
+    first, last = (stage.activations for stage in stages)
+    assert first == 2 * (last - BATCH * LENGTH * (2 * 4 * 64 + 4))
+
+
+def test_sequence_parallel_shards_the_norms_inputs_too():
+    layout = {"tensor": 2}
+    whole = memory_by_stage(make_recipe(None, None, layout), 2)[0].activations
+    sharded = make_recipe(None, None, layout | {"sequence_parallel": True})
+    saved = whole - memory_by_stage(sharded, 2)[0].activations
+    # Five norms (two per layer and the last), each with a projection after it, half of them saved.
+    assert saved == BATCH * LENGTH * 5 * (2 * 2 * 64 + 4) / 2
+
+
+def test_a_layout_that_is_not_filled_is_refused():
+    with pytest.raises(UserError, match="start a multiple of 2"):
+        memory_by_stage(make_recipe(None, None, {"tensor": 2}), 3)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_gpus_are_found_by_the_name_cuda_gives(device_name, key):
+    assert find_accelerator(device_name) is ACCELERATORS[key]
+
+
+def test_an_unknown_gpu_is_not_guessed():
+    assert find_accelerator("NVIDIA GeForce RTX 4090") is None
+
+
+def test_utilization_of_the_papers_throughput():
+    """Table 7: 7491 tokens/s for the 3B Transformer at 4K on one H100, by hand."""
+    training = 6 * (28 * (4 * 3072**2 + 3 * 3072 * 8192) + 100_288 * 3072)
+    training += 28 * 12 * 2048 * 12 * 128 * 2
+    share = model_flops_utilization(7491, training, 1, ACCELERATORS["H100"])
+    assert share == pytest.approx(7491 * training / 989e12)
+    assert 0.1 < share < 0.3
