@@ -118,8 +118,8 @@ class DifferentialCoreAttention(_CoreAttention):
 
     def current_lambda(self) -> Tensor:
         """lambda of this layer, a 0-dim float32 tensor."""
-        vectors = (self._replicated(getattr(self, name)) for name in LAMBDA_VECTORS)
-        return differential_lambda(*vectors, initial=self.lambda_init)
+        q1, k1, q2, k2 = (self._replicated(getattr(self, name)) for name in LAMBDA_VECTORS)
+        return differential_lambda(q1, k1, q2, k2, self.lambda_init)
 
     def forward(
         self,

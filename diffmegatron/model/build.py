@@ -61,13 +61,16 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     )
 
 
-def build_model(recipe: Recipe, topology: Topology, backend: str = "auto") -> GPTModel:
-    """This rank's stage of the network with its initial weights, on its device.
+def build_model(
+    recipe: Recipe, topology: Topology, backend: str = "auto", *, initial_weights: bool = True
+) -> GPTModel:
+    """This rank's stage of the network, on its device.
 
     Args:
         recipe: sizes, twin, layout, precision, seed.
         topology: where this rank stands.
         backend: the differential attention kernel.
+        initial_weights: whether to fill it; without, the weights are arbitrary.
 
     Returns:
         GPTModel: ``(tokens [b, s], position_ids [b, s], None, labels=[b, s])`` gives the loss of
@@ -90,7 +93,8 @@ def build_model(recipe: Recipe, topology: Topology, backend: str = "auto") -> GP
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
     ).to(topology.device)
-    initialize(network, recipe)
+    if initial_weights:
+        initialize(network, recipe)
     _mark_tensor_parallel(network)
     if recipe.parallel.sequence_parallel:
         _sum_sequence_parallel_gradients(network, topology)
@@ -113,7 +117,7 @@ def _mark_tensor_parallel(network: GPTModel) -> None:
     """
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)
-        parameter.tensor_model_parallel = parameter.numel() < whole
+        parameter.tensor_model_parallel = parameter.numel() < whole  # type: ignore[attr-defined]
 
 
 def _sum_sequence_parallel_gradients(network: GPTModel, topology: Topology) -> None:

@@ -75,7 +75,7 @@ class ZeroEngine:
         self._create_moments()
         groups = self._optimizer.param_groups
         for parameter in self.network.parameters():
-            mapping = parameter._hp_mapping
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:
                 continue
             flat = groups[mapping.param_group_index]["params"][0]
@@ -191,7 +191,7 @@ def _tied_embedding(
     on_edge = topology.is_first_stage or topology.is_last_stage
     if not recipe.model.tied_embeddings or topology.pipeline_size == 1 or not on_edge:
         return None
-    parameter = network.shared_embedding_or_output_weight()
+    parameter = network.shared_embedding_or_output_weight()  # type: ignore[operator]
     if topology.is_last_stage:
         parameter.ds_pipe_replicated = True
     return parameter

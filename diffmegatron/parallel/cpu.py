@@ -1,38 +1,73 @@
 """Megatron-core without CUDA: redirections for the calls that would raise.
 
-Megatron-core names the device ``cuda`` in a few dozen places. Where no CUDA device exists,
-:func:`install` redirects those calls to the CPU, once, before anything is built; where one exists
-it does nothing. This is the only place of the project that changes another library, and each
-redirection replaces a call that would have raised an error, never one that works.
+Megatron-core names the device ``cuda`` in a few dozen places. Where no CUDA device exists, these
+calls go to the CPU inside :func:`without_cuda`; where one exists nothing changes. This is the only
+place of the project that changes another library. Each redirection replaces a call that would
+have raised an error, never one that works, and all end with the context: what else runs in the
+process (``transformers`` building a model on the meta device, say) must find torch as it is.
 """
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 
 
-def install() -> None:
-    """Redirect Megatron-core's CUDA calls to the CPU; nothing where CUDA exists or twice."""
-    if torch.cuda.is_available() or getattr(torch.cuda, "redirected_to_cpu", False):
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Redirect Megatron-core's CUDA calls to the CPU; does nothing where CUDA exists."""
+    if torch.cuda.is_available():
+        yield
         return
-    _redirect_device_queries()
-    _redirect_random_state()
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange"):
-        setattr(torch, name, _without_cuda(getattr(torch, name)))
-    torch.Tensor.cuda = _same  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = _same  # type: ignore[method-assign,assignment]
-    torch.cuda.redirected_to_cpu = True  # type: ignore[attr-defined]
+    from megatron.core.tensor_parallel import random
+
+    stream = _Stream()
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "current_device", lambda: _CPU),
+            (torch.cuda, "synchronize", lambda *_, **__: None),
+            (torch.cuda, "Stream", _Stream),
+            (torch.cuda, "current_stream", lambda *_: stream),
+            (torch.cuda, "default_stream", lambda *_: stream),
+            (torch.cuda, "stream", lambda *_: nullcontext()),
+            # Megatron's tracker of model-parallel random states keeps the CPU's instead.
+            (torch.cuda, "manual_seed", torch.manual_seed),
+            (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+            (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+            (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        ):
+            stack.enter_context(_replaced(owner, name, replacement))
+        stack.enter_context(_OnCpu())
+        yield
+
+
+class _OnCpu(TorchFunctionMode):
+    """Takes ``device="cuda"``, ``pin_memory`` and ``Tensor.cuda`` as the CPU's."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
 
 
 class _Stream:
     """A stream with nothing to wait for: the CPU runs in order."""
 
+    device = _CPU
+
     def __init__(self, *_: object, **__: object) -> None:
-        self.device = _CPU
+        pass
 
     def wait_stream(self, _: object) -> None:
         """Return at once."""
@@ -41,39 +76,11 @@ class _Stream:
         """Return at once."""
 
 
-def _redirect_device_queries() -> None:
-    stream = _Stream()
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
-    torch.cuda.Stream = _Stream  # type: ignore[misc,assignment]
-    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,return-value]
-    torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
-
-
-def _redirect_random_state() -> None:
-    """Megatron's tracker of model-parallel random states keeps the CPU's instead."""
-    from megatron.core.tensor_parallel import random
-
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[assignment]
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def _same(self: Any, *_: object, **__: object) -> Any:
-    return self
-
-
-def _without_cuda(factory: Callable) -> Callable:
-    """``factory`` with ``device="cuda"`` and ``pin_memory`` taken as the CPU's."""
-
-    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return on_cpu
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

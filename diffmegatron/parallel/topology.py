@@ -14,7 +14,8 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from diffmegatron.config.schema import ParallelConfig
-from diffmegatron.parallel import cpu
+from diffmegatron.errors import UserError
+from diffmegatron.parallel.cpu import without_cuda
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,19 @@ class ModelParallelUnit:
         return parallel_state.get_pipeline_model_parallel_world_size()
 
 
+def fail_together(problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem, so that none waits for the others forever.
+
+    Raises:
+        UserError: the first problem, with its rank.
+    """
+    problems: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(problems, problem)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise UserError(f"{found} (rank {rank})" if len(problems) > 1 else found)
+
+
 def world_size() -> int:
     """Ranks of this run as the launcher announced them; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -140,27 +154,29 @@ def process_groups(
         seed: base of Megatron's model-parallel random states.
         timeout: how long a collective may wait.
     """
-    cpu.install()
     device = _device()
-    _join(device, timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        # Gloo groups beside NCCL's serve Megatron's own optimizer checkpoints only.
-        create_gloo_process_groups=False,
-    )
-    model_parallel_cuda_manual_seed(seed)
-    try:
-        yield _topology(device)
-    finally:
-        parallel_state.destroy_model_parallel()
-        # Without this gloo now and then aborts at exit.
-        distributed.destroy_process_group()
+    with without_cuda():
+        _join(device, timeout)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                # Gloo groups beside NCCL's serve Megatron's own optimizer checkpoints only.
+                create_gloo_process_groups=False,
+            )
+            model_parallel_cuda_manual_seed(seed)
+            yield _topology(device)
+        finally:
+            parallel_state.destroy_model_parallel()
+            # Without this gloo now and then aborts at exit.
+            distributed.destroy_process_group()
 
 
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    # One hardware queue keeps the order in which Megatron overlaps communication and products.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

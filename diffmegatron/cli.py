@@ -1,0 +1,112 @@
+"""The command line: one screen, each command a call into its room."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffmegatron.errors import UserError
+
+app = typer.Typer(
+    name="diffmegatron",
+    help="Train Differential Transformers at scale, from text to an exact Hugging Face export.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Config = Annotated[Path, typer.Argument(help="Recipe, a YAML file such as configs/quickstart.yaml")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides such as optimizer.lr=1e-3", metavar="[KEY=VALUE]..."),
+]
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Ranks; default: the fewest that fill the layout")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")] = False,
+) -> None:
+    """Check a recipe and print its parameters, FLOPs and memory per rank, without any GPU."""
+    from diffmegatron import plan as planning
+    from diffmegatron.config.load import load_recipe
+
+    planning.run(load_recipe(config, overrides or []), gpus, as_json=as_json)
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...", help="JSONL (.gz, .zst), Parquet, text files, or folders of them"
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="PREFIX: writes PREFIX.bin, PREFIX.idx, PREFIX.json")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="cl100k_base, bytes, or a path")] = "cl100k_base",
+    text_field: Annotated[
+        str, typer.Option(help="JSON key or Parquet column of the text")
+    ] = "text",
+    pattern: Annotated[str, typer.Option(help="Which files of a folder count")] = "*",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
+) -> None:
+    """Tokenise a corpus into the files that training reads."""
+    from diffmegatron.data.prepare import prepare as prepare_corpus
+
+    prepare_corpus(inputs, output, tokenizer, text_field, workers=workers, pattern=pattern)
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None) -> None:
+    """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir."""
+    from diffmegatron.config.load import load_recipe
+    from diffmegatron.training.trainer import train as train_recipe
+
+    train_recipe(load_recipe(config, overrides or []))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Such as RUN_DIR/checkpoints/step_00001000")],
+    out: Annotated[Path, typer.Argument(help="Directory to create")],
+    verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
+) -> None:
+    """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
+    from diffmegatron.hf.from_checkpoint import export_checkpoint
+
+    difference = export_checkpoint(checkpoint, out, verify=verify)
+    print(f"wrote {out}")
+    if difference is not None:
+        absolute, relative = difference
+        print(f"logits differ by at most {absolute:.1e} ({relative:.1e} relative)")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which backend each choice falls to and why, and what is missing."""
+    from diffmegatron import doctor as examination
+
+    examination.run()
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one sentence and exit status 2."""
+    rank = int(os.environ.get("RANK", "0"))
+    # Megatron-core warns of every optional library it falls back from; `doctor` says it better.
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,57 @@
+"""The console line of a run, and its clock."""
+
+import sys
+import time
+from datetime import timedelta
+
+
+class Progress:
+    """Prints percent, step, tokens, loss, speed and time left; a plain line, also into a log."""
+
+    def __init__(self, first_step: int, total_steps: int, tokens_per_step: int) -> None:
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._first = self._marked = (first_step, time.perf_counter())
+
+    def tokens_per_second(self, step: int) -> float:
+        """Speed since the last call, and the start of the next measurement."""
+        marked_step, marked_time = self._marked
+        now = time.perf_counter()
+        self._marked = (step, now)
+        return (step - marked_step) * self._tokens_per_step / (now - marked_time)
+
+    def skip(self, seconds: float) -> None:
+        """Leave a pause (evaluation, saving) out of the speed."""
+        step, marked_time = self._marked
+        self._marked = (step, marked_time + seconds)
+
+    def line(self, step: int, values: dict[str, float]) -> None:
+        """Print the line of a step."""
+        first_step, first_time = self._first
+        per_step = (time.perf_counter() - first_time) / max(1, step - first_step)
+        left = timedelta(seconds=round(per_step * (self._total_steps - step)))
+        utilization = values.get("perf/mfu")
+        parts = [
+            f"{100 * step / self._total_steps:3.0f}%",
+            f"step {step}/{self._total_steps}",
+            f"{_short(step * self._tokens_per_step)} tokens",
+            f"loss {values['train/loss']:.4f}",
+            f"grad norm {values['train/grad_norm']:.2f}",
+            f"lr {values['train/lr']:.2e}",
+            f"{_short(values['perf/tokens_per_second'])} tokens/s",
+            *([] if utilization is None else [f"MFU {100 * utilization:.1f}%"]),
+            f"ETA {left}",
+        ]
+        say(" | ".join(parts))
+
+
+def say(text: str) -> None:
+    """Print a line of a run at once."""
+    print(text, file=sys.stdout, flush=True)
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return f"{number:.0f}"
