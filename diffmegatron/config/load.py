@@ -56,16 +56,22 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
     if path.resolve() in chain:
         raise UserError(f"{path}: recipes extend each other in a circle; break it")
     values = _parse(path)
-    parents = values.pop("extends", [])
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
+    for parent in _parents(values.pop("extends", []), path):
         inherited, inherited_origins = _read_file(path.parent / parent, (*chain, path.resolve()))
         _merge(merged, inherited)
         origins |= inherited_origins
     _merge(merged, values)
     origins |= dict.fromkeys(_dotted_keys(values), str(path))
     return merged, origins
+
+
+def _parents(extends: Any, path: Path) -> list[str]:
+    parents = [extends] if isinstance(extends, str) else extends
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"{path}: extends is {extends!r}; it takes a path or a list of paths")
+    return parents
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -122,7 +128,9 @@ def _validate(values: dict[str, Any], origins: dict[str, str], path: str) -> Rec
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise UserError(_sentence(error.errors()[0], origins, path)) from None
+        # A mistyped key also leaves one missing; the mistyped one is what the user can see.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise UserError(_sentence(first, origins, path)) from None
 
 
 def _sentence(error: Any, origins: dict[str, str], path: str) -> str:
@@ -138,7 +146,7 @@ def _sentence(error: Any, origins: dict[str, str], path: str) -> str:
         return f"{origin}: key {key!r} is missing; a recipe must give it"
     message = str(error.get("ctx", {}).get("error") or error["msg"])
     if error["type"] == "value_error":
-        return f"{origin}: {message}"
+        return f"{_origin_of_clash(message, origins) or origin}: {message}"
     return f"{origin}: {key} is {error['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
@@ -147,7 +155,13 @@ def _origin(key: str, origins: dict[str, str], path: str) -> str:
         if key in origins:
             return origins[key]
         key = key.rpartition(".")[0]
-    return COMMAND_LINE if COMMAND_LINE in origins.values() else path
+    return path
+
+
+def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
+    """Where the keys that a cross-check names came from; empty where it names none that was set."""
+    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)
+    return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 
 
 def _known_keys(location: tuple[str | int, ...]) -> set[str]:

@@ -7,7 +7,7 @@ needs the number of ranks is checked by :func:`Recipe.data_parallel`.
 import math
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from diffmegatron.config.base import Section
 from diffmegatron.config.data import DataConfig
@@ -81,11 +81,11 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         derived = dict(values)
-        heads, hidden = values.get("num_heads"), values.get("hidden_size")
-        if isinstance(heads, int) and heads > 0:
-            if not values.get("num_kv_heads"):
+        heads, hidden = (_integer(values.get(name)) for name in ("num_heads", "hidden_size"))
+        if heads is not None and heads > 0:
+            if not _integer(values.get("num_kv_heads", 0)):
                 derived["num_kv_heads"] = heads
-            if not values.get("head_dim") and isinstance(hidden, int):
+            if not _integer(values.get("head_dim", 0)) and hidden is not None:
                 if hidden % (2 * heads):
                     raise ValueError(
                         f"model.hidden_size {hidden} is no multiple of 2 x num_heads "
@@ -184,7 +184,7 @@ class TrainingConfig(Section):
         if (self.steps is None) == (self.tokens is None):
             raise ValueError(
                 f"training.steps is {self.steps} and training.tokens is {self.tokens}; "
-                "give exactly one of them"
+                "give exactly one of them (null unsets a key)"
             )
         return self
 
@@ -261,22 +261,19 @@ class Recipe(Section):
 
     def _check_tensor_parallel(self) -> None:
         tensor = self.parallel.tensor
-        for name, size in (
-            ("num_heads", self.model.num_heads),
-            ("num_kv_heads", self.model.num_kv_heads),
-            ("ffn_hidden_size", self.model.ffn_hidden_size),
-            ("vocab_size", self.model.vocab_size),
-        ):
+        sharded = {
+            f"model.{name}": getattr(self.model, name)
+            for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+        }
+        if self.parallel.sequence_parallel:
+            sharded["training.seq_length"] = self.training.seq_length
+        fits = _nearest_divisor(math.gcd(*sharded.values()), tensor)
+        for name, size in sharded.items():
             if size % tensor:
                 raise ValueError(
-                    f"model.{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
-                    f"tensor-parallel size that divides it is {_nearest_divisor(size, tensor)}"
+                    f"{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
+                    f"tensor-parallel size that divides all it shards is {fits}"
                 )
-        if self.parallel.sequence_parallel and self.training.seq_length % tensor:
-            raise ValueError(
-                f"training.seq_length {self.training.seq_length} is no multiple of "
-                f"parallel.tensor {tensor}, over which sequence_parallel shards it"
-            )
 
     def _check_pipeline(self) -> None:
         layers, stages = self.model.num_layers, self.parallel.pipeline
@@ -318,3 +315,14 @@ class Recipe(Section):
 def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+_INTEGER = TypeAdapter(int)
+
+
+def _integer(value: object) -> int | None:
+    """``value`` as an integer field will read it, 1e1 and "10" too; None where it will not."""
+    try:
+        return _INTEGER.validate_python(value)
+    except ValidationError:
+        return None

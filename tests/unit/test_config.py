@@ -1,0 +1,334 @@
+"""Recipes: files that extend files, overrides, and errors that a person can act on."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron.config.load import dump_recipe, load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+
+BASE = """
+run_dir: runs/base
+model: {num_layers: 4, hidden_size: 96, num_heads: 6, ffn_hidden_size: 256, vocab_size: 320}
+data: {sources: [{path: corpus}]}
+training: {seq_length: 64, global_batch_size: 8, steps: 100}
+optimizer: {lr: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str, name: str = "recipe.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    write_file(BASE, "base.yaml")
+    return write_file
+
+
+@pytest.fixture
+def base(write, tmp_path: Path) -> Path:
+    return tmp_path / "base.yaml"
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+# Reading and merging
+
+
+def test_sizes_that_follow_from_others_are_filled_in(base):
+    model = load_recipe(base).model
+    assert (model.head_dim, model.num_kv_heads) == (8, 6)
+    assert (model.num_attention_heads, model.num_query_groups) == (12, 12)
+    assert model.head_norm_dim == 16
+
+
+@pytest.mark.parametrize("number", ["4", "4.0", "0.4e1", "'4'"])
+def test_sizes_follow_from_numbers_however_they_are_written(base, number):
+    model = load_recipe(base, [f"model.num_heads={number}"]).model
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 4, 12)
+
+
+def test_the_twins_share_every_size_and_differ_in_what_one_has(base):
+    differential = load_recipe(base).model
+    softmax = load_recipe(base, ["model.attention=softmax"]).model
+    assert differential.model_copy(update={"attention": "softmax"}) == softmax
+    assert softmax.num_attention_heads == 2 * differential.num_heads
+    assert differential.has_headwise_norm
+    assert not softmax.has_headwise_norm
+    assert (differential.head_norm_dim, softmax.head_norm_dim) == (16, 8)
+
+
+def test_extends_merges_key_by_key_and_later_files_win(write):
+    write("optimizer: {lr: 2.0e-3, weight_decay: 0.05}\nmodel: {num_layers: 8}", "other.yaml")
+    path = write("extends: [base.yaml, other.yaml]\nmodel: {num_layers: 2}\nrun_dir: mine")
+    recipe = load_recipe(path)
+    assert (recipe.model.num_layers, recipe.model.hidden_size) == (2, 96)
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (2e-3, 0.05)
+    assert recipe.run_dir == "mine"
+
+
+def test_extends_is_relative_to_the_file_and_goes_on(write):
+    write("extends: ../base.yaml\nrun_dir: middle", "sizes/middle.yaml")
+    path = write("extends: sizes/middle.yaml\nmodel: {num_layers: 3}")
+    recipe = load_recipe(path)
+    assert (recipe.run_dir, recipe.model.num_layers) == ("middle", 3)
+
+
+def test_lists_are_replaced_not_merged(write):
+    path = write("extends: base.yaml\ndata: {sources: [{path: a}, {path: b, weight: 3}]}")
+    assert [source.path for source in load_recipe(path).data.sources] == ["a", "b"]
+
+
+def test_one_file_may_be_extended_twice(write):
+    write("extends: base.yaml", "left.yaml")
+    write("extends: base.yaml", "right.yaml")
+    path = write("extends: [left.yaml, right.yaml]")
+    assert load_recipe(path).run_dir == "runs/base"
+
+
+def test_overrides_win_over_files(base):
+    overrides = ["optimizer.schedule.kind=cosine", "optimizer.betas=[0.8, 0.9]", "run_dir=x"]
+    recipe = load_recipe(base, overrides)
+    assert recipe.optimizer.schedule.kind == "cosine"
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.run_dir == "x"
+    assert load_recipe(base, ["model.num_layers=3", "model.num_layers=5"]).model.num_layers == 5
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e-6", 1e-6), ("1E+2", 100.0), ("3", 3.0)])
+def test_floats_are_read_as_yaml_1_2_writes_them(base, text, number):
+    assert load_recipe(base, [f"optimizer.lr={text}"]).optimizer.lr == number
+    assert isinstance(load_recipe(base, [f"optimizer.lr={text}"]).optimizer.lr, float)
+
+
+def test_whole_floats_are_integers_where_integers_are_asked_for(base):
+    recipe = load_recipe(base, ["training.steps=null", "training.tokens=1e12"])
+    assert recipe.training.tokens == 10**12
+    assert isinstance(recipe.training.tokens, int)
+    assert recipe.training.total_steps == -(-(10**12) // 512)
+    assert "training.tokens is 1.5" in error_of(base, "training.tokens=1.5")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("training.steps=null", "training.tokens=1e12"),
+        ("model.lambda_init.policy=constant", "model.lambda_init.value=0.5"),
+        ("model.headwise_norm=false", "model.num_kv_heads=2", "optimizer.eps=1e-12"),
+    ],
+)
+def test_a_dumped_recipe_loads_to_the_same(base, write, overrides):
+    recipe = load_recipe(base, overrides)
+    assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe
+
+
+def test_a_dump_shows_every_key_resolved(base):
+    values = yaml.safe_load(dump_recipe(load_recipe(base)))
+    assert values["model"]["head_dim"] == 8
+    assert set(values) == set(Recipe.model_fields)
+
+
+def test_a_recipe_is_frozen(base):
+    with pytest.raises(ValueError, match="frozen"):
+        load_recipe(base).model.num_layers = 3
+
+
+# Files that cannot be read
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert error_of(tmp_path / "no.yaml").endswith("no.yaml: No such file or directory")
+
+
+def test_a_missing_parent_is_named(write):
+    assert "gone.yaml: No such file" in error_of(write("extends: gone.yaml"))
+
+
+def test_a_circle_is_broken(write):
+    write("extends: recipe.yaml", "other.yaml")
+    assert "extend each other in a circle" in error_of(write("extends: other.yaml"))
+    assert "circle" in error_of(write("extends: self.yaml", "self.yaml"))
+
+
+def test_extends_of_another_type_is_refused(write):
+    assert "extends is 5; it takes a path" in error_of(write("extends: 5"))
+    assert "extends is [1]; it takes a path" in error_of(write("extends: [1]"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: [", "recipe.yaml is not valid YAML"),
+        ("- a list", "must be a mapping of sections, not list"),
+        ("", "must be a mapping of sections, not NoneType"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(write, text, said):
+    assert said in error_of(write(text))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot read recipe" in error_of(path)
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "near"),
+    [
+        ("modle: {}", "modle", "model"),
+        ("model: {num_layer: 4}", "model.num_layer", "num_layers"),
+        ("optimizer: {schedule: {warmup: 3}}", "optimizer.schedule.warmup", "warmup_steps"),
+        ("model: {lambda_init: {polcy: constant}}", "model.lambda_init.polcy", "policy"),
+        ("data: {sources: [{path: a, wieght: 2}]}", "data.sources.0.wieght", "weight"),
+    ],
+)
+def test_an_unknown_key_names_the_file_and_the_nearest_key(write, text, key, near):
+    sentence = error_of(write(f"extends: base.yaml\n{text}"))
+    assert sentence.endswith(f"recipe.yaml: unknown key {key!r}; did you mean {near!r}?")
+
+
+def test_a_mistyped_required_key_is_called_mistyped_not_missing(write):
+    text = BASE.replace("num_layers", "num_layer").replace("optimizer:", "optimiser:")
+    sentence = error_of(write(text))
+    assert "unknown key" in sentence
+    assert "missing" not in sentence
+
+
+def test_an_unknown_key_like_no_other_lists_what_is_known(write):
+    sentence = error_of(write("extends: base.yaml\nparallel: {xyz: 1}"))
+    assert "known keys are pipeline, sequence_parallel, tensor, zero_stage" in sentence
+
+
+def test_the_error_names_the_file_that_set_the_key_or_the_command_line(write, base):
+    write("extends: base.yaml\nmodel: {num_layer: 4}", "parent.yaml")
+    child = write("extends: parent.yaml\nrun_dir: child")
+    assert "parent.yaml: unknown key" in error_of(child, "run_dir=x")
+    assert error_of(base, "model.num_layer=4").startswith("the command line: unknown key")
+
+
+def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
+    path = write(BASE.replace("run_dir: runs/base", ""))
+    sentence = error_of(path, "optimizer.lr=1e-3")
+    assert sentence.endswith("recipe.yaml: key 'run_dir' is missing; a recipe must give it")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.num_layers=many", "model.num_layers is 'many': input should be a valid integer"),
+        ("model.num_layers=0", "model.num_layers is 0: input should be greater than or equal to 1"),
+        ("model.attention=linear", "model.attention is 'linear': input should be 'differential'"),
+        ("optimizer.lr=nan", "optimizer.lr is"),
+        ("parallel.zero_stage=3", "parallel.zero_stage is 3: input should be 1 or 2"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_shown(base, override, said):
+    sentence = error_of(base, override)
+    assert sentence.startswith("the command line: ")
+    assert said in sentence
+
+
+@pytest.mark.parametrize("override", ["model.num_layers", "=3"])
+def test_an_override_without_key_or_value_is_refused(base, override):
+    assert "is not of the form section.key=value" in error_of(base, override)
+
+
+def test_an_override_that_is_no_yaml_is_refused(base):
+    assert "is not a YAML value" in error_of(base, "optimizer.betas=[0.9")
+
+
+# Cross-checks
+
+
+@pytest.mark.parametrize(
+    ("overrides", "clash", "fits"),
+    [
+        (["model.num_heads=7"], "hidden_size 96 is no multiple of 2 x num_heads", "divide 48"),
+        (["model.num_kv_heads=4"], "num_kv_heads 4 does not divide num_heads 6", "[1, 2, 3, 6]"),
+        (["model.head_dim=15"], "model.head_dim 15 is odd", "pairs"),
+        (
+            ["parallel.tensor=4"],
+            "model.num_heads 6 is no multiple of parallel.tensor 4",
+            "divides all it shards is 2",
+        ),
+        (
+            ["parallel.tensor=3", "model.vocab_size=321"],
+            "model.ffn_hidden_size 256 is no multiple of parallel.tensor 3",
+            "divides all it shards is 1",
+        ),
+        (
+            ["parallel.tensor=6", "model.ffn_hidden_size=288", "model.vocab_size=320"],
+            "model.vocab_size 320 is no multiple of parallel.tensor 6",
+            "divides all it shards is 2",
+        ),
+        (
+            ["parallel.tensor=2", "parallel.sequence_parallel=true", "training.seq_length=63"],
+            "training.seq_length 63 is no multiple of parallel.tensor 2",
+            "is 1",
+        ),
+        (["parallel.sequence_parallel=true"], "with parallel.tensor 1", "at least 2"),
+        (["parallel.pipeline=3"], "num_layers 4 is no multiple of parallel.pipeline 3", "is 2"),
+        (
+            ["parallel.pipeline=2", "parallel.zero_stage=2"],
+            "parallel.zero_stage 2 with parallel.pipeline 2",
+            "parallel.zero_stage 1",
+        ),
+        (
+            ["optimizer.schedule.warmup_steps=100"],
+            "warmup_steps 100 leaves nothing of the run's 100 steps",
+            "at most 99",
+        ),
+        (["optimizer.schedule.final_lr=1"], "final_lr 1 is above optimizer.lr 0.001", "ends"),
+        (["training.tokens=1000"], "steps is 100 and training.tokens is 1000", "exactly one"),
+        (["training.steps=null"], "steps is None and training.tokens is None", "exactly one"),
+        (["model.lambda_init.policy=constant"], "value is None with policy", "give a value"),
+        (["model.lambda_init.value=0.5"], "value is 0.5 with policy", "none with 'exponential'"),
+    ],
+)
+def test_a_clash_names_its_numbers_and_what_would_fit(base, overrides, clash, fits):
+    sentence = error_of(base, *overrides)
+    assert clash in sentence
+    assert fits in sentence.partition(clash)[2]
+
+
+def test_a_clash_names_where_its_numbers_came_from(write, base):
+    child = write("extends: base.yaml\nparallel: {tensor: 4}")
+    sentence = error_of(child, "run_dir=x")
+    assert re.search(r"base\.yaml and \S+recipe\.yaml: model\.num_heads 6", sentence)
+    assert error_of(base, "parallel.pipeline=3").endswith("that divides it is 2")
+    assert "the command line: model.num_layers 4" in error_of(base, "parallel.pipeline=3")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (3, "3 ranks do not fill parallel.tensor 2 x parallel.pipeline 1; start a multiple of 2"),
+        (6, "global_batch_size 8 is no multiple of micro_batch_size 1 x data parallel 3; 9 would"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_with_what_would(base, ranks, said):
+    recipe = load_recipe(base, ["parallel.tensor=2"])
+    with pytest.raises(UserError, match=re.escape(said)):
+        recipe.data_parallel(ranks)
+
+
+def test_ranks_divide_the_batch(base):
+    recipe = load_recipe(base, ["parallel.tensor=2", "training.micro_batch_size=2"])
+    assert (recipe.data_parallel(4), recipe.num_microbatches(4)) == (2, 2)
