@@ -19,21 +19,21 @@ REDUCE_BUCKET = 500_000_000
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU: peak dense bf16 FLOP/s (no structured sparsity) and memory in bytes."""
+    """A GPU: peak dense bf16 FLOP/s (no structured sparsity) and nominal memory in GiB."""
 
     peak_flops: float
-    memory: float
+    memory_gib: float
 
 
 # NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200; they print most rates with sparsity,
 # which is twice the dense rate. Longer names first: "H100 PCIe" is not the H100 that SXM means.
 ACCELERATORS = {
-    "H100 PCIe": Accelerator(756e12, 80e9),
-    "H100 NVL": Accelerator(835e12, 94e9),
-    "A100": Accelerator(312e12, 80e9),
-    "H100": Accelerator(989e12, 80e9),
-    "H200": Accelerator(989e12, 141e9),
-    "B200": Accelerator(2250e12, 180e9),
+    "H100 PCIe": Accelerator(756e12, 80),
+    "H100 NVL": Accelerator(835e12, 94),
+    "A100": Accelerator(312e12, 80),
+    "H100": Accelerator(989e12, 80),
+    "H200": Accelerator(989e12, 141),
+    "B200": Accelerator(2250e12, 180),
 }
 
 
