@@ -1,0 +1,126 @@
+"""Every recipe in configs/ against the paper's numbers, typed here a second time."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import count_parameters
+from diffmegatron.plan import plan_recipe
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "base")
+NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
+
+# Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10: hidden size, layers,
+# differential heads; then d, 8/3 hidden size rounded up to a multiple of 64, and section 3.2's
+# learning rate and the size that the paper names it by.
+SCALING = {
+    "830m": (1536, 24, 8, 96, 4096, 1.5e-4, 830e6),
+    "1.4b": (2048, 24, 8, 128, 5504, 1.5e-4, 1.4e9),
+    "2.8b": (2560, 32, 10, 128, 6848, 1.5e-4, 2.8e9),
+    "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
+    "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
+}
+THREE_BILLION = {"diff_3b_1t": 10**12, "diff_3b_350b": 350 * 10**9, "transformer_3b_350b": None}
+
+
+def load(name: str) -> Recipe:
+    return load_recipe(CONFIGS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_loads_and_plans(name):
+    recipe = load(name)
+    plan = plan_recipe(recipe)
+    assert plan.tokens >= recipe.training.total_steps
+    if name != "quickstart":
+        assert recipe.run_dir == f"runs/{name}"
+        assert recipe.model.attention == ("differential" if "diff" in name else "softmax")
+
+
+def test_the_recipes_of_the_paper_are_all_there():
+    expected = {f"scaling/{twin}_{size}" for twin in ("diff", "transformer") for size in SCALING}
+    assert set(NAMES) >= expected | set(THREE_BILLION) | {"quickstart"}
+
+
+def test_every_base_is_extended_by_a_recipe():
+    def parents(path: Path) -> set[Path]:
+        extends = yaml.safe_load(path.read_text()).get("extends", [])
+        names = [extends] if isinstance(extends, str) else extends
+        direct = {(path.parent / name).resolve() for name in names}
+        return direct.union(*map(parents, direct))
+
+    used = set().union(*map(parents, FILES))
+    assert {path for path in used if path.parent.name == "base"} == set(CONFIGS.glob("base/*"))
+
+
+@pytest.mark.parametrize("name", THREE_BILLION)
+def test_the_3b_recipes_are_those_of_section_3_1_and_table_9(name):
+    recipe = load(name)
+    model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
+    assert (model.hidden_size, model.num_layers, model.ffn_hidden_size) == (3072, 28, 8192)
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (12, 12, 128)
+    assert model.num_attention_heads == 24
+    assert model.vocab_size == 100_288
+    assert recipe.data.tokenizer == "cl100k_base"
+    assert training.seq_length == 4096
+    assert training.tokens_per_step == 4 * 2**20
+    assert training.tokens == (THREE_BILLION[name] or 350 * 10**9)
+    assert training.precision == "bf16"
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (3.2e-4, (0.9, 0.95), 0.1)
+    assert (optimizer.eps, optimizer.clip_grad_norm) == (1e-6, 1.0)
+    schedule = optimizer.schedule
+    assert (schedule.kind, schedule.warmup_steps, schedule.final_lr) == ("linear", 1000, 1.28e-5)
+    assert len(recipe.data.sources) == 5
+
+
+@pytest.mark.parametrize("twin", ["diff", "transformer"])
+@pytest.mark.parametrize("size", SCALING)
+def test_the_scaling_suite_is_that_of_appendix_e(size, twin):
+    recipe = load(f"scaling/{twin}_{size}")
+    model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
+    hidden, layers, heads, head_dim, ffn, lr, named = SCALING[size]
+    assert (model.hidden_size, model.num_layers, model.num_heads) == (hidden, layers, heads)
+    assert (model.num_kv_heads, model.head_dim) == (heads, head_dim)
+    assert model.num_attention_heads == 2 * heads
+    assert model.ffn_hidden_size == ffn
+    assert 0 <= ffn - hidden * 8 / 3 < 64
+    assert ffn % 64 == 0
+    assert training.seq_length == 2048
+    assert training.tokens_per_step == 2**18
+    assert training.total_steps == 40_000
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (lr, (0.9, 0.98), 0.05)
+    schedule = optimizer.schedule
+    assert (schedule.kind, schedule.warmup_steps, schedule.final_lr) == ("linear", 375, 0.0)
+    assert count_parameters(model).total == pytest.approx(named, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("differential", "transformer"),
+    [(f"scaling/diff_{size}", f"scaling/transformer_{size}") for size in SCALING]
+    + [("diff_3b_350b", "transformer_3b_350b")],
+)
+def test_twins_differ_in_attention_and_run_dir_alone(differential, transformer):
+    first, second = (load(name).model_dump() for name in (differential, transformer))
+    assert first.pop("run_dir") != second.pop("run_dir")
+    assert first["model"].pop("attention") == "differential"
+    assert second["model"].pop("attention") == "softmax"
+    assert first == second
+
+
+def test_the_350b_run_is_the_1t_run_cut_short():
+    long, short = (load(name).model_dump() for name in ("diff_3b_1t", "diff_3b_350b"))
+    for values in (long, short):
+        values.pop("run_dir")
+        values["training"].pop("tokens")
+    assert long == short
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "quickstart"])
+def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
+    """The 3B recipes say two data-parallel ranks; the others fit on the fewest there are."""
+    ranks = 2 if name in THREE_BILLION else None
+    assert plan_recipe(load(name), ranks).warnings == ()
