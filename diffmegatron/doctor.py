@@ -1,0 +1,197 @@
+"""``diffmegatron doctor``: what is installed, which choice is taken and why, what is missing."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import find_accelerator
+
+# Distribution names, and what each is for.
+REQUIRED = {
+    "torch": "tensors, process groups",
+    "megatron-core": "layers, tensor and pipeline parallelism",
+    "deepspeed": "ZeRO",
+    "transformers": "verifies exports",
+    "tiktoken": "tokenizers",
+}
+OPTIONAL = {
+    "triton": "compiles kernels on a GPU; CUDA builds of torch bring it",
+    "transformer-engine": "GPU layers; pip install 'diffmegatron[te]'",
+    "flash-attn": "FlashAttention; pip install 'diffmegatron[flash]'",
+    "flex-head-fa": "FlashAttention with values wider than queries, the paper's",
+}
+LAUNCH_VARIABLES = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+)
+# What the real recipes run with; kernels are chosen by it.
+HEAD_DIM = 128
+# Ampere, the first with bf16.
+BF16_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and why or what for."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Findings by section, and what is missing for work on GPUs, one sentence each."""
+
+    sections: Mapping[str, tuple[Finding, ...]]
+    missing: tuple[str, ...]
+
+
+def run() -> None:
+    """Examine this machine and print the report to standard output."""
+    print_report(examine(), Console())
+
+
+def examine() -> Report:
+    """Look at this machine; downloads nothing and starts nothing."""
+    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    gpus, choices = _gpus(), _choices(packages)
+    tokenizer, tokenizer_problem = _cl100k()
+    return Report(
+        sections={
+            "Installed": (Finding("Python", platform.python_version()), *_packages(packages)),
+            "Hardware": (Finding("CPU cores", str(os.cpu_count())), *gpus),
+            "Choices": choices,
+            "Tokenizer": (tokenizer,),
+            "Launch": tuple(_launch()),
+        },
+        missing=(*_missing(packages), *tokenizer_problem),
+    )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print a report for a person."""
+    for title, findings in report.sections.items():
+        table = Table(title=title, title_justify="left", show_header=False)
+        for finding in findings:
+            table.add_row(*map(Text, (finding.name, finding.value, finding.note)))
+        console.print(table)
+    if report.missing:
+        console.print("[bold]Missing for work on GPUs[/bold]")
+    for sentence in report.missing:
+        console.print(Text(f"- {sentence}"))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _packages(packages: Mapping[str, str | None]) -> Iterator[Finding]:
+    for name, purpose in (REQUIRED | OPTIONAL).items():
+        yield Finding(name, packages[name] or "not installed", purpose)
+
+
+def _gpus() -> tuple[Finding, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "none"
+        return (Finding("GPU", "none", f"torch's CUDA version: {built}"),)
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        known = find_accelerator(properties.name)
+        peak = f"peak {known.peak_flops / 1e12:g} TFLOP/s dense bf16" if known else "peak unknown"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        findings.append(Finding(f"GPU {index}", properties.name, f"{memory}, {peak}"))
+    return tuple(findings)
+
+
+def _choices(packages: Mapping[str, str | None]) -> tuple[Finding, ...]:
+    return (_layer_host(packages), _ranks_talk_by(), *_attention_backends())
+
+
+def _layer_host(packages: Mapping[str, str | None]) -> Finding:
+    # The rule of diffmegatron.attention.specs, whose import of Megatron takes seconds.
+    if packages["transformer-engine"]:
+        return Finding("layers", "transformer_engine", "transformer-engine is installed")
+    return Finding("layers", "local", "Megatron-core's own; transformer-engine is not installed")
+
+
+def _ranks_talk_by() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding("communication", "nccl", "one rank per GPU")
+    return Finding("communication", "gloo", "no GPU is visible")
+
+
+def _attention_backends() -> Iterator[Finding]:
+    import torch
+
+    from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
+
+    for device in ("cpu", "cuda"):
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"differential attention, {device} {str(dtype).removeprefix('torch.')}"
+            try:
+                backend, reason = choose_backend(
+                    "auto", device, dtype, HEAD_DIM, importable_libraries()
+                )
+            except ValueError as error:
+                backend, reason = "none", str(error)
+            yield Finding(name, backend, reason)
+    yield Finding("softmax attention", "sdpa", "torch's scaled_dot_product_attention")
+
+
+def _cl100k() -> tuple[Finding, tuple[str, ...]]:
+    from diffmegatron.data.tokenizers import CL100K, find_cl100k
+
+    try:
+        return Finding(CL100K, "found", str(find_cl100k())), ()
+    except UserError as error:
+        return Finding(CL100K, "not found", "the real recipes' tokenizer"), (f"{error}.",)
+
+
+def _launch() -> Iterator[Finding]:
+    names = [name for name in LAUNCH_VARIABLES if name in os.environ]
+    for name in names:
+        yield Finding(name, os.environ[name])
+    if "WORLD_SIZE" not in os.environ:
+        yield Finding("launcher", "none", "one process; torchrun starts more")
+
+
+def _missing(packages: Mapping[str, str | None]) -> Iterator[str]:
+    import torch
+
+    for name in REQUIRED:
+        if not packages[name]:
+            yield f"{name} is not installed; `pip install diffmegatron` brings it."
+    if torch.version.cuda is None:
+        yield f"torch {torch.__version__} is built without CUDA; install a CUDA build of it."
+    elif not torch.cuda.is_available():
+        yield "torch sees no GPU; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES."
+    elif torch.cuda.get_device_capability() < BF16_CAPABILITY:
+        yield f"{torch.cuda.get_device_name()} has no bf16; set training.precision=fp32."
+    for name, purpose in OPTIONAL.items():
+        if not packages[name]:
+            yield f"{name} is not installed ({purpose})."

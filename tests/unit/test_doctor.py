@@ -1,0 +1,137 @@
+"""The doctor's findings: what is there, what is taken, what is missing."""
+
+import io
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+from rich.console import Console
+
+from diffmegatron import doctor
+from diffmegatron.attention.specs import available_host
+from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
+
+
+def find(report: doctor.Report, name: str) -> doctor.Finding:
+    findings = [f for section in report.sections.values() for f in section]
+    return next(finding for finding in findings if finding.name == name)
+
+
+def test_versions_are_those_of_the_installed_packages():
+    report = doctor.examine()
+    assert find(report, "Python").value == platform.python_version()
+    for name in doctor.REQUIRED:
+        assert find(report, name).value == version(name)
+
+
+def test_it_names_the_host_that_the_layers_really_take():
+    assert find(doctor.examine(), "layers").value == available_host()
+
+
+def test_every_device_and_dtype_has_a_backend_and_a_reason():
+    report = doctor.examine()
+    chosen = [f for f in report.sections["Choices"] if f.name.startswith("differential attention")]
+    assert [f.name.partition(", ")[2] for f in chosen] == [
+        "cpu float32",
+        "cpu bfloat16",
+        "cuda float32",
+        "cuda bfloat16",
+    ]
+    assert chosen[0].value == "blocked"
+    assert all(f.note for f in chosen)
+
+
+@pytest.mark.parametrize("name", [*doctor.REQUIRED, *doctor.OPTIONAL])
+def test_a_missing_package_is_named(name, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda asked: None if asked == name else "1.0")
+    report = doctor.examine()
+    assert find(report, name).value == "not installed"
+    assert [s for s in report.missing if s.startswith(f"{name} is not installed")]
+
+
+def test_nothing_installed_is_reported_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
+    assert not [s for s in doctor.examine().missing if "not installed" in s]
+
+
+def test_a_cpu_build_of_torch_is_said_to_be_one(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = doctor.examine()
+    assert find(report, "GPU").value == "none"
+    assert find(report, "communication").value == "gloo"
+    assert any("built without CUDA" in sentence for sentence in report.missing)
+
+
+def test_a_cuda_build_without_a_gpu_points_at_the_driver(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert any("nvidia-smi" in sentence for sentence in doctor.examine().missing)
+
+
+class FakeGpu:
+    name = "NVIDIA H100 80GB HBM3"
+    total_memory = 80 * 2**30
+
+
+def test_gpus_are_listed_with_memory_and_peak(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeGpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: FakeGpu.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    report = doctor.examine()
+    assert find(report, "GPU 1").note == "80 GiB, peak 989 TFLOP/s dense bf16"
+    assert find(report, "communication").value == "nccl"
+    assert not [s for s in report.missing if "CUDA" in s or "bf16" in s]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert any("has no bf16" in sentence for sentence in doctor.examine().missing)
+
+
+def test_the_tokenizer_is_looked_for_and_never_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for variable in ("DIFFMEGATRON_TIKTOKEN", "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    report = doctor.examine()
+    assert find(report, CL100K).value == "not found"
+    assert any(CL100K_FILE_SHA256 in sentence for sentence in report.missing)
+
+    file = tmp_path / f"{CL100K}.tiktoken"
+    file.touch()
+    monkeypatch.setenv("DIFFMEGATRON_TIKTOKEN", str(tmp_path))
+    report = doctor.examine()
+    assert find(report, CL100K) == doctor.Finding(CL100K, "found", str(file))
+
+
+def test_the_launchers_environment_is_shown(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert find(doctor.examine(), "launcher").value == "none"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    launch = doctor.examine().sections["Launch"]
+    assert doctor.Finding("WORLD_SIZE", "8") in launch
+    assert "launcher" not in [finding.name for finding in launch]
+
+
+def test_the_printed_report_has_every_finding_and_sentence(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    report = doctor.examine()
+    out = io.StringIO()
+    doctor.print_report(report, Console(file=out, width=400))
+    printed = out.getvalue()
+    findings = [f for section in report.sections.values() for f in section]
+    expected = [text for f in findings for text in (f.name, f.value, f.note)]
+    assert all(text in printed for text in (*expected, *report.missing))
+
+
+def test_nothing_heavy_is_imported():
+    """Megatron-core, DeepSpeed and transformers take seconds each to import."""
+    heavy = ("megatron", "deepspeed", "transformers")
+    code = "import sys; from diffmegatron import doctor; doctor.examine(); "
+    code += f"print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
