@@ -40,3 +40,21 @@ def test_table_lists_every_backend_with_a_reason():
     table = backend_table(device="cpu")
     assert [name for name, _, _ in table] == list(BACKENDS)
     assert all(reason for _, _, reason in table)
+
+
+def test_triton_is_refused_where_it_cannot_run():
+    libraries = frozenset({"triton"})
+    for device, dtype, head_dim, available, reason in (
+        ("cpu", torch.bfloat16, 128, libraries, "needs a cuda device, got cpu"),
+        ("cuda", torch.bfloat16, 128, NOTHING, "needs the library triton"),
+        ("cuda", torch.float64, 128, libraries, "takes bfloat16, float16, float32, got float64"),
+        ("cuda", torch.bfloat16, 80, libraries, "takes head_dim 64, 96, 128, got 80"),
+    ):
+        with pytest.raises(ValueError, match=f"backend='triton' cannot run: it {reason}"):
+            choose_backend("triton", device, dtype, head_dim, available)
+    assert choose_backend("triton", "cuda", torch.bfloat16, 128, libraries)[0] == "triton"
+
+
+def test_auto_never_takes_kernels_that_no_gpu_has_run():
+    libraries = frozenset({"triton"})
+    assert choose_backend("auto", "cuda", torch.bfloat16, 128, libraries)[0] != "triton"

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .masking import AttentionMask
+from .norm import HeadwiseNorm
 from .partial import PartialAttention
 from .select import resolve_backend
 from .validate import autocast_dtype, build_mask, check_diff_inputs, check_softmax_inputs
@@ -27,6 +28,7 @@ def diff_attention(
     cu_seqlens: Tensor | None = ...,
     query_offset: int | None = ...,
     key_offset: int = ...,
+    norm: HeadwiseNorm | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -46,6 +48,7 @@ def diff_attention(
     cu_seqlens: Tensor | None = ...,
     query_offset: int | None = ...,
     key_offset: int = ...,
+    norm: HeadwiseNorm | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, PartialAttention]: ...
 
@@ -64,12 +67,13 @@ def diff_attention(
     cu_seqlens: Tensor | None = None,
     query_offset: int | None = None,
     key_offset: int = 0,
+    norm: HeadwiseNorm | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, PartialAttention]:
     """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, equation 1).
 
-    Query head n meets kv head `n // (h / h_kv)`. The headwise norm is the caller's. A query row
-    that sees no key gets zeros. Under autocast q, k and v are cast to autocast's dtype.
+    Query head n meets kv head `n // (h / h_kv)`. A query row that sees no key gets zeros.
+    Under autocast q, k and v are cast to autocast's dtype.
 
     Args:
         q1, q2: `[b, s, h, d]`, floating point.
@@ -86,6 +90,7 @@ def diff_attention(
         query_offset: global position of the first query. By default the last query stands at the
             last key, so that a shorter s is the end of the sequence (decoding).
         key_offset: global position of the first key.
+        norm: headwise RMSNorm to apply to the result; the Triton backend does it in its epilogue.
         return_lse: also return both maps' results over these keys with their log-sum-exps, for
             `merge_partial`. Costs 6d and 14d multiply-adds per pair instead of 4d-6d and 10d.
 
@@ -98,6 +103,8 @@ def diff_attention(
             backend cannot run.
     """
     check_diff_inputs(q1, k1, q2, k2, v, lambda_)
+    if norm is not None:
+        norm.check(v)
     mask = build_mask(
         q1.shape[1],
         k1.shape[1],
@@ -108,13 +115,16 @@ def diff_attention(
     )
     dtype = autocast_dtype(q1)
     needs = mask.features | ({"lse"} if return_lse else set())
-    module = resolve_backend(backend, q1.device.type, dtype, q1.shape[3], needs)
-    q1, k1, q2, k2, v = (x.to(dtype) for x in (q1, k1, q2, k2, v))
+    chosen = resolve_backend(backend, q1.device.type, dtype, q1.shape[3], needs)
+    inputs = tuple(x.to(dtype) for x in (q1, k1, q2, k2, v))
     scale = q1.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if return_lse:
-        partial = module.partial_attention(q1, k1, q2, k2, v, softmax_scale=scale, mask=mask)
-        return partial.output(lambda_).to(dtype), partial
-    return module.diff_attention(q1, k1, q2, k2, v, lambda_, softmax_scale=scale, mask=mask)
+        partial = chosen.load().partial_attention(*inputs, softmax_scale=scale, mask=mask)
+        out = partial.output(lambda_).to(dtype)
+        return (out if norm is None else norm.apply_to(out)), partial
+    options = {"norm": norm} if norm is not None and chosen.fuses_norm else {}
+    out = chosen.load().diff_attention(*inputs, lambda_, softmax_scale=scale, mask=mask, **options)
+    return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
 
 
 def softmax_attention(

@@ -81,7 +81,42 @@ class AttentionMask:
             hidden = hidden | (query_document[:, None] != key_document[None, :])
         return hidden
 
+    def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First key and end of the keys that each query row sees: two int32 `[s]`."""
+        position = torch.arange(self.query_length) + self.query_offset
+        start, stop = self._document_bounds(position)
+        if self.causal:
+            stop = stop.minimum(position + 1)
+        return _clamped(start - self.key_offset, stop - self.key_offset, self.key_length, device)
+
+    def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First query row and end of the rows that see each key: two int32 `[t]`."""
+        position = torch.arange(self.key_length) + self.key_offset
+        start, stop = self._document_bounds(position)
+        if self.causal:
+            start = start.maximum(position)
+        offset = self.query_offset
+        return _clamped(start - offset, stop - offset, self.query_length, device)
+
+    def _document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Start and end, in global positions, of the document at each position."""
+        if self.cu_seqlens is None:
+            infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
+            return -infinite, infinite
+        bounds = torch.tensor(self.cu_seqlens)
+        document = torch.searchsorted(bounds, position, right=True)
+        return bounds[document - 1], bounds[document]
+
     def _same_document(self, row: int, other_row: int) -> bool:
         assert self.cu_seqlens is not None
         document = bisect_right(self.cu_seqlens, self.query_offset + row)
         return document == bisect_right(self.cu_seqlens, self.query_offset + other_row)
+
+
+def _clamped(
+    start: Tensor, stop: Tensor, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The intervals within [0, length) as int32; an empty one has start == stop."""
+    start = start.clamp(0, length)
+    stop = stop.clamp(0, length).maximum(start)
+    return start.to(device, torch.int32), stop.to(device, torch.int32)

@@ -13,9 +13,11 @@ from types import ModuleType
 
 import torch
 
+from . import triton_config
+
 logger = logging.getLogger(__name__)
 
-LIBRARIES: tuple[str, ...] = ()
+LIBRARIES = ("triton",)
 
 # What a call may need beyond plain causal or full attention.
 FEATURES = {
@@ -35,6 +37,7 @@ class Backend:
         devices, dtypes, head_dims: what it takes; None means any.
         library: name of the library it needs beside torch, or None.
         lacks: what it cannot do, out of `FEATURES`.
+        fuses_norm: its `diff_attention` takes a `norm` and applies it in its epilogue.
         note: one clause on what it is, shown as the reason of a choice.
     """
 
@@ -45,14 +48,29 @@ class Backend:
     head_dims: tuple[int, ...] | None = None
     library: str | None = None
     lacks: frozenset[str] = frozenset()
+    fuses_norm: bool = False
+
+    def load(self) -> ModuleType:
+        """The module of the backend."""
+        return import_module(f".{self.module}", __package__)
 
 
 BACKENDS: dict[str, Backend] = {
     "reference": Backend("reference", "the paper's equations read literally, for tests"),
     "blocked": Backend("blocked", "row blocks in plain PyTorch, deterministic"),
+    "triton": Backend(
+        "triton_attention",
+        "own fused kernels: 6d forward, 10d or 14d backward",
+        devices=("cuda",),
+        dtypes=triton_config.DTYPES,
+        head_dims=triton_config.HEAD_DIMS,
+        library="triton",
+        fuses_norm=True,
+    ),
 }
 
-# The first that can run is taken.
+# The first that can run is taken. "triton" is not among them until tests/gpu has passed on a GPU:
+# its kernels are proven in the interpreter and by the compiler alone.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "cuda": ("blocked",)}
 
 
@@ -127,8 +145,8 @@ def resolve_backend(
     dtype: torch.dtype,
     head_dim: int,
     needs: frozenset[str] = frozenset(),
-) -> ModuleType:
-    """The chosen backend's module; the choice and its reason are logged once."""
+) -> Backend:
+    """The chosen backend; the choice and its reason are logged once."""
     libraries = importable_libraries()
     name, reason = choose_backend(backend, device, dtype, head_dim, libraries, needs)
     logger.info(
@@ -139,7 +157,7 @@ def resolve_backend(
         name,
         reason,
     )
-    return import_module(f".{BACKENDS[name].module}", __package__)
+    return BACKENDS[name]
 
 
 def backend_table(

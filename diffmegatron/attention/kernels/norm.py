@@ -1,0 +1,38 @@
+"""The headwise RMSNorm that follows differential attention, as an option of the same call."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class HeadwiseNorm(NamedTuple):
+    """`scale * weight * RMSNorm(head)` over each head's own 2d channels (arXiv 2410.05258, 3.1).
+
+    Attributes:
+        weight: `[2d]`, shared by the heads, or None for no affine weight.
+        eps: added to the mean square.
+        scale: the paper's (1 - lambda_init).
+    """
+
+    weight: Tensor | None
+    eps: float
+    scale: float
+
+    def check(self, v: Tensor) -> None:
+        """Raise ValueError unless the weight fits values `[b, t, h_kv, 2d]`."""
+        if self.weight is None:
+            return
+        if self.weight.shape != v.shape[-1:] or self.weight.device != v.device:
+            raise ValueError(
+                f"norm.weight has shape {list(self.weight.shape)} on {self.weight.device}; with "
+                f"v {list(v.shape)} it must be [{v.shape[-1]}] on {v.device}"
+            )
+
+    def apply_to(self, heads: Tensor) -> Tensor:
+        """The norm of `[b, s, h, 2d]` in fp32 arithmetic at least; keeps the dtype."""
+        x = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is not None:
+            unit = unit * self.weight.to(x.dtype)
+        return (unit * self.scale).to(heads.dtype)

@@ -1,0 +1,333 @@
+"""The Triton backend: launches the kernels and joins them to autograd.
+
+Saved for the backward: the inputs, out, out2 and two log-sum-exps (out1 = out + lambda out2).
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .masking import AttentionMask
+from .norm import HeadwiseNorm
+from .partial import PartialAttention
+from .triton_config import (
+    Blocks,
+    default_one_pass,
+    forward_blocks,
+    key_value_blocks,
+    query_blocks,
+)
+from .triton_forward import forward_kernel
+from .triton_key_value import key_value_kernel
+from .triton_query import query_kernel
+from .triton_row_sums import row_sums_kernel
+
+LOG2_E = math.log2(math.e)
+ROW_SUMS_ROWS = 32
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call agree on."""
+
+    softmax_scale: float
+    mask: AttentionMask
+    one_pass: bool
+    tma: bool
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+    norm: HeadwiseNorm | None = None,
+    one_pass: bool | None = None,
+    tma: bool | None = None,
+) -> Tensor:
+    """Shapes as in `diffmegatron.attention.kernels.diff_attention`.
+
+    Args:
+        norm: applied in the forward's epilogue.
+        one_pass: backward with dQ added up in memory; `default_one_pass` by default.
+        tma: load through tensor descriptors; on sm_90 and later by default.
+    """
+    problem = _problem(q1, softmax_scale, mask, one_pass, tma)
+    weight, eps, scale = norm or (None, 0.0, 1.0)
+    if norm is not None and weight is None:
+        weight = q1.new_ones(v.shape[-1], dtype=torch.float32)
+    out: Tensor = _TritonDiffAttention.apply(
+        q1, k1, q2, k2, v, lambda_, weight, eps, scale, problem
+    )
+    return out
+
+
+def partial_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> PartialAttention:
+    """Each map on its own with its log-sum-exp: 6d forward, 14d or more backward."""
+    problem = _problem(q1, softmax_scale, mask, None, None)
+    out1, lse1 = _TritonSoftmaxAttention.apply(q1, k1, v, problem)
+    out2, lse2 = _TritonSoftmaxAttention.apply(q2, k2, v, problem)
+    return PartialAttention(out1, out2, lse1, lse2)
+
+
+def _problem(
+    q: Tensor,
+    softmax_scale: float,
+    mask: AttentionMask,
+    one_pass: bool | None,
+    tma: bool | None,
+) -> Problem:
+    if one_pass is None:
+        one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
+    if tma is None:
+        tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    return Problem(softmax_scale, mask, one_pass, tma)
+
+
+class _TritonDiffAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        v: Tensor,
+        lambda_: Tensor,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+        norm_scale: float,
+        problem: Problem,
+    ) -> Tensor:
+        q1, q2 = _same_strides(q1, q2)
+        k1, k2 = _same_strides(k1, k2)
+        (v,) = _same_strides(v)
+        out, out2 = (v.new_empty(*q1.shape[:3], v.shape[3]) for _ in range(2))
+        lse1, lse2 = _row_values(q1), _row_values(q1)
+        rstd, normed = None, None
+        if norm_weight is not None:
+            rstd, normed = _row_values(q1), torch.empty_like(out)
+        _launch_forward(
+            (q1, k1, q2, k2, v), lambda_, (out, out2), (lse1, lse2), problem,
+            norm=(norm_weight, rstd, normed, norm_eps, norm_scale),
+        )  # fmt: skip
+        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight, rstd)
+        ctx.problem, ctx.norm_scale = problem, norm_scale
+        return out if normed is None else normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight, rstd = ctx.saved_tensors
+        (grad,) = _same_strides(grad)
+        sums1, sums2 = _row_values(q1), _row_values(q1)
+        batch, length, heads, width = q1.shape
+        grid = (triton.cdiv(length, ROW_SUMS_ROWS), batch * heads)
+        grad_out, weight_parts = grad, None
+        if norm_weight is not None:
+            grad_out = torch.empty_like(out)
+            weight_parts = sums1.new_empty(grid[0] * grid[1], 2 * width)
+        with _on_device(q1):
+            row_sums_kernel[grid](
+                grad, out, out2, lambda_, norm_weight, rstd, grad_out, weight_parts,
+                sums1, sums2, heads, length, *grad.stride()[:3], ctx.norm_scale,
+                width=width, M=ROW_SUMS_ROWS, D=triton.next_power_of_2(width), MAPS=2,
+                NORM=norm_weight is not None, ACCUMULATE=_accumulate(q1), num_warps=8,
+            )  # fmt: skip
+        dq1, dk1, dq2, dk2, dv = _launch_backward(
+            (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), (sums1, sums2), ctx.problem
+        )
+        dlambda = -sums2.sum().to(lambda_.dtype)
+        dweight = None
+        if norm_weight is not None and weight_parts is not None:
+            dweight = weight_parts.sum(0).to(norm_weight.dtype)
+        return dq1, dk1, dq2, dk2, dv, dlambda, dweight, None, None, None
+
+
+class _TritonSoftmaxAttention(torch.autograd.Function):
+    """(softmax(q k^T) v, natural log-sum-exp), fp32 (fp64 for fp64 inputs), differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (_same_strides(x)[0] for x in (q, k, v))
+        lse = _row_values(q)
+        out = lse.new_empty(*q.shape[:3], v.shape[3])
+        _launch_forward((q, k, q, k, v), None, (out, None), (lse, None), problem)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.problem = problem
+        return out, lse.transpose(1, 2) / LOG2_E
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        sums = ((grad_out * out).sum(-1) - grad_lse).transpose(1, 2).contiguous()
+        grad = grad_out.to(v.dtype).contiguous()
+        dq, dk, _, _, dv = _launch_backward(
+            (q, k, q, k, v), grad, None, (lse, None), (sums, None), ctx.problem
+        )
+        return dq, dk, dv, None
+
+
+def _launch_forward(
+    inputs: tuple[Tensor, ...],
+    lambda_: Tensor | None,
+    outs: tuple[Tensor, Tensor | None],
+    lses: tuple[Tensor, Tensor | None],
+    problem: Problem,
+    norm: tuple[Tensor | None, Tensor | None, Tensor | None, float, float] = (
+        None, None, None, 0.0, 1.0,
+    ),
+) -> None:  # fmt: skip
+    """`forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
+    q1, k1, _, _, v = inputs
+    batch, length, heads, width = q1.shape
+    blocks = forward_blocks(width, q1.dtype, problem.tma)
+    norm_weight, rstd, normed, norm_eps, norm_scale = norm
+    intervals: tuple[Tensor | None, Tensor | None] = (None, None)
+    if problem.mask.cu_seqlens is not None:
+        intervals = problem.mask.key_intervals(q1.device)
+    with _on_device(q1):
+        forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
+            *_sources(inputs, blocks, problem.tma), lambda_, *outs, *lses,
+            norm_weight, rstd, normed, *intervals, heads, k1.shape[2], length, k1.shape[1],
+            problem.mask.query_offset - problem.mask.key_offset,
+            *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3],
+            problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
+            NORM=norm_weight is not None,
+            **_constants(q1, blocks, problem, maps=1 if lambda_ is None else 2),
+        )  # fmt: skip
+
+
+def _launch_backward(
+    inputs: tuple[Tensor, ...],
+    grad: Tensor,
+    lambda_: Tensor | None,
+    lses: tuple[Tensor, Tensor | None],
+    sums: tuple[Tensor, Tensor | None],
+    problem: Problem,
+) -> tuple[Tensor | None, ...]:
+    """dq1, dk1, dq2, dk2, dv; without lambda_ the second map's are None."""
+    q1, k1, _, _, v = inputs
+    batch, length, heads, width = q1.shape
+    key_length, kv_heads = k1.shape[1:3]
+    maps = 1 if lambda_ is None else 2
+    # A lone map has lambda 0, which the kernel reads but does not use.
+    lambda_ = sums[0].new_zeros(()) if lambda_ is None else lambda_
+    dq_dtype = sums[0].dtype if problem.one_pass else q1.dtype
+    new_dq = torch.zeros if problem.one_pass else torch.empty
+    absent = [None] * (2 - maps)
+    dqs = [new_dq(q1.shape, dtype=dq_dtype, device=q1.device) for _ in range(maps)] + absent
+    dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)] + absent
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    is_packed = problem.mask.cu_seqlens is not None
+    none = (None, None)
+    sizes = (
+        heads, kv_heads, length, key_length, problem.mask.query_offset - problem.mask.key_offset,
+        *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3], *grad.stride()[:3],
+        problem.softmax_scale, problem.softmax_scale * LOG2_E,
+    )  # fmt: skip
+    with _on_device(q1):
+        blocks = key_value_blocks(width, q1.dtype, problem.tma)
+        key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
+            *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
+            *dks, dv, *(dqs if problem.one_pass else none),
+            *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
+            ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
+        )  # fmt: skip
+        if problem.one_pass:
+            dqs = [None if dq is None else (dq * problem.softmax_scale).to(q1.dtype) for dq in dqs]
+        else:
+            blocks = query_blocks(width, q1.dtype, problem.tma)
+            query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
+                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums, *dqs,
+                *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
+                **_constants(q1, blocks, problem, maps),
+            )  # fmt: skip
+    return dqs[0], dks[0], dqs[1], dks[1], dv
+
+
+def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
+    """q1, k1, q2, k2, v (and grad) as the kernels take them: pointers or tensor descriptors."""
+    if not tma:
+        return list(tensors)
+    rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
+    value_width = 2 * triton.next_power_of_2(tensors[0].shape[3])
+    widths = (value_width // 2,) * 4 + (value_width,) * 2
+    return [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, row_count, 1, width])
+        for x, row_count, width in zip(tensors, rows, widths, strict=False)
+    ]
+
+
+def _constants(q: Tensor, blocks: Blocks, problem: Problem, maps: int) -> dict[str, Any]:
+    return {
+        "width": q.shape[3],
+        "M": blocks.M,
+        "N": blocks.N,
+        "D": triton.next_power_of_2(q.shape[3]),
+        "MAPS": maps,
+        "CAUSAL": problem.mask.causal,
+        "DOCUMENTS": problem.mask.cu_seqlens is not None,
+        "TMA": problem.tma,
+        "ACCUMULATE": _accumulate(q),
+        "INTERPRETED": triton.knobs.runtime.interpret,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+def _same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with one common layout that kernels and descriptors take.
+
+    The last stride is 1 and the others are multiples of 16 bytes, as TMA wants them.
+    """
+    first = tensors[0]
+    step = 16 // first.element_size()
+    if all(
+        x.stride() == first.stride()
+        and x.stride(3) == 1
+        and not any(stride % step for stride in x.stride()[:3])
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    ):
+        return tensors
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
+def _row_values(q: Tensor) -> Tensor:
+    """An uninitialised `[b, h, s]` in the dtype of accumulation."""
+    batch, length, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(batch, heads, length, dtype=dtype)
+
+
+def _accumulate(q: Tensor) -> tl.dtype:
+    return tl.float64 if q.dtype == torch.float64 else tl.float32
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, not on the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,156 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""What the Triton kernels share: loading and storing tiles, products, and visible intervals.
+
+Tensors are `[batch, length, heads, width]` with any strides but a last one of 1. A *source* is a
+pointer, or with TMA a host-side tensor descriptor of block `[1, ROWS, 1, WIDTH]`; the kernels read
+both through `load_tile`. WIDTH is a power of 2; columns past `width` read as zero.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    source,
+    batch,
+    head,
+    first_row,
+    length,
+    stride_batch,
+    stride_row,
+    stride_head,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows `[ROWS, WIDTH]` of one head from `first_row` on; zeros past the end."""
+    if TMA:
+        tile = source.load([batch, first_row, head, 0]).reshape([ROWS, WIDTH])
+    else:
+        rows = first_row + tl.arange(0, ROWS)
+        columns = tl.arange(0, WIDTH)
+        base = (
+            source + tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
+        )
+        pointers = base + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+        inside = (rows < length)[:, None] & (columns < width)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    pointer,
+    tile,
+    batch,
+    head,
+    first_row,
+    length,
+    heads,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write `[ROWS, WIDTH]` to a contiguous `[batch, length, heads, width]` tensor."""
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
+    inside = (rows < length)[:, None] & (columns < width)[None, :]
+    pointers = pointer + row_index[:, None] * width + columns[None, :]
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
+    """`[ROWS]` of a contiguous `[batch, heads, length]` tensor; `other` past the end."""
+    rows = first_row + tl.arange(0, ROWS)
+    base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
+    return tl.load(base + rows, mask=rows < length, other=other)
+
+
+@triton.jit
+def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.constexpr):
+    """Write `[ROWS]` to a contiguous `[batch, heads, length]` tensor."""
+    rows = first_row + tl.arange(0, ROWS)
+    base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
+    tl.store(base + rows, values, mask=rows < length)
+
+
+@triton.jit
+def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """a b in the accumulator's dtype; fp32 operands as tf32 (ieee and tf32x3 spill kilobytes)."""
+    if INTERPRETED:
+        # The interpreter's dot on bf16 operands is garbage (triton 3.6 to 3.9).
+        product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
+    else:
+        product = tl.dot(a, b, out_dtype=ACCUMULATE, input_precision="tf32")
+    return product
+
+
+@triton.jit
+def forget(x, INTERPRETED: tl.constexpr):
+    """The integer x, opaque to the compiler, so that what depends on it is computed anew.
+
+    Else the addresses of two accesses to the same rows are computed once and kept in registers
+    across the loops between them, which costs the forward at d = 128 its last registers.
+    """
+    if INTERPRETED:
+        copy = x
+    else:
+        copy = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return copy
+
+
+@triton.jit
+def keys_of_rows(
+    rows,
+    query_length,
+    key_length,
+    shift,
+    start_ptr,
+    stop_ptr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """The key interval [start, stop) that each query row sees.
+
+    `shift` is the first query's position minus the first key's. With DOCUMENTS the intervals are
+    read from `[query_length]` tables, causality included.
+    """
+    if DOCUMENTS:
+        start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)
+        stop = tl.load(stop_ptr + rows, mask=rows < query_length, other=0)
+    else:
+        start = tl.zeros_like(rows)
+        stop = start + key_length
+        if CAUSAL:
+            stop = tl.minimum(stop, tl.maximum(rows + shift + 1, 0))
+    return start, stop
+
+
+@triton.jit
+def queries_of_keys(
+    keys,
+    query_length,
+    key_length,
+    shift,
+    start_ptr,
+    stop_ptr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """The query interval [start, stop) that sees each key: `keys_of_rows` from the other side."""
+    if DOCUMENTS:
+        start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)
+        stop = tl.load(stop_ptr + keys, mask=keys < key_length, other=0)
+    else:
+        start = tl.zeros_like(keys)
+        if CAUSAL:
+            start = tl.maximum(keys - shift, 0)
+        stop = tl.where(keys < key_length, query_length, 0)
+    return start, stop

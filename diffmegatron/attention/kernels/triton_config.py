@@ -1,0 +1,49 @@
+"""Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
+
+Chosen by what compiles without spills for sm_90 and sm_80 (tests/kernels/test_triton_compile.py
+holds the figures); none has been timed on a GPU yet.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    """Rows of queries M and of keys N per block, and how the kernel is compiled."""
+
+    M: int
+    N: int
+    num_warps: int
+    num_stages: int
+
+
+HEAD_DIMS = (64, 96, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def forward_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+    """Blocks of `forward_kernel`."""
+    if dtype == torch.float32:
+        return Blocks(64, 32, 8, 2)
+    if head_dim <= 64:
+        return Blocks(128, 64, 8, 3)
+    return Blocks(128, 64, 8, 3) if tma else Blocks(64, 64, 8, 2)
+
+
+def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+    """Blocks of `key_value_kernel`."""
+    return Blocks(32, 64, 8, 2)
+
+
+def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+    """Blocks of `query_kernel`."""
+    return Blocks(64, 32, 8, 2)
+
+
+def default_one_pass(head_dim: int, deterministic: bool) -> bool:
+    """Whether the backward takes the one-pass kernel: at d = 64, where it fits the registers.
+
+    It adds up dQ in an order that changes from run to run, so never when asked for determinism.
+    """
+    return head_dim <= 64 and not deterministic

@@ -1,0 +1,268 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""Triton backward: dK and dV by key block, and in the one-pass form dQ too.
+
+With P_i the maps and dP = dO V^T, shared by both:
+
+    D_i = rowsum(dO * O_i)      dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)
+    dV = (P1 - lambda P2)^T dO  dQi = dSi Ki            dKi = dSi^T Qi
+
+Split, this kernel and the one of `triton_query` compute the scores and dP twice (14d) and are
+deterministic; the one-pass form adds dQ up in memory from here (10d), in an order that changes
+from run to run. MAPS 1 is the backward of one map alone.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_common import load_rows, load_tile, multiply, queries_of_keys, store_tile
+
+
+@triton.jit
+def _key_block_gradients(
+    dk1,
+    dk2,
+    dv,
+    k1,
+    k2,
+    v,
+    q1_source,
+    q2_source,
+    grad_source,
+    lse1_ptr,
+    lse2_ptr,
+    sums1_ptr,
+    sums2_ptr,
+    dq1_ptr,
+    dq2_ptr,
+    lambda_,
+    row_begin,
+    row_end,
+    first_key,
+    query_start,
+    query_stop,
+    batch,
+    head,
+    heads,
+    query_length,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    scale_log2,
+    width: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    MAPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add what the query rows [row_begin, row_end) of one head contribute; maps are `[N, M]`."""
+    for first_row in range(row_begin, row_end, M):
+        rows = first_row + tl.arange(0, M)
+        visible = (rows[None, :] >= query_start[:, None]) & (rows[None, :] < query_stop[:, None])
+        grad = load_tile(
+            grad_source, batch, head, first_row, query_length,
+            stride_gb, stride_gs, stride_gh, 2 * width, M, 2 * D, TMA,
+        )  # fmt: skip
+        q1 = load_tile(
+            q1_source, batch, head, first_row, query_length,
+            stride_qb, stride_qs, stride_qh, width, M, D, TMA,
+        )  # fmt: skip
+        # Past the end a log-sum-exp of +inf makes every weight zero.
+        lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+        weights1 = _weights(k1, q1, lse1, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+        dmap = multiply(v, tl.trans(grad), ACCUMULATE, INTERPRETED)
+        sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+        dscores1 = (weights1 * (dmap - sums1[None, :])).to(q1.dtype)
+        dk1 += multiply(dscores1, q1, ACCUMULATE, INTERPRETED)
+        if ONE_PASS:
+            _add_dq(
+                dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
+                width, M, D, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+        if MAPS == 2:
+            q2 = load_tile(
+                q2_source, batch, head, first_row, query_length,
+                stride_qb, stride_qs, stride_qh, width, M, D, TMA,
+            )  # fmt: skip
+            lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+            weights2 = _weights(k2, q2, lse2, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+            weights2 *= lambda_
+            sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+            dscores2 = (weights2 * (sums2[None, :] - dmap)).to(q2.dtype)
+            weights1 -= weights2
+            dk2 += multiply(dscores2, q2, ACCUMULATE, INTERPRETED)
+            if ONE_PASS:
+                _add_dq(
+                    dq2_ptr, dscores2, k2, batch, head, first_row, query_length, heads,
+                    width, M, D, ACCUMULATE, INTERPRETED,
+                )  # fmt: skip
+        dv += multiply(weights1.to(grad.dtype), grad, ACCUMULATE, INTERPRETED)
+    return dk1, dk2, dv
+
+
+@triton.jit
+def _weights(
+    rows_operand,
+    columns_operand,
+    lse,
+    visible,
+    scale_log2,
+    MASKED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A map's transposed block: exp(k q^T - lse of each query), zero where hidden."""
+    scores = multiply(rows_operand, tl.trans(columns_operand), ACCUMULATE, INTERPRETED)
+    weights = tl.exp2(scores * scale_log2 - lse[None, :])
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def _add_dq(
+    dq_ptr,
+    dscores,
+    k,
+    batch,
+    head,
+    first_row,
+    query_length,
+    heads,
+    width: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add dS^T K of one block, `[N, M]` and `[N, D]`, to the contiguous dQ in memory."""
+    dq = multiply(tl.trans(dscores), k, ACCUMULATE, INTERPRETED)
+    rows = first_row + tl.arange(0, M)
+    columns = tl.arange(0, D)
+    row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
+    inside = (rows < query_length)[:, None] & (columns < width)[None, :]
+    pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
+    tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def key_value_kernel(
+    q1,
+    k1,
+    q2,
+    k2,
+    v,
+    grad,
+    lambda_ptr,
+    lse1_ptr,
+    lse2_ptr,
+    sums1_ptr,
+    sums2_ptr,
+    dk1_ptr,
+    dk2_ptr,
+    dv_ptr,
+    dq1_ptr,
+    dq2_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    heads,
+    kv_heads,
+    query_length,
+    key_length,
+    shift,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    scale,
+    scale_log2,
+    width: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    MAPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """dK and dV of N keys of one kv head, over all query heads it serves; ONE_PASS adds to dQ too.
+
+    Grid: (key blocks, batch * kv_heads).
+    """
+    first_key = tl.program_id(0) * N
+    batch = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    keys = first_key + tl.arange(0, N)
+    query_start, query_stop = queries_of_keys(
+        keys, query_length, key_length, shift, query_start_ptr, query_stop_ptr, CAUSAL, DOCUMENTS
+    )
+    is_key = keys < key_length
+    row_begin = tl.min(tl.where(is_key, query_start, query_length), 0)
+    row_end = tl.max(query_stop, 0)
+    unmasked_begin = row_end
+    if not DOCUMENTS:
+        # From here on every key of the block is seen. Rows that lie past the end weigh zero, keys
+        # that do are masked: their scores of 0 may lie far above the log-sum-exp.
+        first_full = (tl.max(query_start, 0) - row_begin + M - 1) // M * M + row_begin
+        unmasked_begin = tl.where(
+            first_key + N > key_length, row_end, tl.minimum(first_full, row_end)
+        )
+    k1_tile = load_tile(
+        k1, batch, kv_head, first_key, key_length,
+        stride_kb, stride_ks, stride_kh, width, N, D, TMA,
+    )  # fmt: skip
+    k2_tile = k1_tile
+    if MAPS == 2:
+        k2_tile = load_tile(
+            k2, batch, kv_head, first_key, key_length,
+            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
+        )  # fmt: skip
+    v_tile = load_tile(
+        v, batch, kv_head, first_key, key_length,
+        stride_vb, stride_vs, stride_vh, 2 * width, N, 2 * D, TMA,
+    )  # fmt: skip
+    lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
+    dk1 = tl.zeros([N, D], dtype=ACCUMULATE)
+    dk2 = tl.zeros([N, D], dtype=ACCUMULATE)
+    dv = tl.zeros([N, 2 * D], dtype=ACCUMULATE)
+    repeats = heads // kv_heads
+    for head in range(kv_head * repeats, (kv_head + 1) * repeats):
+        dk1, dk2, dv = _key_block_gradients(
+            dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
+            lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
+            row_begin, unmasked_begin, first_key, query_start, query_stop, batch, head, heads,
+            query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
+            scale_log2, width, M, D, MAPS, True, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
+        )  # fmt: skip
+        if not DOCUMENTS:
+            dk1, dk2, dv = _key_block_gradients(
+                dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
+                lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
+                unmasked_begin, row_end, first_key, query_start, query_stop, batch, head, heads,
+                query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
+                scale_log2, width, M, D, MAPS, False, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+    store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D)
+    if MAPS == 2:
+        store_tile(
+            dk2_ptr, dk2 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D
+        )
+    store_tile(dv_ptr, dv, batch, kv_head, first_key, key_length, kv_heads, 2 * width, N, 2 * D)

@@ -1,0 +1,201 @@
+"""The Triton kernels, run by the interpreter on CPU tensors, against float64 loops and autograd.
+
+Blocks are small, so that short sequences span several of them; float64 runs through the very same
+kernels, so that gradcheck holds them to the maths and not to a rounding error.
+"""
+
+import pytest
+import torch
+from loops import loop_diff_attention, make_inputs, relative_error
+
+from diffmegatron.attention.kernels import HeadwiseNorm, merge_partial, reference, triton_attention
+from diffmegatron.attention.kernels.triton_config import Blocks
+from diffmegatron.attention.kernels.validate import build_mask
+
+NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    for function in ("forward_blocks", "key_value_blocks", "query_blocks"):
+        monkeypatch.setattr(triton_attention, function, lambda *_: Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(triton_attention, "ROW_SUMS_ROWS", 16)
+    # Under deterministic algorithms torch fills new memory with NaN: what a kernel forgets shows.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def mask_of(inputs, causal=True, cu_seqlens=None, query_offset=None, key_offset=0):
+    return build_mask(
+        inputs[0].shape[1],
+        inputs[1].shape[1],
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+
+
+def triton_and_reference(inputs, norm=None, one_pass=False, tma=False, **options):
+    """((out, gradients) of the kernels, the same of the reference in float64)."""
+    mask = mask_of(inputs, **options)
+    scale = inputs[0].shape[-1] ** -0.5
+    out = triton_attention.diff_attention(
+        *inputs, softmax_scale=scale, mask=mask, norm=norm, one_pass=one_pass, tma=tma
+    )
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference.diff_attention(*doubles, softmax_scale=scale, mask=mask)
+    leaves, double_leaves = list(inputs), list(doubles)
+    if norm is not None:
+        expected = norm.apply_to(expected)
+        leaves.append(norm.weight)
+        double_leaves.append(norm.weight)
+    direction = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    grads = torch.autograd.grad(out, leaves, direction.to(out.dtype))
+    wanted = torch.autograd.grad(expected, double_leaves, direction)
+    return (out, grads), (expected, wanted)
+
+
+def assert_close(actual, expected, tolerance):
+    assert relative_error(actual[0], expected[0]) < tolerance
+    names = (*NAMES, "norm weight")
+    for name, grad, wanted in zip(names, actual[1], expected[1], strict=False):
+        assert relative_error(grad, wanted) < tolerance, name
+
+
+CASES = {
+    "one block": {"rows": 16},
+    "one row": {"rows": 1, "keys": 1},
+    "decoding": {"rows": 1, "keys": 37, "heads": 4, "kv_heads": 2},
+    "off the block, gqa 2": {"rows": 21, "heads": 4, "kv_heads": 2},
+    "gqa 4, batch 2": {"batch": 2, "rows": 17, "heads": 4, "kv_heads": 1},
+    "s < t": {"rows": 21, "keys": 37},
+    "s > t": {"rows": 37, "keys": 21},
+    "width no power of 2": {"rows": 20, "width": 12},
+    "lambda near 0": {"rows": 20, "lambda_": 1e-6},
+    "lambda above 1": {"rows": 20, "lambda_": 1.9},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients(case, causal):
+    inputs = make_inputs(**{"width": 16, **case})
+    assert_close(*triton_and_reference(inputs, causal=causal), 1e-13)
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "TMA"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_form_of_the_kernels(causal, tma, one_pass):
+    inputs = make_inputs(rows=21, keys=37, heads=2, kv_heads=1, width=12)
+    assert_close(*triton_and_reference(inputs, causal=causal, tma=tma, one_pass=one_pass), 1e-13)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_offset": 3},
+        {"query_offset": 4, "key_offset": 20},
+        {"query_offset": 0, "key_offset": 60},
+        {"cu_seqlens": torch.tensor([0, 1, 17, 30, 36])},
+        {"cu_seqlens": torch.tensor([0, 4, 25, 90]), "query_offset": 20},
+        {"cu_seqlens": torch.tensor([0, 4, 25, 90]), "query_offset": 7, "key_offset": 16},
+    ],
+    ids=["chunk", "partly later keys", "only later keys", "documents", "doc chunk", "both"],
+)
+def test_offsets_and_documents(options, causal):
+    inputs = make_inputs(rows=36, heads=1, width=16)
+    assert_close(
+        *triton_and_reference(inputs, causal=causal, one_pass=not causal, **options), 1e-13
+    )
+
+
+def test_the_loops_agree_too():
+    inputs = make_inputs(rows=19, heads=4, kv_heads=2, width=16)
+    out = triton_attention.diff_attention(
+        *inputs, softmax_scale=0.25, mask=mask_of(inputs), tma=False
+    )
+    assert relative_error(out, loop_diff_attention(*inputs)) < 1e-13
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+def test_gradcheck(one_pass):
+    inputs = make_inputs(rows=3, keys=4, heads=2, kv_heads=1, width=2)
+    mask = mask_of(inputs)
+    assert torch.autograd.gradcheck(
+        lambda *x: triton_attention.diff_attention(
+            *x, softmax_scale=0.7, mask=mask, one_pass=one_pass, tma=False
+        ),
+        inputs,
+        fast_mode=True,
+    )
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("width", [16, 12])
+def test_norm_epilogue(width, one_pass):
+    inputs = make_inputs(rows=20, heads=2, kv_heads=1, width=width)
+    weight = torch.linspace(0.5, 1.5, 2 * width, dtype=torch.float64, requires_grad=True)
+    norm = HeadwiseNorm(weight, eps=1e-3, scale=0.6)
+    assert_close(*triton_and_reference(inputs, norm=norm, one_pass=one_pass), 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # The interpreter truncates where the hardware rounds: 2**-8 and 2**-11 for one cast.
+    [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2.5e-2)],
+    ids=["fp32", "fp16", "bf16"],
+)
+def test_lower_precision(dtype, tolerance):
+    inputs = make_inputs(rows=20, width=16, dtype=dtype)
+    assert_close(*triton_and_reference(inputs), tolerance)
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("shift", [0.0, 40.0], ids=["large", "large and negative"])
+def test_large_logits(shift, one_pass):
+    q1, k1, q2, k2, v, lambda_ = make_inputs(rows=20, width=16)
+    scaled = [
+        ((x + offset) * 25).detach().requires_grad_()
+        for x, offset in zip((q1, k1, q2, k2), (shift, -shift, shift, -shift), strict=True)
+    ]
+    actual, expected = triton_and_reference([*scaled, v, lambda_], one_pass=one_pass)
+    assert all(torch.isfinite(x).all() for x in (actual[0], *actual[1]))
+    assert_close(actual, expected, 1e-9)
+
+
+def test_partial_results_merge_to_the_whole():
+    inputs = make_inputs(rows=20, keys=40, heads=2, kv_heads=1, width=16)
+    q1, k1, q2, k2, v, lambda_ = inputs
+    partials = []
+    for start, stop in ((0, 25), (25, 40)):
+        keys = [x[:, start:stop] for x in (k1, k2, v)]
+        mask = mask_of([q1, keys[0]], query_offset=20, key_offset=start)
+        partials.append(
+            triton_attention.partial_attention(
+                q1, keys[0], q2, keys[1], keys[2], softmax_scale=0.25, mask=mask
+            )
+        )
+    merged = merge_partial(*partials).output(lambda_)
+    expected = reference.diff_attention(*inputs, softmax_scale=0.25, mask=mask_of(inputs))
+    assert relative_error(merged, expected) < 1e-13
+    grads = torch.autograd.grad(merged.square().sum(), inputs)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    assert_close((merged, grads), (expected, wanted), 1e-12)
+
+
+def test_strided_and_misaligned_inputs():
+    inputs = make_inputs(batch=2, rows=20, width=16)
+    pairs = torch.stack(inputs[0:3:2], dim=3).detach()
+    q1, q2 = pairs.unbind(3)
+    k1, k2 = (torch.cat([x, x], -1)[..., 1:17].detach() for x in inputs[1:4:2])
+    v = inputs[4].detach().transpose(0, 1).contiguous().transpose(0, 1)
+    actual, expected = triton_and_reference(
+        [x.requires_grad_() for x in (q1, k1, q2, k2, v)] + [inputs[5]], tma=True
+    )
+    assert_close(actual, expected, 1e-13)
