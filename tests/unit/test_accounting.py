@@ -281,18 +281,22 @@ def test_data_parallel_ranks_share_the_optimizer_state():
 
 
 def test_stages_and_shards_add_up_to_the_network():
-    """Weights of a 2 x 2 layout: the whole, and the replicated norms once more."""
-    model = {"tied_embeddings": True}
-    recipe = make_recipe(model, {"precision": "fp32"}, {"tensor": 2, "pipeline": 2})
-    stages = memory_by_stage(recipe, 4)
+    """Weights of a 2 x 4 layout: the whole, the tied embedding and replicated norms once more."""
+    recipe = make_recipe(
+        {"tied_embeddings": True, "num_layers": 4},
+        {"precision": "fp32", "global_batch_size": 16},
+        {"tensor": 2, "pipeline": 4},
+    )
+    stages = memory_by_stage(recipe, 8)
     counted = count_parameters(recipe.model)
     replicated = counted.norms + counted.lambda_vectors + counted.headwise_norms
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
-    assert [stage.logits for stage in stages] == [0, 4 * BATCH * LENGTH * VOCABULARY // 2]
-    # Two microbatches in flight on the first stage; the last has the final norm and output layer.
-    first, last = (stage.activations for stage in stages)
-    assert first == 2 * (last - BATCH * LENGTH * (2 * 4 * 64 + 4))
+    assert [stage.logits for stage in stages] == [0, 0, 0, 4 * BATCH * LENGTH * VOCABULARY // 2]
+    # One layer each, four microbatches to one in flight; the last stage has the final norm and
+    # the output layer as well.
+    layer = stages[-1].activations - BATCH * LENGTH * (2 * 4 * 64 + 4)
+    assert [stage.activations for stage in stages[:-1]] == [4 * layer, 3 * layer, 2 * layer]
 
 
 def test_sequence_parallel_shards_the_norms_inputs_too():
