@@ -23,6 +23,7 @@ from .triton_config import (
     forward_blocks,
     key_value_blocks,
     query_blocks,
+    use_tma,
 )
 from .triton_forward import forward_kernel
 from .triton_key_value import key_value_kernel
@@ -61,7 +62,7 @@ def diff_attention(
     Args:
         norm: applied in the forward's epilogue.
         one_pass: backward with dQ added up in memory; `default_one_pass` by default.
-        tma: load through tensor descriptors; on sm_90 and later by default.
+        tma: load through tensor descriptors; `use_tma` by default.
     """
     problem = _problem(q1, softmax_scale, mask, one_pass, tma)
     weight, eps, scale = norm or (None, 0.0, 1.0)
@@ -100,7 +101,7 @@ def _problem(
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if tma is None:
-        tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        tma = q.is_cuda and use_tma(q.dtype, torch.cuda.get_device_capability(q.device))
     return Problem(softmax_scale, mask, one_pass, tma)
 
 
@@ -253,7 +254,7 @@ def _launch_backward(
         blocks = key_value_blocks(width, q1.dtype, problem.tma)
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
-            *dks, dv, *(dqs if problem.one_pass else none),
+            *dks, dv, *(_dq_targets(dqs, blocks, problem) if problem.one_pass else none),
             *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
             ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
         )  # fmt: skip
@@ -274,12 +275,21 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
     if not tma:
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
-    value_width = 2 * triton.next_power_of_2(tensors[0].shape[3])
-    widths = (value_width // 2,) * 4 + (value_width,) * 2
-    return [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, row_count, 1, width])
-        for x, row_count, width in zip(tensors, rows, widths, strict=False)
-    ]
+    return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
+
+
+def _dq_targets(dqs: list[Tensor | None], blocks: Blocks, problem: Problem) -> list[Any]:
+    """Where the one-pass kernel adds dQ up: pointers or tensor descriptors."""
+    if not problem.tma:
+        return list(dqs)
+    return [None if dq is None else _descriptor(dq, blocks.M) for dq in dqs]
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Over `[b, heads, length, width]`, in blocks of some rows of one head."""
+    by_head = x.transpose(1, 2)
+    block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
+    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
 
 
 def _constants(q: Tensor, blocks: Blocks, problem: Problem, maps: int) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 """What the Triton kernels share: loading and storing tiles, products, and visible intervals.
 
 Tensors are `[batch, length, heads, width]` with any strides but a last one of 1. A *source* is a
-pointer, or with TMA a host-side tensor descriptor of block `[1, ROWS, 1, WIDTH]`; the kernels read
-both through `load_tile`. WIDTH is a power of 2; columns past `width` read as zero.
+pointer, or with TMA a host-side tensor descriptor over `[batch, heads, length, width]` of block
+`[1, 1, ROWS, WIDTH]`; the kernels read both through `load_tile`. The ones must lead: only then does
+the compiler fold the reshape into the load and leave the tile in shared memory; as
+`[1, ROWS, 1, WIDTH]` it goes through registers, which then spill. WIDTH is a power of 2; columns
+past `width` read as zero.
 """
 
 import triton
@@ -28,7 +31,7 @@ def load_tile(
 ):
     """Rows `[ROWS, WIDTH]` of one head from `first_row` on; zeros past the end."""
     if TMA:
-        tile = source.load([batch, first_row, head, 0]).reshape([ROWS, WIDTH])
+        tile = source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
     else:
         rows = first_row + tl.arange(0, ROWS)
         columns = tl.arange(0, WIDTH)

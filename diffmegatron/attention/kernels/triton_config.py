@@ -22,23 +22,39 @@ HEAD_DIMS = (64, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def use_tma(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether to load through tensor descriptors: 16-bit tiles on Hopper and later.
+
+    fp32 tiles through descriptors spill kilobytes in the backward.
+    """
+    return capability >= (9, 0) and dtype in (torch.bfloat16, torch.float16)
+
+
 def forward_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `forward_kernel`."""
-    if dtype == torch.float32:
+    if dtype not in (torch.bfloat16, torch.float16):
         return Blocks(64, 32, 8, 2)
     if head_dim <= 64:
-        return Blocks(128, 64, 8, 3)
+        return Blocks(128, 64, 8, 3 if tma else 2)
     return Blocks(128, 64, 8, 3) if tma else Blocks(64, 64, 8, 2)
 
 
 def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `key_value_kernel`."""
-    return Blocks(32, 64, 8, 2)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Blocks(16, 32, 8, 1)
+    if head_dim <= 64:
+        return Blocks(64 if tma else 32, 64, 8, 2)
+    return Blocks(32, 64, 8, 2 if tma else 1)
 
 
 def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `query_kernel`."""
-    return Blocks(64, 32, 8, 2)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Blocks(32, 32, 8, 1)
+    if head_dim <= 64:
+        return Blocks(128 if tma else 64, 64, 8, 2)
+    return Blocks(128, 32, 8, 2) if tma else Blocks(64, 32, 8, 1)
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:

@@ -84,7 +84,7 @@ def _key_block_gradients(
         if ONE_PASS:
             _add_dq(
                 dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
-                width, M, D, ACCUMULATE, INTERPRETED,
+                width, M, D, TMA, ACCUMULATE, INTERPRETED,
             )  # fmt: skip
         if MAPS == 2:
             q2 = load_tile(
@@ -101,7 +101,7 @@ def _key_block_gradients(
             if ONE_PASS:
                 _add_dq(
                     dq2_ptr, dscores2, k2, batch, head, first_row, query_length, heads,
-                    width, M, D, ACCUMULATE, INTERPRETED,
+                    width, M, D, TMA, ACCUMULATE, INTERPRETED,
                 )  # fmt: skip
         dv += multiply(weights1.to(grad.dtype), grad, ACCUMULATE, INTERPRETED)
     return dk1, dk2, dv
@@ -139,17 +139,27 @@ def _add_dq(
     width: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
+    TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add dS^T K of one block, `[N, M]` and `[N, D]`, to the contiguous dQ in memory."""
     dq = multiply(tl.trans(dscores), k, ACCUMULATE, INTERPRETED)
-    rows = first_row + tl.arange(0, M)
-    columns = tl.arange(0, D)
-    row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
-    inside = (rows < query_length)[:, None] & (columns < width)[None, :]
-    pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
-    tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+    if TMA:
+        tile = dq.reshape([1, 1, M, D])
+        if INTERPRETED:
+            # The interpreter has no descriptor reduction; its programs run one after the other.
+            tile += dq_ptr.load([batch, head, first_row, 0])
+            dq_ptr.store([batch, head, first_row, 0], tile)
+        else:
+            dq_ptr.atomic_add([batch, head, first_row, 0], tile)
+    else:
+        rows = first_row + tl.arange(0, M)
+        columns = tl.arange(0, D)
+        row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
+        inside = (rows < query_length)[:, None] & (columns < width)[None, :]
+        pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
+        tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
 
 
 @triton.jit
