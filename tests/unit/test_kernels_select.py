@@ -22,7 +22,7 @@ def test_a_named_backend_is_taken():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="choose auto or reference, blocked"):
+    with pytest.raises(ValueError, match="choose auto or reference, blocked, triton, flash_2call"):
         choose_backend("fused", "cpu", torch.float32, 128, NOTHING)
 
 
@@ -58,3 +58,32 @@ def test_triton_is_refused_where_it_cannot_run():
 def test_auto_never_takes_kernels_that_no_gpu_has_run():
     libraries = frozenset({"triton"})
     assert choose_backend("auto", "cuda", torch.bfloat16, 128, libraries)[0] != "triton"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "head_dim", "needs", "expected"),
+    [
+        ({"triton"}, 128, NOTHING, "sdpa_4call"),
+        ({"flash_attn"}, 128, NOTHING, "flash_4call"),
+        ({"flash_attn", "flex_head_fa"}, 128, NOTHING, "flash_2call"),
+        ({"flash_attn", "flex_head_fa"}, 80, NOTHING, "flash_4call"),
+        ({"flash_attn", "flex_head_fa"}, 128, {"documents"}, "flash_2call"),
+        ({"flash_attn", "flex_head_fa"}, 128, {"offsets"}, "sdpa_4call"),
+        ({"flash_attn", "flex_head_fa"}, 128, {"lse"}, "blocked"),
+    ],
+)
+def test_auto_on_cuda(libraries, head_dim, needs, expected):
+    choice = choose_backend(
+        "auto", "cuda", torch.bfloat16, head_dim, frozenset(libraries), frozenset(needs)
+    )
+    assert choice[0] == expected
+
+
+def test_auto_says_what_it_passed_over():
+    _, reason = choose_backend("auto", "cuda", torch.bfloat16, 128, frozenset({"flash_attn"}))
+    assert "not flash_2call: needs the library flex_head_fa, which is not installed" in reason
+
+
+def test_a_named_backend_that_lacks_a_feature_says_so():
+    with pytest.raises(ValueError, match="'sdpa_4call' cannot run: it cannot return the two log"):
+        choose_backend("sdpa_4call", "cpu", torch.float32, 64, NOTHING, frozenset({"lse"}))

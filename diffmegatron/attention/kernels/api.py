@@ -2,11 +2,9 @@
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from .masking import AttentionMask
+from . import sdpa
 from .norm import HeadwiseNorm
 from .partial import PartialAttention
 from .select import resolve_backend
@@ -160,22 +158,8 @@ def softmax_attention(
         query_offset=query_offset,
         key_offset=key_offset,
     )
-    is_square_causal = causal and cu_seqlens is None and mask.query_offset == key_offset
-    hidden = None if is_square_causal and q.shape[1] == k.shape[1] else _hidden(mask, q.device)
-    sees_nothing = None if hidden is None else hidden.all(-1)
-    if hidden is not None and sees_nothing is not None:
-        hidden = hidden & ~sees_nothing[:, None]
-    out = scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=None if hidden is None else ~hidden,
-        is_causal=causal and hidden is None,
-        scale=softmax_scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
-    return out if sees_nothing is None else out.masked_fill(sees_nothing[:, None, None], 0.0)
-
-
-def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
-    return mask.hidden((0, mask.query_length), (0, mask.key_length), device)
+    dtype = autocast_dtype(q)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    return sdpa.softmax_attention(
+        q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
+    )

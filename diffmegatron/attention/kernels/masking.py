@@ -32,13 +32,15 @@ class AttentionMask:
     @property
     def features(self) -> frozenset[str]:
         """What this mask asks of a backend beyond causality, in the words of `select.FEATURES`."""
-        needs = set()
         if self.cu_seqlens is not None:
-            needs.add("documents")
+            covered = range(self.cu_seqlens[-1])
+            queries = range(self.query_offset, self.query_offset + self.query_length)
+            keys = range(self.key_offset, self.key_offset + self.key_length)
+            is_whole = queries == keys == covered
+            return frozenset({"documents"} if is_whole else {"documents", "offsets"})
         aligned_at_end = self.key_offset + self.key_length - self.query_length
-        if self.causal and self.query_offset != aligned_at_end:
-            needs.add("offsets")
-        return frozenset(needs)
+        is_offset = self.causal and self.query_offset != aligned_at_end
+        return frozenset({"offsets"} if is_offset else ())
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """The smallest key interval [start, stop) that holds all keys visible to these rows.

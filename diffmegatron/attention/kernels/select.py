@@ -17,7 +17,9 @@ from . import triton_config
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("triton",)
+LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+NO_OFFSETS_NOR_LSE = frozenset({"offsets", "lse"})
 
 # What a call may need beyond plain causal or full attention.
 FEATURES = {
@@ -67,11 +69,46 @@ BACKENDS: dict[str, Backend] = {
         library="triton",
         fuses_norm=True,
     ),
+    "flash_2call": Backend(
+        "flash_2call",
+        "two calls of flex_head_fa with V whole: 6d forward, 14d backward",
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=(32, 64, 96, 128),
+        library="flex_head_fa",
+        lacks=NO_OFFSETS_NOR_LSE,
+    ),
+    "flash_4call": Backend(
+        "flash_4call",
+        "four calls of FlashAttention 2: 8d forward, 20d backward",
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=tuple(range(8, 257, 8)),
+        library="flash_attn",
+        lacks=NO_OFFSETS_NOR_LSE,
+    ),
+    "sdpa_4call": Backend(
+        "sdpa",
+        "four calls of torch's scaled_dot_product_attention: 8d forward, 20d backward",
+        lacks=frozenset({"lse"}),
+    ),
+    "flex": Backend(
+        "flex",
+        "two compiled calls of torch's FlexAttention with V whole",
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, torch.float32),
+        head_dims=(16, 32, 64, 128),
+        library="triton",
+        lacks=frozenset({"lse"}),
+    ),
 }
 
 # The first that can run is taken. "triton" is not among them until tests/gpu has passed on a GPU:
 # its kernels are proven in the interpreter and by the compiler alone.
-AUTO_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "cuda": ("blocked",)}
+AUTO_ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("blocked",),
+    "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
+}
 
 
 def importable_libraries() -> frozenset[str]:

@@ -1,0 +1,149 @@
+"""Backends made of a library's plain attention, against the reference.
+
+FlashAttention has no CPU build: a stand-in with its signature and its documented conventions
+(bottom-right causality, zero rows, grouped heads) computes with the loops' own softmax.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from loops import loop_diff_attention, make_inputs, relative_error
+
+from diffmegatron.attention.kernels import diff_attention, flash_2call, flash_4call, flex, reference
+from diffmegatron.attention.kernels.validate import build_mask
+
+CASES = {
+    "causal": ({"rows": 9}, {}),
+    "full": ({"rows": 9}, {"causal": False}),
+    "gqa": ({"batch": 2, "rows": 7, "heads": 4, "kv_heads": 2}, {}),
+    "s < t": ({"rows": 4, "keys": 9}, {}),
+    "s > t": ({"rows": 9, "keys": 4}, {}),
+    "documents": ({"batch": 2, "rows": 9}, {"cu_seqlens": torch.tensor([0, 1, 5, 9])}),
+}
+OFFSETS = {
+    "later keys": ({"rows": 9}, {"query_offset": 2, "key_offset": 5}),
+    "document chunk": (
+        {"rows": 6},
+        {"cu_seqlens": torch.tensor([0, 4, 30]), "query_offset": 6, "key_offset": 3},
+    ),
+}
+
+
+def assert_equals_reference(compute, inputs, options):
+    mask = build_mask(
+        inputs[0].shape[1],
+        inputs[1].shape[1],
+        **{"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options},
+    )
+    out = compute(*inputs, softmax_scale=0.4, mask=mask)
+    expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    assert relative_error(out, expected) < 1e-12
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    for actual, grad in zip(grads, wanted, strict=True):
+        assert relative_error(actual, grad) < 1e-11
+
+
+@pytest.mark.parametrize(("shape", "options"), (CASES | OFFSETS).values(), ids=CASES | OFFSETS)
+def test_sdpa_4call(shape, options):
+    inputs = make_inputs(**shape)
+    out = diff_attention(*inputs, backend="sdpa_4call", **options)
+    loop_options = dict(options)
+    if (bounds := loop_options.pop("cu_seqlens", None)) is not None:
+        loop_options["bounds"] = tuple(bounds.tolist())
+    expected = loop_diff_attention(*inputs, **loop_options)
+    assert relative_error(out, expected) < 1e-12
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    for actual, grad in zip(grads, wanted, strict=True):
+        assert relative_error(actual, grad) < 1e-11
+
+
+@pytest.mark.parametrize(("shape", "options"), (CASES | OFFSETS).values(), ids=CASES | OFFSETS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_uncompiled(shape, options):
+    # FlexAttention has no backward on the CPU.
+    inputs = [x.detach() for x in make_inputs(**{"width": 16, "dtype": torch.float32, **shape})]
+    mask = build_mask(
+        inputs[0].shape[1],
+        inputs[1].shape[1],
+        **{"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options},
+    )
+    out = flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    assert relative_error(out, expected) < 1e-5
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False):
+    zero = torch.zeros((), dtype=q.dtype)
+    return loop_diff_attention(q, k, q, k, v, zero, causal=causal, scale=softmax_scale)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    deterministic=False,
+):
+    assert cu_seqlens_q.dtype == torch.int32
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    lengths = cu_seqlens_q.diff().tolist()
+    pieces = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            flash_attn_func(*(x[None] for x in piece), softmax_scale=softmax_scale, causal=causal)[
+                0
+            ]
+            for piece in pieces
+        ]
+    )
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    library = ModuleType("flash_stand_in")
+    library.flash_attn_func = flash_attn_func
+    library.flash_attn_varlen_func = flash_attn_varlen_func
+    library.__version__ = "1.0.9"
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    monkeypatch.setitem(sys.modules, "flex_head_fa", library)
+    return library
+
+
+@pytest.mark.parametrize("module", [flash_2call, flash_4call], ids=["2 calls", "4 calls"])
+@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+def test_flash(stand_in, module, shape, options):
+    assert_equals_reference(module.diff_attention, make_inputs(**shape), options)
+
+
+def test_flash_four_calls_give_values_as_wide_as_queries(stand_in):
+    widths = []
+
+    def spy(q, k, v, *args, softmax_scale=None, causal=False, deterministic=False):
+        widths.append((q.shape[-1], v.shape[-1]))
+        return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
+
+    stand_in.flash_attn_func = spy
+    assert_equals_reference(flash_4call.diff_attention, make_inputs(width=4), {})
+    assert widths == [(4, 4)] * 4
+    widths.clear()
+    assert_equals_reference(flash_2call.diff_attention, make_inputs(width=4), {})
+    assert widths == [(4, 8)] * 2
+
+
+def test_an_old_flash_attn_is_refused_by_its_signature(stand_in):
+    stand_in.flash_attn_func = lambda q, k, v, softmax_scale=None, causal=False: q
+    message = r"flash_attn 1\.0\.9 has no flash_attn_func with deterministic; it must be .* 2\.4"
+    inputs = make_inputs()
+    mask = build_mask(7, 7, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    with pytest.raises(ValueError, match=message):
+        flash_4call.diff_attention(*inputs, softmax_scale=1.0, mask=mask)
