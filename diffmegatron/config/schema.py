@@ -39,13 +39,20 @@ class Initialization(Section):
 
     ``scaled`` (default) divides the standard deviation of the two projections that write into the
     residual stream by sqrt(2 num_layers), so that its variance does not grow with depth
-    (GPT-2; Megatron-core's own default); ``normal`` uses ``std`` everywhere. The paper names no
-    scheme. Norm weights start at 1 and lambda vectors at N(0, ``lambda_std``), the reference
-    code's value.
+    (GPT-2; Megatron-core's own default); ``normal`` uses ``std`` everywhere. Norm weights start
+    at 1 and lambda vectors at N(0, ``lambda_std``), the reference code's value.
+
+    The paper names no scheme. Embeddings start at N(0, 1): the headwise norm makes the output of
+    every differential head as large as a trained one from the first step, and embeddings of 0.02
+    drown in it (docs/recipes.md shows the loss). Where the output layer is the same matrix it
+    would make logits of that size, so tied embeddings start with ``std``.
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
     std: float = Field(default=0.02, gt=0)
+    embedding_std: float | None = Field(
+        default=None, gt=0, description="null: 1, or std where the embedding is also the output"
+    )
     lambda_std: float = Field(default=0.1, ge=0)
 
 
@@ -118,6 +125,14 @@ class ModelConfig(Section):
     def has_headwise_norm(self) -> bool:
         """Whether each head's output is normalised on its own."""
         return self.is_differential if self.headwise_norm is None else self.headwise_norm
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of the embedding's initial values."""
+        given = self.initialization.embedding_std
+        if given is not None:
+            return given
+        return self.initialization.std if self.tied_embeddings else 1.0
 
     @property
     def num_attention_heads(self) -> int:

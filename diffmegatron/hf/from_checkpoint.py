@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.config.schema import ParallelConfig, Recipe
@@ -44,6 +45,7 @@ def export_checkpoint(
             is in use, or the logits differ by more than rounding explains; then ``out`` is not
             created.
     """
+    transformers_logging.disable_progress_bar()
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)

@@ -14,7 +14,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 FLOAT32 = 4
 
 # DeepSpeed's default reduce_bucket_size (runtime/zero/config.py), in elements.
-REDUCE_BUCKET = 500_000_000
+REDUCE_BUCKET = 50_000_000
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def standard_deviation(name: str, shape: tuple[int, ...], model: ModelConfig) ->
         return initialization.lambda_std
     if len(shape) == 1:
         return None
+    if name.startswith("embedding."):
+        return model.embedding_std
     writes_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
     if writes_residual and initialization.scheme == "scaled":
         return initialization.std / math.sqrt(2 * model.num_layers)

@@ -5,9 +5,11 @@ tensor parallelism it is wrong. The engine's own checkpoints are not used either
 the same layout only: :meth:`ZeroEngine.fragments` names what each rank holds instead.
 """
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.config.schema import OptimizerConfig, Recipe
+from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.parallel.topology import ModelParallelUnit, Topology
 
@@ -46,13 +49,15 @@ class ZeroEngine:
         self.network = network
         self._topology = topology
         self._tied = _tied_embedding(network, recipe, topology)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=network,
-            optimizer=_keeping_float32(network, partial(_adamw, network, recipe.optimizer)),
-            config=engine_config(recipe),
-            mpu=ModelParallelUnit(),
-            dist_init_required=False,
-        )
+        # In bf16 DeepSpeed prints a memory report per parameter group.
+        with redirect_stdout(io.StringIO()):
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=network,
+                optimizer=_keeping_float32(network, partial(_adamw, network, recipe.optimizer)),
+                config=engine_config(recipe),
+                mpu=ModelParallelUnit(),
+                dist_init_required=False,
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a microbatch's loss (already divided by their number)."""
@@ -128,7 +133,12 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": recipe.optimizer.clip_grad_norm,
-        "zero_optimization": {"stage": recipe.parallel.zero_stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": recipe.parallel.zero_stage,
+            "overlap_comm": False,
+            # DeepSpeed's default, ten times this, would be 2 GB beside a model of any size.
+            "reduce_bucket_size": REDUCE_BUCKET,
+        },
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
@@ -179,6 +189,8 @@ def _keeping_float32(
     def restore_and_create(_: object) -> torch.optim.Optimizer:
         for parameter, value in kept.items():
             parameter.data = value
+        # DeepSpeed keeps this function, and would keep the tensors it flattens into copies.
+        kept.clear()
         return create()
 
     return restore_and_create

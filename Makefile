@@ -1,0 +1,32 @@
+# `make quickstart` and `make test` need nothing but Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test gpu-test lint clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python tools/quickstart.py
+
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+
+gpu-test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/gpu
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf runs build *.egg-info
+
+# torch comes first and pinned: asked for as a dependency, the registry's newest build with
+# gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "diffmegatron needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
