@@ -5,6 +5,7 @@ serves every sequence length.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ class DocumentOrder:
     split_lengths: tuple[LengthBin, ...]
     lengths: tuple[LengthBin, ...]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -145,7 +146,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
     if number <= 0:
         return np.zeros_like(free)
     candidates = chance[free]
-    return free & (chance <= np.partition(candidates, number - 1)[number - 1])
+    candidates.partition(number - 1)
+    return free & (chance <= candidates[number - 1])
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:

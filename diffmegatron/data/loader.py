@@ -53,29 +53,36 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
     ``eod_mask_loss`` (no label after an end-of-document token), Megatron's names.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-    inputs = tokens[:, :-1].contiguous()
-    size, length = inputs.shape
-    positions = torch.arange(length).repeat(size, 1)
+    size, length = tokens.shape[0], tokens.shape[1] - 1
     loss_mask = torch.ones(size, length)
-    document_ids = torch.zeros(size, length, dtype=torch.int32)
     for row, sample in enumerate(samples):
-        starts = torch.from_numpy(sample.starts)
         if sample.learnt is not None:
             loss_mask[row] = torch.from_numpy(sample.learnt[1:])
         if config.eod_mask_loss:
-            loss_mask[row, starts[1:] - 1] = 0
-        lengths = torch.diff(starts.clamp(max=length), append=torch.tensor([length]))
+            loss_mask[row, sample.starts[1:] - 1] = 0
+    positions = torch.arange(length).expand(size, length).contiguous()
+    document_ids = None
+    if config.reset_position_ids or config.reset_attention_mask:
+        document_ids, starts = _documents(samples, length)
         if config.reset_position_ids:
-            positions[row] -= torch.repeat_interleave(starts, lengths)
-        if config.reset_attention_mask:
-            document_ids[row] = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+            positions = positions - starts
     return Batch(
-        tokens=inputs,
+        tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         loss_mask=loss_mask,
         position_ids=positions,
         document_ids=document_ids if config.reset_attention_mask else None,
     )
+
+
+def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per token ``[b, s]``, int32 and int64: its document's number in the row, and its start."""
+    numbers, starts = [], []
+    for sample in samples:
+        lengths = np.diff(np.minimum(sample.starts, length), append=length)
+        numbers.append(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        starts.append(np.repeat(sample.starts, lengths))
+    return torch.from_numpy(np.stack(numbers)), torch.from_numpy(np.stack(starts))
 
 
 class Loader:

@@ -6,6 +6,7 @@ CT-RSA 2002). Both stay the same on every machine and in every version.
 """
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,6 +15,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = 4
 
 
+@lru_cache(maxsize=256)
 def derive_key(*parts: str | int) -> int:
     """A 64-bit key for whatever the parts name."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
@@ -28,16 +30,26 @@ def mix(value: int) -> int:
 
 
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
-    """64 random bits that belong to each index: uint64 ``[n]``."""
-    value = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(key)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    """64 random bits that belong to each index: uint64 ``[n]``.
+
+    In place, as ``n`` may be all documents of a corpus.
+    """
+    value = indices.astype(np.uint64)
+    value += np.uint64(1)
+    value *= np.uint64(_GAMMA)
+    value += np.uint64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value ^= value >> np.uint64(shift)
+        value *= np.uint64(factor)
+    value ^= value >> np.uint64(31)
+    return value
 
 
 def uniform(key: int, indices: np.ndarray) -> np.ndarray:
     """A number in [0, 1) that belongs to each index: float64 ``[n]``."""
-    return (random_bits(key, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    value = random_bits(key, indices)
+    value >>= np.uint64(11)
+    return value * 2.0**-53
 
 
 def permute(index: int, size: int, key: int) -> int:

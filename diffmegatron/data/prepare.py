@@ -175,6 +175,7 @@ class _Run:
         progress: PrepareProgress,
     ) -> None:
         """Tokenise what is left, committing as it goes."""
+        progress.update(self.position, self.counts)
         committed = time.monotonic()
         max_bytes = self.identity["settings"]["max_document_bytes"]
         batches = encode_in_order(self.files, self.position, self.settings, workers, max_bytes)

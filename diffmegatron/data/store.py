@@ -11,6 +11,8 @@ from diffmegatron.data.manifest import Manifest, read_manifest
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
 
+_CHUNK = 1 << 22
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -60,15 +62,19 @@ class Corpus:
         Raises:
             UserError: a document lies outside the file, over another, or is empty.
         """
-        ends = np.cumsum(self.lengths, dtype=np.int64) * self.tokens.itemsize
-        wrong = (self.lengths <= 0) | (self.offsets != ends - self.lengths * self.tokens.itemsize)
-        if wrong.any():
-            document = int(np.argmax(wrong))
-            raise UserError(
-                f"index {self.prefix}.idx is damaged at document {document}: byte "
-                f"{self.offsets[document]}, {self.lengths[document]} tokens; copy or prepare it "
-                "again"
-            )
+        expected = 0
+        for first in range(0, self.num_documents, _CHUNK):
+            lengths = self.lengths[first : first + _CHUNK].astype(np.int64)
+            offsets = self.offsets[first : first + _CHUNK]
+            ends = expected + np.cumsum(lengths) * self.tokens.itemsize
+            wrong = (lengths <= 0) | (offsets != ends - lengths * self.tokens.itemsize)
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                raise UserError(
+                    f"index {self.prefix}.idx is damaged at document {first + place}: byte "
+                    f"{offsets[place]}, {lengths[place]} tokens; copy or prepare it again"
+                )
+            expected = int(ends[-1])
 
 
 def open_corpus(prefix: str) -> Corpus:

@@ -168,6 +168,12 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
 
 
+def test_the_threshold_counts_the_tokens_of_the_text() -> None:
+    chosen = selection("train", long_tokens=100, keep_short=0.0)
+    kept = keep_long(np.array([99, 100, 101, 102]), np.arange(4), chosen)
+    assert kept.tolist() == [False, False, True, True], "end of document not counted"
+
+
 def test_no_upsampling_keeps_everything() -> None:
     kept = keep_long(np.arange(1, 50), np.arange(49), selection("train", long_tokens=10**6))
     assert kept.all()
