@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,10 +19,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Config = Annotated[Path, typer.Argument(help="Recipe, a YAML file such as configs/quickstart.yaml")]
+Config = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Overrides such as optimizer.lr=1e-3", metavar="[KEY=VALUE]..."),
+    typer.Argument(help="Overrides such as optimizer.lr=1e-3", metavar="KEY=VALUE"),
 ]
 
 
@@ -47,7 +50,7 @@ def prepare(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="INPUT...", help="JSONL (.gz, .zst), Parquet, text files, or folders of them"
+            metavar="INPUT", help="JSONL (.gz, .zst), Parquet, text files, or folders of them"
         ),
     ],
     output: Annotated[
@@ -59,11 +62,35 @@ def prepare(
     ] = "text",
     pattern: Annotated[str, typer.Option(help="Which files of a folder count")] = "*",
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
+    layout: Annotated[
+        Literal["text", "instruction", "chat"],
+        typer.Option(help="text; for fine-tuning instruction or chat (prompts not learnt)"),
+    ] = "text",
+    id_field: Annotated[
+        str | None, typer.Option(help="Key that names a document in the rejects file")
+    ] = None,
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Drop documents equal to an earlier one")
+    ] = False,
+    max_reject_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable")
+    ] = 0.05,
 ) -> None:
-    """Tokenise a corpus into the files that training reads."""
+    """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
     from diffmegatron.data.prepare import prepare as prepare_corpus
 
-    prepare_corpus(inputs, output, tokenizer, text_field, workers=workers, pattern=pattern)
+    prepare_corpus(
+        inputs,
+        output,
+        tokenizer,
+        text_field,
+        workers=workers,
+        pattern=pattern,
+        layout=layout,
+        id_field=id_field,
+        deduplicate=deduplicate,
+        max_reject_share=max_reject_share,
+    )
 
 
 @app.command()
@@ -77,8 +104,10 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Such as RUN_DIR/checkpoints/step_00001000")],
-    out: Annotated[Path, typer.Argument(help="Directory to create")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Such as RUN_DIR/checkpoints/step_00001000")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""

@@ -1,7 +1,8 @@
 """The main job at the size of a laptop: text to a verified Hugging Face export, for both twins.
 
 `make quickstart` runs it; every phase is a command that a user could type. With GPUs it uses them
-(NCCL, bf16, one rank per GPU), without it runs two CPU ranks.
+(NCCL, bf16, one rank per GPU), without it runs two CPU ranks. Arguments are overrides of the
+recipe, such as `training.steps=1000`.
 """
 
 import os
@@ -17,53 +18,26 @@ import torch
 from diffmegatron.evaluation.report import TWINS, Twin, write_report
 
 RUNS = Path("runs/quickstart")
-CONFIG = "configs/quickstart.yaml"
+CONFIG = Path(__file__).parent.parent / "configs/quickstart.yaml"
 NOT_TEXT = {"site-packages", "__pycache__", "lib-dynload"}
+CLI = ["-m", "diffmegatron"]
 
 
 def main() -> None:
-    """Run every phase from the repository's root; stop at the first that fails."""
+    """Run every phase, into the present directory; stop at the first that fails."""
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)
     seconds: dict[str, float] = {}
-    run(
-        seconds,
-        "prepare",
-        [
-            *cli(),
-            "prepare",
-            *library_sources(),
-            "--pattern",
-            "*.py",
-            "--output",
-            f"{RUNS}/data/stdlib",
-            "--tokenizer",
-            "bytes",
-            "--workers",
-            "2",
-        ],
-    )
-    ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-    layout = [f"parallel.tensor={ranks}"]
-    if torch.cuda.is_available():
-        layout.append("training.precision=bf16")
+    corpus = f"{RUNS}/data/stdlib"
+    reading = ["--pattern", "*.py", "--tokenizer", "bytes", "--workers", "2", "--output", corpus]
+    run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
     for twin in TWINS:
-        run(
-            seconds,
-            f"train {twin}",
-            [
-                *torchrun(ranks),
-                "train",
-                CONFIG,
-                *layout,
-                f"model.attention={twin}",
-                f"run_dir={RUNS}/{twin}",
-            ],
-        )
+        chosen = [f"model.attention={twin}", f"run_dir={RUNS}/{twin}"]
+        run(seconds, f"train {twin}", *torchrun(), "train", str(CONFIG), *overrides(), *chosen)
     for twin in TWINS:
-        checkpoint = sorted((RUNS / twin / "checkpoints").iterdir())[-1]
-        run(seconds, f"export {twin}", [*cli(), "export", str(checkpoint), f"{RUNS}/{twin}/hf"])
+        checkpoint = max((RUNS / twin / "checkpoints").iterdir())
+        run(seconds, f"export {twin}", *CLI, "export", str(checkpoint), f"{RUNS}/{twin}/hf")
     started = announce("report")
     twins = [Twin(name, RUNS / name, RUNS / name / "hf") for name in TWINS]
     write_report(RUNS, twins, seconds, started)
@@ -76,22 +50,28 @@ def library_sources() -> list[str]:
     return [str(e) for e in entries if e.suffix == ".py" or (e.is_dir() and e.name not in NOT_TEXT)]
 
 
-def cli() -> list[str]:
-    """The command line in this environment."""
-    return [sys.executable, "-m", "diffmegatron"]
+def ranks() -> int:
+    """Two at most: one per GPU, or per core of a laptop."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
-def torchrun(ranks: int) -> list[str]:
+def overrides() -> list[str]:
+    """What this machine and the user change of the recipe."""
+    precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
+    return [f"parallel.tensor={ranks()}", *precision, *sys.argv[1:]]
+
+
+def torchrun() -> list[str]:
     """The command line under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, f"--nproc-per-node={ranks}", "-m", "diffmegatron"]
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks()}", *CLI]
 
 
-def run(seconds: dict[str, float], phase: str, command: list[str]) -> None:
-    """Run a phase and note how long it took."""
+def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
+    """Run a phase in this Python and note how long it took."""
     started = announce(phase)
     # Two ranks on a laptop: more threads than cores would only wait for each other.
-    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:
         sys.exit(f"quickstart: phase {phase!r} failed with exit status {result.returncode}")
     seconds[phase] = round(time.perf_counter() - started, 1)

@@ -147,7 +147,9 @@ def process_groups(
     """Start the process groups of a layout and end them cleanly.
 
     Under ``torchrun`` the ranks meet through its environment; without, this process is the only
-    rank. NCCL where CUDA exists, one rank per GPU; gloo elsewhere.
+    rank. NCCL where CUDA exists, one rank per GPU; gloo elsewhere. A default group that the
+    caller has started is used and left to it: torch cannot start a second one under ``torchrun``,
+    where the rendezvous would find the first one's keys and wait for ever.
 
     Args:
         parallel: the layout; its sizes must fill the ranks (``Recipe.data_parallel`` checks).
@@ -155,8 +157,7 @@ def process_groups(
         timeout: how long a collective may wait.
     """
     device = _device()
-    with without_cuda():
-        _join(device, timeout)
+    with without_cuda(), _default_group(device, timeout):
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
@@ -168,8 +169,6 @@ def process_groups(
             yield _topology(device)
         finally:
             parallel_state.destroy_model_parallel()
-            # Without this gloo now and then aborts at exit.
-            distributed.destroy_process_group()
 
 
 def _device() -> torch.device:
@@ -182,7 +181,11 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device, timeout: timedelta) -> None:
+@contextmanager
+def _default_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
+    if distributed.is_initialized():
+        yield
+        return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         distributed.init_process_group(backend, timeout=timeout)
@@ -192,6 +195,11 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         store = distributed.HashStore()
         distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
+    try:
+        yield
+    finally:
+        # Without this gloo now and then aborts at exit.
+        distributed.destroy_process_group()
 
 
 def _topology(device: torch.device) -> Topology:

@@ -1,0 +1,51 @@
+"""The main job as `make quickstart` runs it, with fewer steps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FEWER = ["training.steps=30", "training.eval_interval=30", "checkpoint.interval=30"]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    command = [sys.executable, str(ROOT / "tools/quickstart.py"), *FEWER]
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "ETA" in result.stdout
+    return folder / "runs/quickstart"
+
+
+@pytest.mark.parametrize("twin", ["differential", "softmax"])
+def test_both_twins_learn_and_export_exactly(twin, quickstart):
+    model = json.loads((quickstart / "report.json").read_text())["models"][twin]
+    assert model["loss_first"] == pytest.approx(5.77, abs=0.05)  # ln 320
+    assert model["loss_last"] < 4
+    assert model["logit_difference"]["relative"] < 1e-4
+    assert model["tokens_per_second"] > 0
+    assert model["continuation"]["text"]
+
+
+@pytest.mark.parametrize("twin", ["differential", "softmax"])
+def test_everything_promised_is_written(twin, quickstart):
+    run = quickstart / twin
+    assert (run / "metrics.jsonl").exists()
+    assert list((run / "tensorboard").glob("events*"))
+    assert (run / "checkpoints/step_00000030/manifest.json").exists()
+    assert (run / "hf/model.safetensors").exists()
+    assert (quickstart / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_twins_differ_in_a_handful_of_parameters(quickstart):
+    models = json.loads((quickstart / "report.json").read_text())["models"]
+    lambdas_and_norms = 4 * (4 * 16 + 32)  # per layer: four vectors of d, one norm of 2d
+    assert models["differential"]["parameters"] - models["softmax"]["parameters"] == (
+        lambdas_and_norms
+    )

@@ -1,0 +1,58 @@
+"""One launch of ranks that trains a tiny recipe under several layouts, one after the other.
+
+Started by :mod:`tests.parallel.test_layouts` through torchrun:
+``worker.py RECIPE OUT NAME=override,override ...``; every layout's run goes to OUT/NAME, and the
+hash of its gathered initial weights to OUT/NAME/initial.txt.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.build import build_model
+from diffmegatron.model.shards import parameter_shards
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.training.trainer import train
+
+
+def initial_hash(recipe: Recipe) -> str:
+    """Hash of the whole network's initial weights, gathered by name from all ranks."""
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        network = build_model(recipe, topology)
+        boxes = [
+            (shard.name, shard.global_shape, shard.box, shard.view(parameter.data).clone())
+            for parameter, shards in parameter_shards(network).items()
+            for shard in shards
+        ]
+        gathered: list[list] = [[] for _ in range(topology.world_size)]
+        distributed.all_gather_object(gathered, boxes)
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, box, values in (box for boxes in gathered for box in boxes):
+        whole.setdefault(name, torch.full(shape, torch.nan))[box] = values.float()
+    digest = hashlib.sha256()
+    for name in sorted(whole):
+        assert not whole[name].isnan().any(), name
+        digest.update(name.encode() + whole[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Run every layout named on the command line."""
+    recipe_file, out, *layouts = sys.argv[1:]
+    distributed.init_process_group("gloo")
+    for layout in layouts:
+        name, _, overrides = layout.partition(":")
+        recipe = load_recipe(recipe_file, [*overrides.split(","), f"run_dir={out}/{name}"])
+        digest = initial_hash(recipe)
+        train(recipe)
+        (Path(out) / name / "initial.txt").write_text(digest)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

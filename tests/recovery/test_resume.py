@@ -1,0 +1,107 @@
+"""A run that was stopped and resumed is the run that was not; another run is refused."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.training import trainer
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+
+def losses(run_dir: Path) -> list[tuple[float, float, float]]:
+    entries = [entry for entry in read_metrics(run_dir) if "train/loss" in entry]
+    return [(e["step"], e["train/loss"], e["train/grad_norm"]) for e in entries]
+
+
+def stopped_at_10(finished: Path, run_dir: Path) -> None:
+    """The files that a run killed after its checkpoint at step 10 leaves behind."""
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000020")
+
+
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
+    twin = f"model.attention={attention}"
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(tiny_recipe(twin, f"run_dir={whole}"))
+    stopped_at_10(whole, parted)
+    train(tiny_recipe(twin, f"run_dir={parted}"))
+    assert len(losses(whole)) == 20
+    assert losses(parted) == losses(whole)
+    ends = [open_checkpoint(CheckpointStore(run).latest()) for run in (whole, parted)]
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for name in ends[0].tensors.names():
+            one, other = (end.tensors.whole(kind, name) for end in ends)
+            assert torch.equal(one, other), (kind, name)
+    assert ends[0].state["data"] == ends[1].state["data"]
+
+
+def test_resuming_bf16_is_exact_to_the_bit(tiny_recipe, tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(tiny_recipe("training.precision=bf16", f"run_dir={whole}"))
+    stopped_at_10(whole, parted)
+    train(tiny_recipe("training.precision=bf16", f"run_dir={parted}"))
+    assert losses(parted) == losses(whole)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
+    recipe = tiny_recipe()
+    train(recipe)
+    before = losses(Path(recipe.run_dir))
+    train(recipe)
+    assert losses(Path(recipe.run_dir)) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.num_layers=3", "model.num_layers 2 and the recipe says 3"),
+        ("training.seed=7", "training.seed 1234 and the recipe says 7"),
+        ("training.global_batch_size=4", "training.global_batch_size 8"),
+        ("checkpoint.resume=false", "checkpoint.resume is false"),
+    ],
+)
+def test_another_run_in_the_same_place_is_refused(override, sentence, tiny_recipe):
+    recipe = tiny_recipe("training.steps=4")
+    train(recipe)
+    before = sorted(Path(recipe.run_dir).rglob("*"))
+    with pytest.raises(UserError, match=sentence):
+        train(tiny_recipe("training.steps=4", override))
+    assert sorted(Path(recipe.run_dir).rglob("*")) == before
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tiny_recipe, tmp_path):
+    recipe = tiny_recipe()
+    train(recipe)
+    expected = losses(Path(recipe.run_dir))
+    newest = CheckpointStore(Path(recipe.run_dir)).latest()
+    (newest / "rank_00000.safetensors").write_bytes(b"damaged")
+    train(recipe)
+    assert losses(Path(recipe.run_dir)) == expected
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):
+    real = trainer.forward_backward
+    monkeypatch.setattr(trainer, "forward_backward", lambda *a: real(*a) * math.nan)
+    recipe = tiny_recipe()
+    with pytest.raises(UserError, match=r"loss is nan at step 1; .* lower optimizer.lr 0.003"):
+        train(recipe)
+    assert CheckpointStore(Path(recipe.run_dir)).steps() == []
+
+
+def test_a_save_that_fails_leaves_nothing_half_written(tiny_recipe, monkeypatch):
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diffmegatron.training.snapshot.write_pieces", full_disk)
+    recipe = tiny_recipe("training.steps=4")
+    with pytest.raises(UserError, match=r"cannot write the checkpoint.*No space left"):
+        train(recipe)
+    assert list((Path(recipe.run_dir) / "checkpoints").iterdir()) == []

@@ -1,0 +1,88 @@
+"""The command line: help worth reading, and one sentence with status 2 for every mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY
+
+COMMANDS = ["plan", "prepare", "train", "export", "doctor"]
+
+
+def diffmegatron(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "diffmegatron", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def refused(*arguments: str) -> str:
+    """The one sentence a mistake ends in."""
+    result = diffmegatron(*arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_help_names_every_command():
+    text = diffmegatron("--help").stdout
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("prepare", ["--output", "--tokenizer", "--text-field", "--workers"]),
+        ("train", ["CONFIG", "KEY=VALUE"]),
+        ("export", ["CHECKPOINT", "OUT", "--no-verify"]),
+        ("plan", ["CONFIG", "--json"]),
+    ],
+)
+def test_help_of_a_command_names_its_arguments(command, words):
+    text = diffmegatron(command, "--help").stdout
+    assert all(word in text for word in words), text
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> str:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
+    return str(file)
+
+
+def test_a_missing_recipe_is_refused():
+    assert "cannot read recipe nowhere.yaml" in refused("train", "nowhere.yaml")
+
+
+def test_a_missing_corpus_is_refused(recipe, tmp_path):
+    line = refused("train", recipe, f"data.sources=[{{path: {tmp_path}/nothing}}]")
+    assert f"{tmp_path}/nothing" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(recipe, tmp_path):
+    line = refused("train", recipe, "model.vocab_size=256")
+    assert "256 is too small" in line
+    assert "257" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_do_not_fill_the_layout_are_refused(recipe):
+    assert "1 ranks do not fill parallel.tensor 2" in refused("train", recipe, "parallel.tensor=2")
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
+    line = refused("export", str(tmp_path / "step_1"), str(tmp_path / "out"))
+    assert "is not a checkpoint" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = refused(
+        "prepare", str(tmp_path / "empty"), "--output", str(tmp_path / "c"), "--tokenizer", "bytes"
+    )
+    assert "empty" in line
+    assert not (tmp_path / "c.bin").exists()

@@ -1,0 +1,98 @@
+"""A checkpoint is complete or does not count."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.checkpoint.manifest import (
+    Manifest,
+    describe_file,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+
+
+def write(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
+    directory = store.begin(step)
+    (directory / "data").write_bytes(content)
+    write_manifest(directory, Manifest(step, (describe_file(directory / "data"),)))
+    return store.commit(step)
+
+
+def test_what_is_committed_is_listed_and_the_newest_is_latest(tmp_path):
+    store = CheckpointStore(tmp_path)
+    assert store.latest() is None
+    write(store, 20)
+    path = write(store, 100)
+    assert path.name == "step_00000100"
+    assert store.steps() == [20, 100]
+    assert store.latest() == path
+
+
+def test_unfinished_ones_do_not_count(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 10)
+    (store.begin(20) / "data").write_bytes(b"half")
+    assert store.steps() == [10]
+    store.abandon(20)
+    assert [path.name for path in store.directory.iterdir()] == ["step_00000010"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 10, b"old")
+    assert (write(store, 10, b"new") / "data").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "manifest"])
+def test_a_damaged_newest_one_is_reported_and_passed_over(damage, tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    good, bad = write(store, 10), write(store, 20)
+    if damage == "truncate":
+        (bad / "data").write_bytes(b"we")
+    elif damage == "delete":
+        (bad / "data").unlink()
+    else:
+        (bad / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert store.latest() == good
+    assert "step_00000020" in caplog.text
+
+
+def test_a_flipped_byte_is_found_by_its_checksum(tmp_path):
+    path = write(CheckpointStore(tmp_path), 10)
+    (path / "data").write_bytes(b"weightz")
+    verify_files(path, read_manifest(path), checksums=False)
+    with pytest.raises(UserError, match="checksum"):
+        verify_files(path, read_manifest(path), checksums=True)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b"])
+def test_a_manifest_cannot_name_files_elsewhere(name, tmp_path):
+    entry = {"name": name, "size": 1, "crc32": 0}
+    text = json.dumps({"step": 1, "format": 1, "files": [entry]})
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="not a plain file name"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"step": 1, "format": 99, "files": []}')
+    with pytest.raises(UserError, match="format 99"):
+        read_manifest(tmp_path)
+
+
+def test_a_path_that_is_no_checkpoint_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="is not a checkpoint: it has no manifest"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_a_store_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot write checkpoints"):
+        CheckpointStore(tmp_path).begin(1)
