@@ -1,6 +1,5 @@
 """Two calls of torch's FlexAttention with V whole, compiled on CUDA."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -50,6 +49,6 @@ def diff_attention(
 
 
 @cache
-def _flex_attention(device: str) -> Callable[..., Any]:
+def _flex_attention(device: str) -> Any:
     """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel."""
     return torch.compile(flex_attention) if device == "cuda" else flex_attention

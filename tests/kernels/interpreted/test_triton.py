@@ -157,14 +157,16 @@ def test_lower_precision(dtype, tolerance):
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("shift", [0.0, 40.0], ids=["large", "large and negative"])
-def test_large_logits(shift, one_pass):
+def test_large_logits(shift, causal, one_pass):
+    """Negative ones far below the score 0 that keys past the end have, unless masked."""
     q1, k1, q2, k2, v, lambda_ = make_inputs(rows=20, width=16)
     scaled = [
         ((x + offset) * 25).detach().requires_grad_()
         for x, offset in zip((q1, k1, q2, k2), (shift, -shift, shift, -shift), strict=True)
     ]
-    actual, expected = triton_and_reference([*scaled, v, lambda_], one_pass=one_pass)
+    actual, expected = triton_and_reference([*scaled, v, lambda_], causal=causal, one_pass=one_pass)
     assert all(torch.isfinite(x).all() for x in (actual[0], *actual[1]))
     assert_close(actual, expected, 1e-9)
 

@@ -1,0 +1,207 @@
+"""The attention kernels on a GPU at real sizes. One command: pytest tests/gpu/test_kernels_gpu.py.
+
+The yardstick is `blocked` in fp32 on the same bf16 values: it holds whole rows, not whole maps, so
+that 64K fits. Nothing here has run yet: the suite was written where no GPU was.
+"""
+
+import pytest
+import torch
+
+from diffmegatron.attention.kernels import (
+    HeadwiseNorm,
+    backend_table,
+    diff_attention,
+    merge_partial,
+    softmax_attention,
+    triton_config,
+)
+from diffmegatron.attention.kernels.select import BACKENDS
+from diffmegatron.attention.kernels.validate import build_mask
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
+)
+
+NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
+# Of the largest magnitude; inputs, maps and results are each rounded to the dtype once.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-3}
+RUNNABLE = (
+    [name for name, runs, _ in backend_table() if runs and name not in ("reference", "blocked")]
+    if torch.cuda.is_available()
+    else []
+)
+
+
+def draw_inputs(
+    length, *, batch=1, heads=4, kv_heads=2, width=128, dtype=torch.bfloat16, keys=None
+):
+    torch.manual_seed(length + width)
+    keys = keys or length
+
+    def draw(rows, count, columns):
+        x = torch.randn(batch, rows, count, columns, device="cuda", dtype=dtype)
+        return x.requires_grad_()
+
+    q1, q2 = (draw(length, heads, width) for _ in range(2))
+    k1, k2 = (draw(keys, kv_heads, width) for _ in range(2))
+    lambda_ = torch.tensor(0.7, device="cuda", requires_grad=True)
+    return [q1, k1, q2, k2, draw(keys, kv_heads, 2 * width), lambda_]
+
+
+def value_and_grads(function, inputs):
+    out = function(*inputs)
+    direction = torch.randn(
+        out.shape, generator=torch.Generator("cuda").manual_seed(3), device="cuda"
+    )
+    return out, torch.autograd.grad(out, inputs, direction.to(out.dtype))
+
+
+def relative_error(actual, expected):
+    expected = expected.detach().float()
+    return float((actual.detach().float() - expected).abs().max() / expected.abs().max())
+
+
+def assert_equals_blocked(inputs, compute, **options):
+    actual, grads = value_and_grads(compute, inputs)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    expected, wanted = value_and_grads(
+        lambda *x: diff_attention(*x, backend="blocked", **options), exact
+    )
+    tolerance = TOLERANCE[inputs[0].dtype]
+    assert relative_error(actual, expected) < tolerance
+    for name, grad, right in zip(NAMES, grads, wanted, strict=True):
+        assert relative_error(grad, right) < tolerance, name
+
+
+def triton(*inputs, one_pass=False, norm=None, causal=True):
+    """The kernels with the backward's form chosen."""
+    length, keys = inputs[0].shape[1], inputs[1].shape[1]
+    mask = build_mask(length, keys, causal=causal, cu_seqlens=None, query_offset=None, key_offset=0)
+    return (
+        BACKENDS["triton"]
+        .load()
+        .diff_attention(
+            *inputs,
+            softmax_scale=inputs[0].shape[3] ** -0.5,
+            mask=mask,
+            one_pass=one_pass,
+            norm=norm,
+        )
+    )
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("width", triton_config.HEAD_DIMS)
+def test_triton_at_4k(width, causal, one_pass):
+    assert_equals_blocked(
+        draw_inputs(4096, batch=2, width=width),
+        lambda *x: triton(*x, one_pass=one_pass, causal=causal),
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize("dtype", triton_config.DTYPES)
+@pytest.mark.parametrize("width", triton_config.HEAD_DIMS)
+def test_triton_dtypes_off_the_block(width, dtype):
+    assert_equals_blocked(draw_inputs(1037, width=width, dtype=dtype), triton)
+
+
+@pytest.mark.parametrize("length", [16384, 65536])
+def test_triton_at_long_lengths(length):
+    assert_equals_blocked(draw_inputs(length, heads=1, kv_heads=1), triton)
+
+
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_every_backend_that_runs_here(backend):
+    inputs = draw_inputs(1024, batch=2)
+    assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cu_seqlens": torch.tensor([0, 5, 700, 701, 2048])},
+        {"query_offset": 1000, "key_offset": 300},
+        {"cu_seqlens": torch.tensor([0, 5, 700, 9000]), "query_offset": 1000, "key_offset": 300},
+    ],
+    ids=["documents", "offsets", "document chunk"],
+)
+def test_triton_documents_and_offsets(options):
+    inputs = draw_inputs(2048)
+    assert_equals_blocked(
+        inputs, lambda *x: diff_attention(*x, backend="triton", **options), **options
+    )
+
+
+def test_triton_decoding_one_row():
+    assert_equals_blocked(draw_inputs(1, keys=4099), triton)
+
+
+def test_triton_partial_results_merge():
+    inputs = draw_inputs(1024)
+
+    def merged(q1, k1, q2, k2, v, lambda_):
+        partials = [
+            diff_attention(
+                q1, k1[:, i:j], q2, k2[:, i:j], v[:, i:j], lambda_,
+                query_offset=0, key_offset=i, return_lse=True, backend="triton",
+            )[1]
+            for i, j in ((0, 400), (400, 1024))
+        ]  # fmt: skip
+        return merge_partial(*partials).output(lambda_)
+
+    assert_equals_blocked(inputs, merged)
+
+
+def test_triton_norm_epilogue():
+    inputs = draw_inputs(1024)
+    weight = torch.linspace(0.5, 1.5, 256, device="cuda", requires_grad=True)
+    norm = HeadwiseNorm(weight, 1e-5, 0.3)
+    fused = triton(*inputs, norm=norm)
+    apart = norm.apply_to(diff_attention(*inputs, backend="blocked"))
+    assert relative_error(fused, apart) < TOLERANCE[torch.bfloat16]
+    direction = torch.randn_like(fused)
+    grads = torch.autograd.grad(fused, [*inputs, weight], direction)
+    wanted = torch.autograd.grad(apart, [*inputs, weight], direction)
+    for grad, right in zip(grads, wanted, strict=True):
+        assert relative_error(grad, right) < TOLERANCE[torch.bfloat16]
+
+
+def test_split_backward_is_bit_deterministic():
+    inputs = draw_inputs(4096)
+    first_out, first = value_and_grads(triton, inputs)
+    for _ in range(3):
+        out, grads = value_and_grads(triton, inputs)
+        assert torch.equal(out, first_out)
+        assert all(map(torch.equal, grads, first))
+
+
+def test_large_logits_stay_finite():
+    inputs = draw_inputs(1000)
+    scaled = [(x.detach() * 30).requires_grad_() for x in inputs[:4]]
+    out, grads = value_and_grads(triton, [*scaled, *inputs[4:]])
+    assert all(bool(torch.isfinite(x).all()) for x in (out, *grads))
+
+
+def test_saved_activations_beside_plain_attention():
+    """By what autograd saves: q, k, v, out and out2 against q, k, v and out, so 5 to 4."""
+
+    def saved_bytes(function, inputs):
+        seen = {}
+
+        def pack(x):
+            seen[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            function(*inputs)
+        return sum(seen.values())
+
+    inputs = draw_inputs(4096, heads=12, kv_heads=12)
+    plain = [
+        torch.randn(1, 4096, 24, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    ratio = saved_bytes(triton, inputs) / saved_bytes(softmax_attention, plain)
+    assert ratio < 1.27
