@@ -85,7 +85,7 @@ def _type(argument: str, element: str, constants: dict, one_pass: bool) -> str:
         width = constants["D"] * (2 if argument in ("v", "grad") else 1)
         return f"tensordesc<{element}[1,1,{rows},{width}]>"
     if argument in ("dq1_ptr", "dq2_ptr") and one_pass:
-        block = f"[1,1,{constants['M']},{constants['D']}]"
+        block = f"[1,1,{constants['D']},{constants['M']}]"
         return f"tensordesc<fp32{block}>" if constants["TMA"] else "*fp32"
     if re.fullmatch(r"(out2?|normed|d[qk][12]|dv)_ptr", argument):
         return f"*{element}"

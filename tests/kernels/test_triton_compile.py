@@ -18,10 +18,10 @@ SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
 RECORDED_STACK = {
     ("forward", 90, torch.bfloat16, 128, False): 0,
     ("key_value", 90, torch.bfloat16, 128, False): 16,
-    ("key_value", 90, torch.bfloat16, 128, True): 256,
+    ("key_value", 90, torch.bfloat16, 128, True): 176,
     ("query", 90, torch.bfloat16, 128, False): 16,
     ("forward", 90, torch.bfloat16, 64, False): 0,
-    ("key_value", 90, torch.bfloat16, 64, True): 40,
+    ("key_value", 90, torch.bfloat16, 64, True): 0,
     ("query", 90, torch.bfloat16, 64, False): 0,
     ("forward", 80, torch.bfloat16, 128, False): 0,
     ("key_value", 80, torch.bfloat16, 128, False): 160,

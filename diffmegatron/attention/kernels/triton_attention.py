@@ -237,10 +237,13 @@ def _launch_backward(
     maps = 1 if lambda_ is None else 2
     # A lone map has lambda 0, which the kernel reads but does not use.
     lambda_ = sums[0].new_zeros(()) if lambda_ is None else lambda_
-    dq_dtype = sums[0].dtype if problem.one_pass else q1.dtype
-    new_dq = torch.zeros if problem.one_pass else torch.empty
     absent = [None] * (2 - maps)
-    dqs = [new_dq(q1.shape, dtype=dq_dtype, device=q1.device) for _ in range(maps)] + absent
+    if problem.one_pass:
+        padded = triton.cdiv(length, 4) * 4
+        dqs = [sums[0].new_zeros(batch, heads, width, padded) for _ in range(maps)] + absent
+    else:
+        dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
+        dqs += absent
     dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)] + absent
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     is_packed = problem.mask.cu_seqlens is not None
@@ -254,12 +257,12 @@ def _launch_backward(
         blocks = key_value_blocks(width, q1.dtype, problem.tma)
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
-            *dks, dv, *(_dq_targets(dqs, blocks, problem) if problem.one_pass else none),
+            *dks, dv, *(_transposed_dq(dqs, blocks, problem) if problem.one_pass else none),
             *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
             ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [None if dq is None else (dq * problem.softmax_scale).to(q1.dtype) for dq in dqs]
+            dqs = [None if dq is None else _finish_dq(dq, q1, problem) for dq in dqs]
         else:
             blocks = query_blocks(width, q1.dtype, problem.tma)
             query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
@@ -278,11 +281,25 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
     return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
 
 
-def _dq_targets(dqs: list[Tensor | None], blocks: Blocks, problem: Problem) -> list[Any]:
+def _finish_dq(dq: Tensor, q: Tensor, problem: Problem) -> Tensor:
+    """The one-pass kernel's sum as a gradient of q: scaled, in q's layout and dtype."""
+    by_row = dq[..., : q.shape[1]].permute(0, 3, 1, 2)
+    return (by_row * problem.softmax_scale).to(q.dtype).contiguous()
+
+
+def _transposed_dq(dqs: list[Tensor | None], blocks: Blocks, problem: Problem) -> list[Any]:
     """Where the one-pass kernel adds dQ up: pointers or tensor descriptors."""
     if not problem.tma:
         return list(dqs)
-    return [None if dq is None else _descriptor(dq, blocks.M) for dq in dqs]
+    return [
+        None
+        if dq is None
+        else TensorDescriptor(
+            dq, list(dq.shape), list(dq.stride()),
+            [1, 1, triton.next_power_of_2(dq.shape[2]), blocks.M],
+        )
+        for dq in dqs
+    ]  # fmt: skip
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

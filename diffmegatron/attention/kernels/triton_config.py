@@ -44,7 +44,7 @@ def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     if dtype not in (torch.bfloat16, torch.float16):
         return Blocks(16, 32, 8, 1)
     if head_dim <= 64:
-        return Blocks(64 if tma else 32, 64, 8, 2)
+        return Blocks(32, 64, 8, 2)
     return Blocks(32, 64, 8, 2 if tma else 1)
 
 

@@ -143,22 +143,27 @@ def _add_dq(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add dS^T K of one block, `[N, M]` and `[N, D]`, to the contiguous dQ in memory."""
-    dq = multiply(tl.trans(dscores), k, ACCUMULATE, INTERPRETED)
+    """Add K^T dS of one block, `[N, D]` and `[N, M]`, to the transposed dQ in memory.
+
+    dQ is `[batch, heads, width, length rounded up to 4]`: transposed, the product has D rows, as
+    many as wgmma wants (M = 32 would be too few), and rows of memory stay aligned to 16 bytes.
+    """
+    dq = multiply(tl.trans(k), dscores, ACCUMULATE, INTERPRETED)
     if TMA:
-        tile = dq.reshape([1, 1, M, D])
+        tile = dq.reshape([1, 1, D, M])
         if INTERPRETED:
             # The interpreter has no descriptor reduction; its programs run one after the other.
-            tile += dq_ptr.load([batch, head, first_row, 0])
-            dq_ptr.store([batch, head, first_row, 0], tile)
+            tile += dq_ptr.load([batch, head, 0, first_row])
+            dq_ptr.store([batch, head, 0, first_row], tile)
         else:
-            dq_ptr.atomic_add([batch, head, first_row, 0], tile)
+            dq_ptr.atomic_add([batch, head, 0, first_row], tile)
     else:
-        rows = first_row + tl.arange(0, M)
-        columns = tl.arange(0, D)
-        row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
-        inside = (rows < query_length)[:, None] & (columns < width)[None, :]
-        pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
+        columns = first_row + tl.arange(0, M)
+        rows = tl.arange(0, D)
+        length = (query_length + 3) // 4 * 4
+        row_index = (tl.cast(batch, tl.int64) * heads + head) * width + rows.to(tl.int64)
+        inside = (rows < width)[:, None] & (columns < query_length)[None, :]
+        pointers = dq_ptr + row_index[:, None] * length + columns[None, :]
         tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
 
 
