@@ -1,12 +1,18 @@
 """The choice of a backend: a plain function of device, dtype, head dimension and libraries."""
 
 import logging
+import sys
 
 import pytest
 import torch
 
 from diffmegatron.attention.kernels import backend_table, diff_attention
-from diffmegatron.attention.kernels.select import BACKENDS, choose_backend, resolve_backend
+from diffmegatron.attention.kernels.select import (
+    BACKENDS,
+    choose_backend,
+    importable_libraries,
+    resolve_backend,
+)
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -81,9 +87,34 @@ def test_auto_on_cuda(libraries, head_dim, needs, expected):
 
 def test_auto_says_what_it_passed_over():
     _, reason = choose_backend("auto", "cuda", torch.bfloat16, 128, frozenset({"flash_attn"}))
-    assert "not flash_2call: needs the library flex_head_fa, which is not installed" in reason
+    assert (
+        "not flash_2call: needs the library flex_head_fa, which is not installed or not usable"
+        in reason
+    )
 
 
 def test_a_named_backend_that_lacks_a_feature_says_so():
     with pytest.raises(ValueError, match="'sdpa_4call' cannot run: it cannot return the two log"):
         choose_backend("sdpa_4call", "cpu", torch.float32, 64, NOTHING, frozenset({"lse"}))
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("import no_such_cuda_extension", "No module named 'no_such_cuda_extension'"),
+        ("def flash_attn_func(q, k, v): ...", "flash_attn unknown has no flash_attn_func with"),
+    ],
+    ids=["does not load", "too old"],
+)
+def test_a_library_that_does_not_work_is_passed_over(
+    source, complaint, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    importable_libraries.cache_clear()
+    try:
+        assert "flash_attn" not in importable_libraries()
+    finally:
+        importable_libraries.cache_clear()
+        sys.modules.pop("flash_attn", None)
+    assert complaint in caplog.text

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from . import triton_config
+from .flash import load_library
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +112,24 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
 }
 
 
+@cache
 def importable_libraries() -> frozenset[str]:
-    """The optional libraries that are installed here (found, not imported)."""
-    return frozenset(name for name in LIBRARIES if util.find_spec(name) is not None)
+    """The optional libraries that are installed here, import, and have what we call."""
+    return frozenset(name for name in LIBRARIES if _is_usable(name))
+
+
+def _is_usable(library: str) -> bool:
+    if util.find_spec(library) is None:
+        return False
+    if library == "triton":
+        return True
+    try:
+        # A flash library built for another torch or CUDA is found, but does not load.
+        load_library(library)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning("%s is installed but not usable: %s", library, error)
+        return False
+    return True
 
 
 def why_not(
@@ -129,7 +145,7 @@ def why_not(
     if backend.devices is not None and device not in backend.devices:
         return f"needs a {' or '.join(backend.devices)} device, got {device}"
     if backend.library is not None and backend.library not in libraries:
-        return f"needs the library {backend.library}, which is not installed"
+        return f"needs the library {backend.library}, which is not installed or not usable"
     if backend.dtypes is not None and dtype not in backend.dtypes:
         return f"takes {', '.join(map(_dtype_name, backend.dtypes))}, got {_dtype_name(dtype)}"
     if backend.head_dims is not None and head_dim not in backend.head_dims:
