@@ -24,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from diffmegatron.attention.kernels import diff_attention, softmax_attention
+from diffmegatron.attention.kernels import HeadwiseNorm, diff_attention, softmax_attention
 from diffmegatron.attention.lambdas import differential_lambda, lambda_init
 from diffmegatron.config.schema import ModelConfig
 
@@ -32,21 +32,15 @@ LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 class HeadNorm(torch.nn.Module):
-    """RMSNorm over the channels of each head on its own, weight [channels] float32.
+    """The weight [channels] float32 of the RMSNorm over each head on its own.
 
-    Mirrors the reference code's ``subln``: eps inside the root, one weight for all heads, float32
-    arithmetic whatever the input's dtype.
+    As the reference code's ``subln``: one weight for all heads. The kernels apply it, fused where
+    they can, in float32 arithmetic whatever the input's dtype.
     """
 
-    def __init__(self, channels: int, eps: float) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.channels = channels
-        self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(channels, dtype=torch.float32))
-
-    def forward(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Normalise [..., channels]; ``weight`` is the weight as the layer passes it on."""
-        return torch.nn.functional.rms_norm(heads.float(), (self.channels,), weight, self.eps)
 
 
 class _CoreAttention(MegatronModule):
@@ -71,9 +65,8 @@ class _CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.backend = backend
         self.tensor_group = pg_collection.tp if pg_collection is not None else None
-        self.norm = (
-            HeadNorm(model.head_norm_dim, model.norm_eps) if model.has_headwise_norm else None
-        )
+        self.norm = HeadNorm(model.head_norm_dim) if model.has_headwise_norm else None
+        self.norm_eps = model.norm_eps
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
         """Keep this module's parameters in float32 when the model around it is cast to bf16.
@@ -87,6 +80,18 @@ class _CoreAttention(MegatronModule):
 
         return super()._apply(keep_float32, recurse)
 
+    @staticmethod
+    def _rows(heads: Tensor, documents: Tensor | None) -> Tensor:
+        """[s, b, heads, d] as [b, s, heads, d], or with documents as one row [1, b s, heads, d]."""
+        rows = heads.transpose(0, 1)
+        return rows if documents is None else rows.flatten(0, 1)[None]
+
+    @staticmethod
+    def _merge_heads(heads: Tensor, query: Tensor) -> Tensor:
+        """The kernels' rows as Megatron's [s, b, heads d], in ``query``'s dtype."""
+        length, batch = query.shape[:2]
+        return heads.to(query.dtype).reshape(batch, length, -1).transpose(0, 1).contiguous()
+
     def _replicated(self, parameter: Tensor) -> Tensor:
         """A parameter every tensor-parallel rank holds whole.
 
@@ -96,10 +101,10 @@ class _CoreAttention(MegatronModule):
         """
         return copy_to_tensor_model_parallel_region(parameter, group=self.tensor_group)
 
-    def _normalise(self, heads: Tensor) -> Tensor:
+    def _headwise_norm(self, scale: float) -> HeadwiseNorm | None:
         if self.norm is None:
-            return heads
-        return self.norm(heads, self._replicated(self.norm.weight))
+            return None
+        return HeadwiseNorm(self._replicated(self.norm.weight), self.norm_eps, scale)
 
 
 class DifferentialCoreAttention(_CoreAttention):
@@ -136,30 +141,31 @@ class DifferentialCoreAttention(_CoreAttention):
 
         Args:
             query: [s, b, 2h, d]; key, value: [s, b, 2 h_kv, d], heads as the module says.
-            attention_mask: not used, the mask is causal.
+            attention_mask: None, or the ends of packed documents: [documents + 1] integers on the
+                CPU, in the batch's rows laid end to end; attention then stays within one. (Megatron
+                hands this argument through to every layer as it is.)
 
         Returns:
             [s, b, 2h d], in ``query``'s dtype.
         """
-        length, batch, _, d = query.shape
-        kv_heads = key.shape[2] // 2
-        # [s, b, (h_kv, 2, r), d] -> two of [b, s, h, d]
-        q1, q2 = query.view(length, batch, kv_heads, 2, -1, d).permute(3, 1, 0, 2, 4, 5).unbind()
-        k1, k2 = key.view(length, batch, kv_heads, 2, d).permute(3, 1, 0, 2, 4).unbind()
+        kv_heads, d = key.shape[2] // 2, query.shape[3]
+        # (h_kv, 2, r, d) -> two of (h, d); (h_kv, 2, d) -> two of (h_kv, d), or one of (h_kv, 2d)
+        q1, q2 = query.unflatten(2, (kv_heads, 2, -1)).unbind(3)
+        k1, k2 = key.unflatten(2, (kv_heads, 2)).unbind(3)
         heads = diff_attention(
-            q1.flatten(2, 3),
-            k1,
-            q2.flatten(2, 3),
-            k2,
-            value.reshape(length, batch, kv_heads, 2 * d).transpose(0, 1),
+            self._rows(q1.flatten(2, 3), attention_mask),
+            self._rows(k1, attention_mask),
+            self._rows(q2.flatten(2, 3), attention_mask),
+            self._rows(k2, attention_mask),
+            self._rows(value.reshape(*value.shape[:2], kv_heads, 2 * d), attention_mask),
             self.current_lambda(),
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             backend=self.backend,
+            cu_seqlens=attention_mask,
+            norm=self._headwise_norm(1.0 - self.lambda_init),
         )
-        if self.norm is not None:
-            heads = self._normalise(heads) * (1.0 - self.lambda_init)
-        return heads.to(query.dtype).transpose(0, 1).reshape(length, batch, -1)
+        return self._merge_heads(heads, query)
 
 
 class SoftmaxCoreAttention(_CoreAttention):
@@ -180,18 +186,20 @@ class SoftmaxCoreAttention(_CoreAttention):
 
         Args:
             query: [s, b, 2h, d]; key, value: [s, b, 2 h_kv, d].
-            attention_mask: not used, the mask is causal.
+            attention_mask: None, or the ends of packed documents: [documents + 1] integers on the
+                CPU, in the batch's rows laid end to end; attention then stays within one. (Megatron
+                hands this argument through to every layer as it is.)
 
         Returns:
             [s, b, 2h d], in ``query``'s dtype.
         """
-        length, batch = query.shape[:2]
         heads = softmax_attention(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
+            self._rows(query, attention_mask),
+            self._rows(key, attention_mask),
+            self._rows(value, attention_mask),
             causal=self.causal,
             softmax_scale=self.softmax_scale,
+            cu_seqlens=attention_mask,
         )
-        heads = self._normalise(heads)
-        return heads.to(query.dtype).transpose(0, 1).reshape(length, batch, -1)
+        norm = self._headwise_norm(1.0)
+        return self._merge_heads(heads if norm is None else norm.apply_to(heads), query)

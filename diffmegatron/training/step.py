@@ -44,8 +44,13 @@ def forward_only(network: GPTModel, microbatches: Sequence[Batch], topology: Top
 
 def microbatch_loss(network: GPTModel, batch: Batch) -> Tensor:
     """Mean loss of the tokens that count; 0-dim float32."""
-    losses = network(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return _masked_mean(batch.loss_mask, losses)
+    return _masked_mean(batch.loss_mask, _token_losses(network, batch))
+
+
+def _token_losses(network: GPTModel, batch: Batch) -> Tensor:
+    """Loss of each token, [b, s]; the ends of documents stand in the place of Megatron's mask."""
+    documents = None if batch.document_ids is None else batch.cu_seqlens
+    return network(batch.tokens, batch.position_ids, documents, labels=batch.labels)
 
 
 def _masked_mean(mask: Tensor, losses: Tensor) -> Tensor:
@@ -74,7 +79,7 @@ def _pipeline(
 
 def _forward_step(microbatches, network: GPTModel):  # type: ignore[no-untyped-def]
     batch: Batch = next(microbatches)
-    losses = network(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    losses = _token_losses(network, batch)
     return losses, partial(_loss_for_schedule, batch.loss_mask)
 
 

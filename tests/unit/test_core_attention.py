@@ -129,6 +129,25 @@ def test_the_twin_is_plain_attention(headwise_norm, tiny_recipe):
             )
 
 
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def test_attention_stays_within_packed_documents(attention, tiny_recipe):
+    """Two rows of two documents each are four separate documents."""
+    config = model(attention=attention, num_kv_heads=2)
+    kind = DifferentialCoreAttention if config.is_differential else SoftmaxCoreAttention
+    ends = torch.tensor([0, 4, LENGTH, LENGTH + 7, 2 * LENGTH])
+    with process_groups(ParallelConfig(), seed=1):
+        module = build(kind, config, tiny_recipe)
+        q, k, v = inputs(config)
+        packed = module(q, k, v, ends)
+        crossing = module(q, k, v, None)
+        for row, first, last in ((0, 0, 4), (0, 4, LENGTH), (1, 0, 7), (1, 7, LENGTH)):
+            alone = [tensor[first:last, row : row + 1] for tensor in (q, k, v)]
+            torch.testing.assert_close(
+                packed[first:last, row : row + 1], module(*alone, None), rtol=1e-5, atol=1e-5
+            )
+    assert not torch.allclose(packed, crossing, atol=1e-2)
+
+
 def test_own_parameters_stay_float32_in_a_bf16_model(tiny_recipe):
     with process_groups(ParallelConfig(), seed=1):
         module = build(DifferentialCoreAttention, model(), tiny_recipe)
