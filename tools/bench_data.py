@@ -99,7 +99,6 @@ def prepared(path: Path, workers: int) -> dict[str, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     manifest = prepare([path], output, "cl100k_base", workers=workers, show_progress=False)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu += children.ru_utime + children.ru_stime
     for file in path.parent.glob(f"{output.name}.*"):
@@ -109,7 +108,7 @@ def prepared(path: Path, workers: int) -> dict[str, float]:
         "MB_per_cpu_second": megabytes / cpu,
         "MB_per_second": megabytes / wall,
         "tokens_per_second": manifest.tokens / wall,
-        "parent_peak_MiB": own.ru_maxrss / 1024,
+        "parent_peak_MiB": peak_memory(),
         "largest_worker_peak_MiB": children.ru_maxrss / 1024 if workers > 1 else 0,
     }
 
@@ -158,10 +157,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
     write_index(index, lengths, counts, dtype)
     tokenizer = load_tokenizer("bytes")
     record = {name: getattr(tokenizer, name) for name in TokenizerRecord.model_fields}
-    outputs = (
-        FileRecord(path=f"{prefix.name}.bin", bytes=tokens * 4, sha256=prefix.name),
-        FileRecord(path=index.name, bytes=index.stat().st_size, sha256=hash_file(index)),
-    )
+    output = FileRecord(path=index.name, bytes=index.stat().st_size, sha256=hash_file(index))
     manifest = Manifest(
         tokenizer=TokenizerRecord(**record),
         settings={"layout": "text"},
@@ -173,7 +169,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
         duplicates=0,
         lengths=length_histogram(lengths, counts),
         inputs=(),
-        outputs=outputs,
+        outputs=(output,),
     )
     Path(f"{prefix}.json").write_text(manifest.model_dump_json())
 
@@ -300,10 +296,7 @@ def start(folder: Path) -> dict[str, float]:
     config = DataConfig(tokenizer="bytes", sources=[{"path": str(folder / "corpus")}])  # type: ignore[list-item]
     open_samples(config, 4096, 1, "train")[0]
     seconds = time.perf_counter() - wall
-    return {
-        "seconds": seconds,
-        "peak_MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    return {"seconds": seconds, "peak_MiB": peak_memory()}
 
 
 def startup(options: argparse.Namespace) -> dict[str, Any]:
@@ -367,6 +360,12 @@ def upsampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 # Running
+
+
+def peak_memory() -> float:
+    """MiB, mapped files included. Not getrusage: its peak is inherited from the parent process."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
 
 
 def in_process(function: str, *arguments: object) -> dict[str, float]:
