@@ -45,7 +45,7 @@ def _plot_lambdas(axes: Axes, entries: Sequence[Mapping[str, float]]) -> None:
         axes.plot(*_series(entries, name), label=f"layer {int(name.removeprefix(_LAMBDA))}")
     axes.set(title="$\\lambda$ per layer", xlabel="step", ylabel="$\\lambda$")
     axes.grid(alpha=0.3)
-    axes.legend(ncols=1 + len(names) // 8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(names) // 16)
 
 
 def _series(entries: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
