@@ -189,6 +189,9 @@ class TrainingConfig(Section):
     steps: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1, description="instead of steps")
     precision: Literal["bf16", "fp32"] = "bf16"
+    attention_backend: str = Field(
+        default="auto", description="differential attention: auto, or a name that doctor lists"
+    )
     seed: int = Field(default=1234, ge=0)
     log_interval: int = Field(default=10, ge=1)
     eval_interval: int = Field(default=1000, ge=1)
@@ -262,6 +265,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_steps()
+        self._check_documents()
         self._check_tensor_parallel()
         self._check_pipeline()
         return self
@@ -272,6 +276,14 @@ class Recipe(Section):
             raise ValueError(
                 f"optimizer.schedule.warmup_steps {warmup} leaves nothing of the run's {steps} "
                 f"steps; it must be at most {steps - 1}"
+            )
+
+    def _check_documents(self) -> None:
+        """Rotary positions are relative: a restart shows only where attention crosses it."""
+        if self.data.reset_position_ids and not self.data.reset_attention_mask:
+            raise ValueError(
+                "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
+                "embeddings see distances only, so turn both on or both off"
             )
 
     def _check_tensor_parallel(self) -> None:

@@ -12,8 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
 from diffmegatron.attention.core import DifferentialCoreAttention
+from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
 from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.shards import parameter_shards
 from diffmegatron.parallel.topology import Topology
@@ -61,22 +63,23 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     )
 
 
-def build_model(
-    recipe: Recipe, topology: Topology, backend: str = "auto", *, initial_weights: bool = True
-) -> GPTModel:
+def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = True) -> GPTModel:
     """This rank's stage of the network, on its device.
 
     Args:
         recipe: sizes, twin, layout, precision, seed.
         topology: where this rank stands.
-        backend: the differential attention kernel.
         initial_weights: whether to fill it; without, the weights are arbitrary.
 
     Returns:
         GPTModel: ``(tokens [b, s], position_ids [b, s], None, labels=[b, s])`` gives the loss of
         each token, [b, s] float32, or without labels this tensor-parallel rank's logits.
+
+    Raises:
+        UserError: the attention backend asked for cannot run here.
     """
-    model = recipe.model
+    model, backend = recipe.model, recipe.training.attention_backend
+    _check_backend(recipe, topology)
     config = transformer_config(recipe)
     host = available_host()
     layers = [layer_spec(model, host, backend)] * get_num_layers_to_build(config)
@@ -99,6 +102,23 @@ def build_model(
     if recipe.parallel.sequence_parallel:
         _sum_sequence_parallel_gradients(network, topology)
     return network
+
+
+def _check_backend(recipe: Recipe, topology: Topology) -> None:
+    """Say before the first step what the kernels would say in it."""
+    dtype, device = DTYPES[recipe.training.precision], topology.device.type
+    if not recipe.model.is_differential:
+        return
+    try:
+        choose_backend(
+            recipe.training.attention_backend,
+            device,
+            dtype,
+            recipe.model.head_dim,
+            importable_libraries(),
+        )
+    except ValueError as error:
+        raise UserError(f"training.attention_{error}") from None
 
 
 def lambda_by_layer(network: GPTModel) -> dict[int, float]:

@@ -332,3 +332,9 @@ def test_ranks_that_do_not_fit_are_refused_with_what_would(base, ranks, said):
 def test_ranks_divide_the_batch(base):
     recipe = load_recipe(base, ["parallel.tensor=2", "training.micro_batch_size=2"])
     assert (recipe.data_parallel(4), recipe.num_microbatches(4)) == (2, 2)
+
+
+def test_positions_restart_only_with_attention(base):
+    assert "data.reset_position_ids is on" in error_of(base, "data.reset_position_ids=true")
+    both = ["data.reset_position_ids=true", "data.reset_attention_mask=true"]
+    assert load_recipe(base, both).data.reset_position_ids
