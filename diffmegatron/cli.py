@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from diffmegatron.checkpoint.commands import app as checkpoint_app
 from diffmegatron.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(checkpoint_app, name="checkpoint")
 Config = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),
@@ -95,11 +97,16 @@ def prepare(
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir."""
+    """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir.
+
+    Exit status 75: asked to stop by a signal or the job's time limit, saved, to be started again.
+    """
     from diffmegatron.config.load import load_recipe
+    from diffmegatron.training.signals import EXIT_STOPPED
     from diffmegatron.training.trainer import train as train_recipe
 
-    train_recipe(load_recipe(config, overrides or []))
+    if not train_recipe(load_recipe(config, overrides or [])):
+        raise typer.Exit(EXIT_STOPPED)
 
 
 @app.command()

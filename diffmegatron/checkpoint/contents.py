@@ -51,7 +51,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         UserError: the directory is no checkpoint, is incomplete, or a file is damaged.
     """
     manifest = read_manifest(directory)
-    verify_files(directory, manifest, checksums=False)
+    verify_files(directory, manifest)
     files = [entry.name for entry in manifest.files if entry.name.endswith(".safetensors")]
     try:
         state = json.loads((directory / STATE).read_text())

@@ -2,16 +2,24 @@
 
 The manifest is written last. A directory without one, or whose files differ from it, does not
 count as a checkpoint.
+
+Sizes are compared whenever checkpoints are listed; they show a file that is missing or cut short.
+Checksums, which alone show a flipped byte, need every byte read: a run compares them before it goes
+on from a checkpoint (each rank its share of the files, which the loading that follows then finds
+in the page cache), ``diffmegatron checkpoint verify`` at any time.
 """
 
 import json
+import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffmegatron.errors import UserError
 
 MANIFEST = "manifest.json"
+STEP_NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
 _CHUNK = 1 << 22
 
@@ -53,8 +61,8 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        UserError: there is none, it cannot be parsed, it is of another format, or it names a
-            file outside the directory.
+        UserError: there is none, it cannot be parsed, it is of another format or step, or it
+            names a file outside the directory.
     """
     path = directory / MANIFEST
     try:
@@ -68,6 +76,9 @@ def read_manifest(directory: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}; use another checkpoint") from None
+    named = STEP_NAME.fullmatch(directory.name)
+    if named and int(named[1]) != manifest.step:
+        raise UserError(f"{path} is of step {manifest.step}, not of {directory.name}")
     if manifest.format != FORMAT:
         raise UserError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
     for entry in manifest.files:
@@ -76,17 +87,33 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify_files(directory: Path, manifest: Manifest, *, checksums: bool) -> None:
-    """Compare the files with the manifest: their sizes, and their contents if asked.
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Compare the files with the manifest by their sizes.
 
     Raises:
-        UserError: a file is missing or differs.
+        UserError: a file is missing, has another size, or is a link.
     """
     for entry in manifest.files:
         path = directory / entry.name
+        if path.is_symlink():
+            raise UserError(f"{path} is a link; the files of a checkpoint lie in its directory")
         size = path.stat().st_size if path.is_file() else None
         if size != entry.size:
             found = "is missing" if size is None else f"has {size} bytes"
             raise UserError(f"{path} {found}; the checkpoint's manifest says {entry.size} bytes")
-        if checksums and describe_file(path).crc32 != entry.crc32:
+
+
+def verify_contents(directory: Path, entries: Iterable[FileEntry]) -> None:
+    """Read files whole and compare them with the manifest's checksums.
+
+    Raises:
+        UserError: a file is damaged or cannot be read.
+    """
+    for entry in entries:
+        path = directory / entry.name
+        try:
+            found = describe_file(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        if found != entry:
             raise UserError(f"{path} is damaged: its checksum is not the manifest's")

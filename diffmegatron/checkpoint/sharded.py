@@ -17,13 +17,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.writing import write_safetensors
 from diffmegatron.errors import UserError
 from diffmegatron.model.shards import Shard
 
 _PIECES = "pieces"
+# How a pickle of protocol 2 to 5 begins, and a zip archive, which is what torch.save writes.
+# A safetensors file begins with the length of its header, which neither can be.
+_PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,19 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
     return pieces
 
 
-def write_pieces(path: Path, pieces: Iterable[Piece], extra: Mapping[str, Tensor]) -> None:
-    """Write a rank's pieces, and tensors of its own under their plain names."""
-    tensors: dict[str, Tensor] = {name: value.cpu() for name, value in extra.items()}
+def named_tensors(
+    pieces: Iterable[Piece], extra: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], str]:
+    """A rank's pieces, and tensors of its own under plain names, as its file will hold them.
+
+    Returns:
+        The tensors by the names they have in the file (views, nothing is copied), and the
+        description of the pieces for :func:`write_pieces`.
+    """
+    tensors: dict[str, Tensor] = {}
     described = []
     for index, piece in enumerate(pieces):
         shard = piece.shard
-        numel = next(iter(piece.tensors.values())).numel()
         described.append(
             {
                 "name": shard.name,
@@ -82,12 +92,16 @@ def write_pieces(path: Path, pieces: Iterable[Piece], extra: Mapping[str, Tensor
                 "offset": shard.offset,
                 "shape": shard.shape,
                 "start": piece.start,
-                "numel": numel,
+                "numel": next(iter(piece.tensors.values())).numel(),
             }
         )
-        for kind, values in piece.tensors.items():
-            tensors[f"{kind}.{index}"] = values.detach().to("cpu", copy=True)
-    save_file(tensors, path, metadata={_PIECES: json.dumps(described)})
+        tensors |= {f"{kind}.{index}": values for kind, values in piece.tensors.items()}
+    return tensors | dict(extra), json.dumps(described)
+
+
+def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
+    """Write what :func:`named_tensors` gave, on the CPU by now; returns the file's entry."""
+    return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
@@ -102,13 +116,27 @@ class ShardedReader:
         self._stored: dict[str, list[_Stored]] = {}
         for path in paths:
             try:
+                self._refuse_pickle(path)
                 self._files[path.name] = safe_open(path, framework="pt")
                 header = json.loads((self._files[path.name].metadata() or {})[_PIECES])
                 for index, entry in enumerate(header):
                     stored = _described(entry, path.name, index)
                     self._stored.setdefault(stored.name, []).append(stored)
+            except UserError:
+                raise
             except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
                 raise UserError(f"{path} is not a readable checkpoint file: {error}") from None
+
+    @staticmethod
+    def _refuse_pickle(path: Path) -> None:
+        """Name the one kind of file that would be worse than unreadable."""
+        with path.open("rb") as stream:
+            beginning = stream.read(2)
+        if beginning in _PICKLES:
+            raise UserError(
+                f"{path} is a pickle, which can run any program when it is read; checkpoints "
+                "consist of safetensors and JSON only"
+            )
 
     def names(self) -> list[str]:
         """Every named tensor."""

@@ -2,19 +2,18 @@
 
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffmegatron.checkpoint.manifest import read_manifest, verify_files
+from diffmegatron.checkpoint.manifest import STEP_NAME, read_manifest, verify_files
 from diffmegatron.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step_(\d{8})")
 _UNFINISHED = ".unfinished"
+_REMOVED = ".removed"
 
 
 class CheckpointStore:
@@ -35,30 +34,40 @@ class CheckpointStore:
         """Steps that have a finished directory, ascending."""
         if not self.directory.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        found = (STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint whose files are all there; damaged ones are reported, not used."""
-        for step in reversed(self.steps()):
+    def complete(self) -> list[int]:
+        """Steps whose files are all there, ascending; damaged ones are reported and left out."""
+        found = []
+        for step in self.steps():
             path = self.path(step)
             try:
-                verify_files(path, read_manifest(path), checksums=False)
+                verify_files(path, read_manifest(path))
             except UserError as error:
                 log.warning("checkpoint passed over: %s", error)
                 continue
-            return path
-        return None
+            found.append(step)
+        return found
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are all there; damaged ones are reported, not used."""
+        complete = self.complete()
+        return self.path(complete[-1]) if complete else None
 
     def begin(self, step: int) -> Path:
         """An empty directory to write the checkpoint of a step into.
+
+        What earlier saves and removals left half done is cleared away first.
 
         Raises:
             UserError: the directory cannot be made.
         """
         unfinished = self.unfinished_path(step)
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for suffix in (_UNFINISHED, _REMOVED):
+                for path in self.directory.glob(f"step_*{suffix}"):
+                    shutil.rmtree(path)
             unfinished.mkdir(parents=True)
         except OSError as error:
             raise UserError(
@@ -72,16 +81,36 @@ class CheckpointStore:
         for path in (*unfinished.iterdir(), unfinished):
             with _opened(path) as descriptor:
                 os.fsync(descriptor)
-        if final.exists():
-            shutil.rmtree(final)
+        replaced = self._set_aside(step) if final.exists() else None
         unfinished.rename(final)
         with _opened(self.directory) as descriptor:
             os.fsync(descriptor)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         return final
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
+
+    def superfluous(self, keep_last: int, keep_every: int | None) -> list[int]:
+        """Complete checkpoints that a retention policy does not keep, ascending.
+
+        Args:
+            keep_last: how many of the newest stay.
+            keep_every: multiples of this step stay for good; None: no others.
+        """
+        older = self.complete()[:-keep_last]
+        return [step for step in older if keep_every is None or step % keep_every]
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; it stops counting before its first file goes."""
+        shutil.rmtree(self._set_aside(step))
+
+    def _set_aside(self, step: int) -> Path:
+        aside = self.directory / f"step_{step:08d}{_REMOVED}"
+        shutil.rmtree(aside, ignore_errors=True)
+        return self.path(step).rename(aside)
 
 
 @contextmanager

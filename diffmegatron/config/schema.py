@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from diffmegatron.config.base import Section
 from diffmegatron.config.data import DataConfig
+from diffmegatron.config.recovery import CheckpointConfig, GuardConfig, WatchdogConfig
 from diffmegatron.errors import UserError
 
 
@@ -244,13 +245,6 @@ class ParallelConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """When a run saves and how it starts."""
-
-    interval: int = Field(default=1000, ge=1, description="steps; the last step always saves")
-    resume: bool = Field(default=True, description="go on from the newest checkpoint in run_dir")
-
-
 class Recipe(Section):
     """One run: everything ``train`` needs, resolved and frozen."""
 
@@ -261,6 +255,8 @@ class Recipe(Section):
     optimizer: OptimizerConfig
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.config.schema import OptimizerConfig, Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
+from diffmegatron.optim.gate import Gate, GatedAdamW, accumulated_gradient, held_norms
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.parallel.topology import ModelParallelUnit, Topology
 
@@ -49,6 +50,7 @@ class ZeroEngine:
         self.network = network
         self._topology = topology
         self._tied = _tied_embedding(network, recipe, topology)
+        self._held_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
         # In bf16 DeepSpeed prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -63,17 +65,40 @@ class ZeroEngine:
         """Add the gradient of a microbatch's loss (already divided by their number)."""
         self._engine.backward(loss)
 
-    def step(self, learning_rate: float) -> float:
-        """One update; returns the gradient's norm over all ranks, before clipping."""
+    def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
+        """One update, if ``allow`` agrees; otherwise the gradients are dropped.
+
+        Args:
+            learning_rate: of this update.
+            allow: called once, on every rank, before anything of the weights or of the
+                optimizer has changed, with the gradient's norm over all ranks before clipping:
+                0-dim float32, infinite where a gradient is not finite (which is never applied,
+                whatever ``allow`` says).
+        """
+        self._held_norms = held_norms(self._optimizer, self.network)
         self._sum_tied_embedding()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        gate = Gate(self._optimizer, allow)
+        self._optimizer.optimizer.gate = gate
         self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        if gate.answer is None:
+            # DeepSpeed dropped gradients that are not finite before it came to the optimizer.
+            allow(torch.tensor(torch.inf, device=self._topology.device))
+        elif not gate.answer:
+            # Else the next step would need the moments that a skipped first one has not made.
+            self._create_moments()
 
-    def discard_gradients(self) -> None:
-        """Forget what was accumulated since the last update."""
-        self._optimizer.zero_grad()
+    def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
+        """The norm of each gradient as this rank held it when the last :meth:`step` began.
+
+        That is before the sum over data-parallel ranks with ZeRO 1 (so that it tells whose a
+        gradient that is not finite was), and this rank's part after it with ZeRO 2.
+        """
+        if self._held_norms is None:
+            return {}
+        parameters, norms = self._held_norms
+        return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank owns of the optimizer's state, parameter by parameter."""
@@ -117,7 +142,9 @@ class ZeroEngine:
         """Sum the tied embedding's gradient over the first and last stage, which both hold it."""
         if self._tied is None:
             return
-        gradient = _accumulated_gradient(self._tied)
+        gradient = accumulated_gradient(self._tied)
+        if gradient is None:
+            raise RuntimeError("the tied embedding has no gradient; DeepSpeed keeps it elsewhere")
         distributed.all_reduce(gradient, group=self._topology.embedding_group)
 
 
@@ -141,6 +168,8 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
+        # GatedAdamW is AdamW, but not the class that DeepSpeed knows by name.
+        "zero_allow_untested_optimizer": True,
     }
     if bf16:
         config["bf16"] = {
@@ -161,13 +190,14 @@ def _deepspeed() -> Any:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Its warnings are of the optimizer class below, and of skipped steps, which the guard reports.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
 
 
-def _adamw(network: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+def _adamw(network: torch.nn.Module, optimizer: OptimizerConfig) -> GatedAdamW:
+    return GatedAdamW(
         parameter_groups(network, optimizer),
         lr=optimizer.lr,
         betas=optimizer.betas,
@@ -207,12 +237,3 @@ def _tied_embedding(
     if topology.is_last_stage:
         parameter.ds_pipe_replicated = True
     return parameter
-
-
-def _accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """Where DeepSpeed keeps a parameter's gradient: it depends on the stage and dtype."""
-    for name in ("_hp_grad", "grad_accum", "grad"):
-        gradient = getattr(parameter, name, None)
-        if gradient is not None:
-            return gradient
-    raise RuntimeError("the tied embedding has no gradient; DeepSpeed keeps it under a new name")

@@ -18,33 +18,39 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradients of a step.
 
+    Every token that counts weighs the same, whichever microbatch or rank it is on: packed
+    fine-tuning data has microbatches with few of them, or none.
+
     Returns:
         0-dim float32: mean loss of the global batch, the same on every rank.
     """
+    count = _count(microbatches, topology)
+    # DeepSpeed averages over the data-parallel ranks what is to be summed.
+    weight = topology.data_size / count
     if topology.pipeline_size > 1:
-        losses = _pipeline(engine.network, microbatches, forward_only=False)
-        return _mean_over_ranks(losses, topology)
-    losses = []
-    for batch in microbatches:
-        loss = microbatch_loss(engine.network, batch)
-        engine.backward(loss / len(microbatches))
-        losses.append(loss.detach())
-    return _mean_over_ranks(losses, topology)
+        losses = _pipeline(engine.network, microbatches, weight)
+    else:
+        losses = []
+        for batch in microbatches:
+            loss = summed_loss(engine.network, batch)
+            engine.backward(loss * weight)
+            losses.append(loss.detach())
+    return _mean_over_ranks(losses, count, topology)
 
 
 @torch.no_grad()
 def forward_only(network: GPTModel, microbatches: Sequence[Batch], topology: Topology) -> Tensor:
     """Mean loss of a global batch without gradients; 0-dim float32, the same on every rank."""
     if topology.pipeline_size > 1:
-        losses = _pipeline(network, microbatches, forward_only=True)
+        losses = _pipeline(network, microbatches, None)
     else:
-        losses = [microbatch_loss(network, batch) for batch in microbatches]
-    return _mean_over_ranks(losses, topology)
+        losses = [summed_loss(network, batch) for batch in microbatches]
+    return _mean_over_ranks(losses, _count(microbatches, topology), topology)
 
 
-def microbatch_loss(network: GPTModel, batch: Batch) -> Tensor:
-    """Mean loss of the tokens that count; 0-dim float32."""
-    return _masked_mean(batch.loss_mask, _token_losses(network, batch))
+def summed_loss(network: GPTModel, batch: Batch) -> Tensor:
+    """Summed loss of the tokens that count; 0-dim float32."""
+    return _masked_sum(batch.loss_mask, _token_losses(network, batch))
 
 
 def _token_losses(network: GPTModel, batch: Batch) -> Tensor:
@@ -53,50 +59,61 @@ def _token_losses(network: GPTModel, batch: Batch) -> Tensor:
     return network(batch.tokens, batch.position_ids, documents, labels=batch.labels)
 
 
-def _masked_mean(mask: Tensor, losses: Tensor) -> Tensor:
-    return torch.sum(losses.float() * mask) / mask.sum()
+def _masked_sum(mask: Tensor, losses: Tensor) -> Tensor:
+    return torch.sum(losses.float() * mask)
+
+
+def _count(microbatches: Sequence[Batch], topology: Topology) -> Tensor:
+    """Tokens of the global batch that count, at least 1; 0-dim float32."""
+    count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+    distributed.all_reduce(count, group=topology.data_group)
+    return count.clamp(min=1.0)
 
 
 def _pipeline(
-    network: GPTModel, microbatches: Sequence[Batch], *, forward_only: bool
+    network: GPTModel, microbatches: Sequence[Batch], weight: Tensor | None
 ) -> list[Tensor]:
-    """Megatron's 1F1B schedule; losses on the last stage, nothing on the others.
+    """Megatron's 1F1B schedule; summed losses on the last stage, nothing on the others.
 
     It is given the network, never DeepSpeed's engine, whose ``config`` is another thing.
+
+    Args:
+        weight: of a summed loss in the gradients; None: no backward pass.
     """
     batch = microbatches[0]
+    # The schedule divides by the number of microbatches what it takes the gradient of.
+    scale = None if weight is None else weight * len(microbatches)
     outputs = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, scale),
         data_iterator=iter(microbatches),
         model=network,
         num_microbatches=len(microbatches),
         seq_length=batch.tokens.shape[1],
         micro_batch_size=batch.tokens.shape[0],
-        forward_only=forward_only,
+        forward_only=weight is None,
     )
     return [output["loss"] for output in outputs]
 
 
-def _forward_step(microbatches, network: GPTModel):  # type: ignore[no-untyped-def]
+def _forward_step(scale: Tensor | None, microbatches, network: GPTModel):  # type: ignore[no-untyped-def]
     batch: Batch = next(microbatches)
-    losses = _token_losses(network, batch)
-    return losses, partial(_loss_for_schedule, batch.loss_mask)
+    return _token_losses(network, batch), partial(_scheduled_loss, batch.loss_mask, scale)
 
 
-def _loss_for_schedule(mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = _masked_mean(mask, losses)
-    # The schedule divides the loss it is given in place.
-    return loss, {"loss": loss.detach().clone()}
+def _scheduled_loss(
+    mask: Tensor, scale: Tensor | None, losses: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = _masked_sum(mask, losses)
+    # The schedule divides in place what it is given.
+    return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 
 
-def _mean_over_ranks(losses: Sequence[Tensor], topology: Topology) -> Tensor:
-    """Mean over microbatches and data-parallel ranks; only the last stage has losses."""
+def _mean_over_ranks(losses: Sequence[Tensor], count: Tensor, topology: Topology) -> Tensor:
+    """Mean over all tokens of the global batch; only the last stage has losses."""
+    total = torch.zeros((), dtype=torch.float32, device=topology.device)
     if losses:
-        mean = torch.stack(list(losses)).mean()
-    else:
-        mean = torch.zeros((), dtype=torch.float32, device=topology.device)
-    distributed.all_reduce(mean, group=topology.data_group)
-    mean /= topology.data_size
+        total += torch.stack(list(losses)).sum()
+    distributed.all_reduce(total, group=topology.data_group)
     if topology.pipeline_size > 1:
-        distributed.all_reduce(mean, group=topology.pipeline_group)
-    return mean
+        distributed.all_reduce(total, group=topology.pipeline_group)
+    return total / count

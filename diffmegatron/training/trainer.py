@@ -1,24 +1,19 @@
 """The training run: the loop, and nothing else."""
 
 import logging
-import math
 import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from diffmegatron.checkpoint.contents import (
-    RECIPE,
-    Checkpoint,
-    check_same_run,
-    open_checkpoint,
-)
+from diffmegatron.checkpoint.contents import RECIPE, Checkpoint, check_same_run
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
@@ -29,33 +24,48 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.model.build import build_model, lambda_by_layer
 from diffmegatron.model.shards import parameter_shards
+from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology, process_groups, world_size
+from diffmegatron.training.agreement import Agreement, Judgement, agree
+from diffmegatron.training.events import EVENTS, dump_event
 from diffmegatron.training.metrics import MetricsWriter
 from diffmegatron.training.progress import Progress, say
-from diffmegatron.training.snapshot import Position, load_snapshot, save_snapshot
+from diffmegatron.training.saver import Saver
+from diffmegatron.training.signals import StopRequest
+from diffmegatron.training.snapshot import Position, load_snapshot, newest_good
 from diffmegatron.training.step import forward_backward, forward_only
+from diffmegatron.training.stragglers import PhaseClock
+from diffmegatron.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe) -> bool:
     """Run a recipe on the ranks the launcher started, or on this process alone.
 
-    Writes ``run_dir`` with ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and
-    ``checkpoints/``; goes on from the newest checkpoint there if the recipe says so.
+    Writes ``run_dir`` with ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``checkpoints/``
+    and, if there is cause, ``events/`` and ``stacks/``; goes on from the newest good checkpoint
+    there if the recipe says so.
+
+    Returns:
+        Whether the run is finished; otherwise it was asked to stop, and has saved.
 
     Raises:
-        UserError: the recipe, the data, the layout or a checkpoint do not fit, or the loss is
-            not finite.
+        UserError: the recipe, the data, the layout or a checkpoint do not fit, or the guard
+            stopped the run.
     """
     recipe.data_parallel(world_size())
     check_vocabulary(recipe)
-    store = CheckpointStore(Path(recipe.run_dir))
-    start = _starting_checkpoint(store, recipe)
-    with process_groups(recipe.parallel, recipe.training.seed) as topology, ExitStack() as stack:
-        Trainer(recipe, topology, store, start, stack).run()
+    run_dir = Path(recipe.run_dir)
+    with (
+        StopRequest(recipe.checkpoint.time_limit_margin) as stop,
+        Watchdog(recipe.watchdog, run_dir) as watchdog,
+        process_groups(recipe.parallel, recipe.training.seed) as topology,
+        ExitStack() as stack,
+    ):
+        return Trainer(recipe, topology, stop, watchdog, stack).run()
 
 
 def check_vocabulary(recipe: Recipe) -> None:
@@ -80,56 +90,140 @@ class Trainer:
         self,
         recipe: Recipe,
         topology: Topology,
-        store: CheckpointStore,
-        start: Checkpoint | None,
+        stop: StopRequest,
+        watchdog: Watchdog,
         stack: ExitStack,
     ) -> None:
-        self.recipe, self.topology, self.store = recipe, topology, store
+        self.recipe, self.topology = recipe, topology
+        self.stop, self.watchdog = stop, watchdog
+        self.store = CheckpointStore(Path(recipe.run_dir))
+        start = starting_checkpoint(self.store, recipe, topology)
         self.network = build_model(recipe, topology)
         self.shards = parameter_shards(self.network)
         self.engine = ZeroEngine(self.network, recipe, topology)
-        position = Position(0, None) if start is None else self._resume(start)
+        self.guard = Guard(recipe.guard)
+        position = Position(0, 0, None, None) if start is None else self._resume(start)
+        if position.guard is not None:
+            self.guard.restore(position.guard)
         self.step = position.step
+        self.saved_step = None if start is None else self.step
+        self.stopping = False
+        self.saver = Saver(self.store, self.engine, self.shards, recipe, topology)
         self.loader = stack.enter_context(self._loader("train", position.data))
         self.metrics = self._open_metrics(stack)
-        total = recipe.training.total_steps
-        self.progress = Progress(self.step, total, recipe.training.tokens_per_step)
+        self.clock = PhaseClock()
+        self.progress = self._new_progress()
 
-    def run(self) -> None:
-        """From the present step to the last one."""
+    def run(self) -> bool:
+        """From the present step to the last one; returns whether that was reached."""
         training = self.recipe.training
         if self.step == 0:
             self._evaluate()
-        while self.step < training.total_steps:
+        while self.step < training.total_steps and not self.stopping:
             values = self._train_step()
             last = self.step == training.total_steps
             if self.step % training.log_interval == 0 or last:
                 self._log(values)
             if self.step % training.eval_interval == 0 or last:
                 self._evaluate()
-            if self.step % self.recipe.checkpoint.interval == 0 or last:
+            if self.step % self.recipe.checkpoint.interval == 0 or self.saver.is_due_again:
                 self._save()
+        self._save_at_the_end()
+        return self.step == training.total_steps
 
     def _train_step(self) -> dict[str, float]:
+        """One global batch: its update, or what the guard makes of it instead."""
         rate = learning_rate(self.step + 1, self.recipe.training.total_steps, self.recipe.optimizer)
-        loss = forward_backward(self.engine, self._on_device(next(self.loader)), self.topology)
-        value = loss.item()
-        self._require_finite("loss", value)
-        norm = self.engine.step(rate)
-        self._require_finite("gradient norm", norm)
+        with self.clock("data"):
+            microbatches = self._on_device(next(self.loader))
+        with self.clock("forward_backward"):
+            loss = forward_backward(self.engine, microbatches, self.topology)
+        judgement = Judgement(self.guard, partial(self._agree, loss))
+        with self.clock("update"):
+            self.engine.step(rate, judgement.allow)
         self.step += 1
-        return {"train/loss": value, "train/grad_norm": norm, "train/lr": rate}
+        self.clock.step_done()
+        self.watchdog.progress()
+        agreed, verdict = judgement.result
+        self.stopping = agreed.stop
+        if self.saver.is_open and not agreed.writing:
+            self._settle()
+        if verdict.reason is not None:
+            self._report(agreed, verdict)
+        if verdict.action is Action.STOP:
+            self._give_up(verdict)
+        if verdict.action is Action.ROLL_BACK:
+            self._roll_back(verdict)
+        return {
+            "train/loss": agreed.loss,
+            "train/grad_norm": agreed.gradient_norm,
+            "train/lr": rate,
+        }
 
-    def _require_finite(self, name: str, value: float) -> None:
-        if math.isfinite(value):
-            return
+    def _agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
+        return agree(
+            loss,
+            gradient_norm,
+            stop=self.stop.pending,
+            writing=self.saver.is_writing,
+            topology=self.topology,
+        )
+
+    def _report(self, agreed: Agreement, verdict: Verdict) -> None:
+        """Say what was out of order with the step just done, and write what a person needs."""
+        last_sample = self.loader.consumed_samples - 1
+        event = {
+            "reason": verdict.reason,
+            "applied": verdict.applied,
+            "action": verdict.action.name.lower(),
+            "loss": agreed.loss,
+            "gradient_norm": agreed.gradient_norm,
+            "first_sample": last_sample + 1 - self.recipe.training.global_batch_size,
+            "last_sample": last_sample,
+            "lambda": self._lambdas(),
+        }
+        run_dir = Path(self.recipe.run_dir)
+        dump_event(run_dir, self.step, event, self.engine, self.shards, self.topology)
+        if self.topology.is_main:
+            fate = "applied" if verdict.applied else "skipped"
+            log.warning("step %d %s: %s", self.step, fate, verdict.reason)
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """End the run for a person to look at.
+
+        Raises:
+            UserError: always.
+        """
+        if self.saver.is_open:
+            self._settle()
         newest = self.store.latest()
         raise UserError(
-            f"{name} is {value} at step {self.step + 1}; the run stopped without saving "
-            f"(newest checkpoint: {newest.name if newest else 'none'}): lower optimizer.lr "
-            f"{self.recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
-            f"{self.recipe.optimizer.schedule.warmup_steps}"
+            f"{verdict.reason} at step {self.step}, after {self.guard.skipped} skipped steps and "
+            f"{self.guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
+            f"{newest.name if newest else 'none'}): see {self.recipe.run_dir}/{EVENTS}, lower "
+            f"optimizer.lr {self.recipe.optimizer.lr:g} or lengthen "
+            f"optimizer.schedule.warmup_steps {self.recipe.optimizer.schedule.warmup_steps}"
         )
+
+    def _roll_back(self, verdict: Verdict) -> None:
+        """Go back to the newest good checkpoint, and on with the data that comes now.
+
+        So the batches since the checkpoint, the offending ones among them, are passed over.
+        """
+        with self._pause():
+            if self.saver.is_open:
+                self._settle()
+            checkpoint = newest_good(self.store, self.topology)
+            if checkpoint is None:
+                self._give_up(verdict)
+            else:
+                position = self._resume(checkpoint)
+                assert position.guard is not None
+                self.guard.rolled_back(position.guard)
+                self.step = self.saved_step = position.step
+        if self.metrics is not None:
+            self.metrics.rewind(self.step)
+        self.progress = self._new_progress()
 
     def _log(self, values: dict[str, float]) -> None:
         values = values | {
@@ -138,9 +232,9 @@ class Trainer:
             "data/consumed_samples": self.loader.consumed_samples,
             "data/consumed_tokens": self.loader.consumed_tokens,
         }
-        lambdas = self._lambdas()
+        others = self._lambdas() | self.guard.metrics() | self.clock.report(self.topology)
         if self.metrics is not None:
-            self.metrics.write(self.step, values | lambdas)
+            self.metrics.write(self.step, values | others)
             self.progress.line(self.step, values)
 
     def _lambdas(self) -> dict[str, float]:
@@ -155,44 +249,71 @@ class Trainer:
     def _evaluate(self) -> None:
         """Mean loss over the first global batches of the held-out documents."""
         training = self.recipe.training
-        if training.eval_batches == 0:
+        if training.eval_batches == 0 or self.stopping:
             return
+        losses: list[float] = []
         with self._pause():
             self.network.eval()
             loader = self._loader("validation")
-            batches = (
-                loader.read_step(number * training.global_batch_size)
-                for number in range(training.eval_batches)
-            )
-            losses = [
-                forward_only(self.network, self._on_device(batch), self.topology).item()
-                for batch in batches
-            ]
+            while len(losses) < training.eval_batches and not self.stopping:
+                batch = loader.read_step(len(losses) * training.global_batch_size)
+                agreed = self._agree(
+                    forward_only(self.network, self._on_device(batch), self.topology)
+                )
+                losses.append(agreed.loss)
+                self.stopping = agreed.stop
+                self.watchdog.progress()
             self.network.train()
-        loss = sum(losses) / len(losses)
-        if self.metrics is not None:
-            self.metrics.write(self.step, {"valid/loss": loss})
-            say(f"held-out loss {loss:.4f} at step {self.step}")
+        if len(losses) == training.eval_batches:
+            loss = sum(losses) / len(losses)
+            self._write_metrics({"valid/loss": loss})
+            if self.topology.is_main:
+                say(f"held-out loss {loss:.4f} at step {self.step}")
 
     def _save(self) -> None:
+        """Begin to save, and wait for the end if the recipe does not save asynchronously."""
         with self._pause():
-            position = Position(self.step, self.loader.state())
-            path = save_snapshot(
-                self.store, position, self.engine, self.shards, self.recipe, self.topology
-            )
-        if self.topology.is_main:
-            say(f"saved {path}")
+            if self.saver.is_open:
+                self._settle()
+            self._write_metrics(self.saver.start(self._position()))
+            self.saved_step = self.step
+            if self.saver.is_open and not self.recipe.checkpoint.asynchronous:
+                self._settle()
+
+    def _settle(self) -> None:
+        with self.watchdog.patience():
+            self._write_metrics(self.saver.settle())
+
+    def _save_at_the_end(self) -> None:
+        """Wait for the save under way; save the last step unless it is saved."""
+        with self._pause():
+            if self.saver.is_open:
+                self._settle()
+            if self.saved_step != self.step or self.saver.is_due_again:
+                self._write_metrics(self.saver.save_now(self._position()))
+
+    def _position(self) -> Position:
+        return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
     def _resume(self, start: Checkpoint) -> Position:
         if self.topology.is_main:
             say(f"resuming from {start.directory}")
         return load_snapshot(start, self.engine, self.shards, self.topology)
 
+    def _write_metrics(self, values: Mapping[str, float]) -> None:
+        if self.metrics is not None and values:
+            self.metrics.write(self.step, values)
+
+    def _new_progress(self) -> Progress:
+        training = self.recipe.training
+        return Progress(self.step, training.total_steps, training.tokens_per_step)
+
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Time that is not training, kept out of the speed."""
         started = time.perf_counter()
-        yield
+        with self.watchdog.patience():
+            yield
         self.progress.skip(time.perf_counter() - started)
 
     def _loader(self, split: Split, state: Mapping[str, Any] | None = None) -> Loader:
@@ -215,7 +336,9 @@ class Trainer:
                 **{
                     field.name: value.to(self.topology.device, non_blocking=True)
                     for field in fields(batch)
-                    if (value := getattr(batch, field.name)) is not None
+                    # The kernels read the ends of documents on the CPU.
+                    if field.name != "document_ids"
+                    and (value := getattr(batch, field.name)) is not None
                 },
             )
             for batch in microbatches
@@ -230,22 +353,23 @@ class Trainer:
         return stack.enter_context(MetricsWriter(run_dir, self.step))
 
 
-def _starting_checkpoint(store: CheckpointStore, recipe: Recipe) -> Checkpoint | None:
+def starting_checkpoint(
+    store: CheckpointStore, recipe: Recipe, topology: Topology
+) -> Checkpoint | None:
     """The checkpoint to go on from, or None for a new run.
 
     Raises:
-        UserError: there are checkpoints but the recipe does not resume, or is another run's.
+        UserError: there are checkpoints but the recipe does not resume, or is another run's, or
+            none of them is good.
     """
-    latest = store.latest()
-    if latest is None:
-        return None
-    if not recipe.checkpoint.resume:
+    if store.steps() and not recipe.checkpoint.resume:
         raise UserError(
-            f"{store.directory} holds checkpoints up to {latest.name} and checkpoint.resume is "
-            "false; give another run_dir or move them away"
+            f"{store.directory} holds checkpoints up to {store.path(store.steps()[-1]).name} and "
+            "checkpoint.resume is false; give another run_dir or move them away"
         )
-    checkpoint = open_checkpoint(latest)
-    check_same_run(checkpoint, recipe)
+    checkpoint = newest_good(store, topology)
+    if checkpoint is not None:
+        check_same_run(checkpoint, recipe)
     return checkpoint
 
 

@@ -1,6 +1,8 @@
 """Pieces of named tensors: any cut into boxes and runs is read back as any other cut."""
 
+import io
 import json
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from diffmegatron.checkpoint.sharded import ShardedReader, pieces_of, write_pieces
+from diffmegatron.checkpoint import writing
+from diffmegatron.checkpoint.manifest import describe_file
+from diffmegatron.checkpoint.sharded import ShardedReader, named_tensors, pieces_of, write_pieces
 from diffmegatron.errors import UserError
 from diffmegatron.model.shards import Shard
 
@@ -38,7 +42,7 @@ def write_cut(folder: Path, whole: torch.Tensor, cuts: list[int], runs: int) -> 
             start = sum(part.numel() for part in flat.tensor_split(runs)[:number])
             tensors = {"weight": run, "exp_avg": run * 2}
             path = folder / f"rank_{len(paths):05d}.safetensors"
-            write_pieces(path, pieces_of([shard], start, tensors), {})
+            write_pieces(path, *named_tensors(pieces_of([shard], start, tensors), {}))
             paths.append(path)
     return paths
 
@@ -106,9 +110,47 @@ def test_a_header_of_something_else_is_an_error(tmp_path):
 
 def test_what_a_rank_adds_under_a_plain_name(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
-    write_pieces(path, [], {"random.cpu": torch.arange(4, dtype=torch.uint8)})
+    write_pieces(path, *named_tensors([], {"random.cpu": torch.arange(4, dtype=torch.uint8)}))
     reader = ShardedReader([path])
     assert reader.extra(path.name, "random.cpu").tolist() == [0, 1, 2, 3]
     assert reader.extra(path.name, "random.cuda") is None
     assert reader.extra("rank_00001.safetensors", "random.cpu") is None
     assert list(load_file(path)) == ["random.cpu"]
+
+
+class Exploit:
+    """What a pickle does when it is read: here it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "run by reading a checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
+    path, proof = tmp_path / "rank_00000.safetensors", tmp_path / "proof"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps({"weight.0": Exploit(proof)}))
+    else:
+        torch.save({"weight.0": Exploit(proof)}, path)
+    with pytest.raises(UserError, match="is a pickle, which can run any program"):
+        ShardedReader([path])
+    assert not proof.exists()
+    content = path.read_bytes()
+    torch.load(io.BytesIO(content), weights_only=False) if kind == "torch" else pickle.loads(
+        content
+    )
+    assert proof.exists(), "the exploit would have worked"
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_CHUNK", 1000)  # several chunks per tensor, several flushes
+    tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
+    tensors |= {f"weight.{n}": torch.randn(300 * n, 7) for n in range(4)}
+    entry = writing.write_safetensors(tmp_path / "file.safetensors", tensors, {"key": "välue"})
+    read = load_file(tmp_path / "file.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert entry == describe_file(tmp_path / "file.safetensors")

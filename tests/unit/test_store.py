@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from diffmegatron.checkpoint.manifest import (
     Manifest,
     describe_file,
     read_manifest,
+    verify_contents,
     verify_files,
     write_manifest,
 )
@@ -67,9 +69,55 @@ def test_a_damaged_newest_one_is_reported_and_passed_over(damage, tmp_path, capl
 def test_a_flipped_byte_is_found_by_its_checksum(tmp_path):
     path = write(CheckpointStore(tmp_path), 10)
     (path / "data").write_bytes(b"weightz")
-    verify_files(path, read_manifest(path), checksums=False)
+    verify_files(path, read_manifest(path))
     with pytest.raises(UserError, match="checksum"):
-        verify_files(path, read_manifest(path), checksums=True)
+        verify_contents(path, read_manifest(path).files)
+
+
+def test_a_manifest_of_another_step_is_found(tmp_path):
+    store = CheckpointStore(tmp_path)
+    other, path = write(store, 10), write(store, 20)
+    shutil.copy(other / "manifest.json", path / "manifest.json")
+    with pytest.raises(UserError, match="is of step 10, not of step_00000020"):
+        read_manifest(path)
+
+
+def test_links_are_refused(tmp_path):
+    path = write(CheckpointStore(tmp_path), 10)
+    (path / "data").rename(tmp_path / "elsewhere")
+    (path / "data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        verify_files(path, read_manifest(path))
+
+
+def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in range(10, 80, 10):
+        write(store, step)
+    (store.path(60) / "data").unlink()  # a damaged one neither counts among the newest nor goes
+    assert store.superfluous(2, None) == [10, 20, 30, 40]
+    assert store.superfluous(2, 30) == [10, 20, 40]
+    assert store.superfluous(9, None) == []
+    for step in store.superfluous(2, 30):
+        store.remove(step)
+    assert store.steps() == [30, 50, 60, 70]
+
+
+def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    write(store, 10)
+
+    def killed(path, ignore_errors=False):
+        if path.exists():
+            (path / "data").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("diffmegatron.checkpoint.store.shutil.rmtree", killed)
+        store.remove(10)
+    assert store.steps() == []
+    store.begin(20)
+    assert [path.name for path in store.directory.iterdir()] == ["step_00000020.unfinished"]
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b"])

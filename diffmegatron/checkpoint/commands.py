@@ -1,0 +1,100 @@
+"""``diffmegatron checkpoint``: look at, verify and remove the checkpoints of a run."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diffmegatron.checkpoint.manifest import Manifest, read_manifest, verify_contents, verify_files
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+
+app = typer.Typer(
+    help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
+)
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart")]
+
+
+@app.command("list")
+def list_(run_dir: RunDir) -> None:
+    """Every checkpoint with its size, and whether its files are all there."""
+    store = _store(run_dir)
+    table = Table("step", "GiB", "files", "state")
+    for step in store.steps():
+        try:
+            manifest = read_manifest(store.path(step))
+            verify_files(store.path(step), manifest)
+            table.add_row(str(step), f"{_gib(manifest):.3f}", str(len(manifest.files)), "complete")
+        except UserError as error:
+            table.add_row(str(step), "", "", f"damaged: {error}")
+    Console().print(table)
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
+) -> None:
+    """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
+    checkpoints = [path]
+    if (path / "checkpoints").is_dir():
+        store = _store(path)
+        checkpoints = [store.path(step) for step in store.steps()]
+    damaged = 0
+    for directory in checkpoints:
+        try:
+            manifest = read_manifest(directory)
+            verify_files(directory, manifest)
+            verify_contents(directory, manifest.files)
+            print(f"{directory}: good, {_gib(manifest):.3f} GiB")
+        except UserError as error:
+            damaged += 1
+            print(f"{directory}: damaged: {error}")
+    raise typer.Exit(1 if damaged else 0)
+
+
+@app.command()
+def prune(
+    run_dir: RunDir,
+    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay")],
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Multiples of this step stay for good")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, do nothing")] = False,
+) -> None:
+    """Remove the complete checkpoints that the options do not keep; damaged ones are left."""
+    store = _store(run_dir)
+    for step in store.superfluous(keep_last, keep_every):
+        if not dry_run:
+            store.remove(step)
+        print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Such as RUN_DIR/checkpoints/step_00001000")
+    ],
+) -> None:
+    """What a checkpoint holds: position, versions, every tensor with its shape."""
+    from diffmegatron.checkpoint.contents import open_checkpoint
+
+    opened = open_checkpoint(checkpoint)
+    print(json.dumps(opened.state, indent=1))
+    table = Table("tensor", "shape")
+    for name in sorted(opened.tensors.names()):
+        table.add_row(name, str(list(opened.tensors.shape(name))))
+    Console().print(table)
+
+
+def _store(run_dir: Path) -> CheckpointStore:
+    store = CheckpointStore(run_dir)
+    if not store.directory.is_dir():
+        raise UserError(f"{run_dir} has no checkpoints; give the run_dir of a recipe")
+    return store
+
+
+def _gib(manifest: Manifest) -> float:
+    return sum(entry.size for entry in manifest.files) / 2**30

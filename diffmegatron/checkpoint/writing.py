@@ -1,0 +1,70 @@
+"""One safetensors file, streamed to the disk with its checksum.
+
+Why not ``safetensors.torch.save_file``: it holds Python's lock while it writes, which would stop
+the training that a background save is there to let run; and the checksum would cost a second
+reading of the file. The format is eight bytes of length, a JSON header, and the tensors' bytes
+(https://github.com/huggingface/safetensors#format).
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffmegatron.checkpoint.manifest import FileEntry
+
+_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
+_CHUNK = 1 << 24
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> FileEntry:
+    """Write contiguous CPU tensors, float32 or uint8, and flush them to the disk.
+
+    Returns:
+        FileEntry: the checksum is that of the bytes in memory, so that it also tells of damage on
+        the way to the disk.
+    """
+    # Four-byte elements first, so that every tensor stands at a multiple of its element size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    checksum, size, advised = 0, 0, 0
+    with path.open("wb") as stream:
+        for chunk in (memoryview(_header(ordered, metadata)), *_chunks(ordered)):
+            checksum = zlib.crc32(chunk, checksum)
+            stream.write(chunk)
+            size += len(chunk)
+            if size - advised >= _CHUNK:
+                # Makes Linux write the pages back at once, while the next chunk's checksum is
+                # computed, instead of all at the end.
+                os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
+                advised = size
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(path.name, size, checksum)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors.values():
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for begin in range(0, len(view), _CHUNK):
+            yield view[begin : begin + _CHUNK]

@@ -1,0 +1,50 @@
+"""The sections of a recipe about survival: ``checkpoint``, ``guard`` and ``watchdog``."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from diffmegatron.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """When a run saves, what it keeps and how it starts."""
+
+    interval: int = Field(default=1000, ge=1, description="steps; the last step always saves")
+    resume: bool = Field(default=True, description="go on from the newest checkpoint in run_dir")
+    asynchronous: bool = Field(default=True, description="write while training goes on")
+    keep_last: int | None = Field(default=None, ge=1, description="newest ones; null: all")
+    keep_every: int | None = Field(
+        default=None, ge=1, description="steps whose multiples keep_last never removes"
+    )
+    time_limit_margin: float = Field(
+        default=300.0, ge=0, description="seconds before the end of a Slurm job to save and stop at"
+    )
+
+
+class GuardConfig(Section):
+    """What becomes of a step whose loss or gradient norm is not finite, or is a spike.
+
+    A step that is not finite is never applied. ``spikes`` says what becomes of a loss or gradient
+    norm more than ``sigma`` standard deviations above the mean of the last ``window`` applied
+    steps (once half of them are there): recorded and applied, or skipped as well. After
+    ``patience`` skipped steps in a row the run goes back to its newest good checkpoint and on with
+    the data after them, at most ``max_rollbacks`` times, or stops.
+    """
+
+    spikes: Literal["ignore", "record", "skip"] = "record"
+    sigma: float = Field(default=8.0, gt=0)
+    window: int = Field(default=128, ge=8, description="steps")
+    patience: int = Field(default=3, ge=1, description="skipped steps in a row")
+    then: Literal["rollback", "stop"] = "rollback"
+    max_rollbacks: int = Field(default=3, ge=0)
+
+
+class WatchdogConfig(Section):
+    """How long a rank may go without progress before it writes its stacks and ends the job."""
+
+    enabled: bool = True
+    startup_seconds: float = Field(
+        default=3600.0, gt=0, description="until the first step is done; also a save or a load"
+    )
+    step_seconds: float = Field(default=600.0, gt=0, description="a step or evaluation batch")

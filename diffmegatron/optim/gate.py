@@ -1,0 +1,79 @@
+"""The moment between DeepSpeed's gradient norm and AdamW's update, and the gradients before it.
+
+DeepSpeed's optimizers reduce, take the norm, clip and update in one call. The one object of ours
+they reach inside it is the optimizer they were given, when the norm is known and nothing has
+changed yet: there the step can still be refused, at the price of no other pass, collective or
+wait for the device than DeepSpeed's own.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Gate:
+    """Asks once whether a step is applied, however many parameter groups it has.
+
+    Attributes:
+        answer: what ``allow`` said; None before it was asked.
+    """
+
+    def __init__(self, zero_optimizer: Any, allow: Callable[[Tensor], bool]) -> None:
+        self._zero_optimizer, self._allow = zero_optimizer, allow
+        self.answer: bool | None = None
+
+    def __call__(self) -> bool:
+        """The answer, asking for it the first time."""
+        if self.answer is None:
+            self.answer = self._allow(self._zero_optimizer._global_grad_norm)
+        return self.answer
+
+
+class GatedAdamW(torch.optim.AdamW):
+    """AdamW that updates only if its gate lets it."""
+
+    gate: Callable[[], bool]
+
+    def step(self, closure: Any = None) -> Any:
+        """One parameter group's update, or nothing."""
+        return super().step(closure) if self.gate() else None
+
+
+def held_norms(
+    zero_optimizer: Any, network: torch.nn.Module
+) -> tuple[list[torch.nn.Parameter], Tensor]:
+    """The parameters whose gradient this rank holds before a step, and the norms, [n] float32.
+
+    On the device, without waiting for it; one pass over the gradients.
+    """
+    held = list(_held_gradients(zero_optimizer, network))
+    norms = torch._foreach_norm([gradient for _, gradient in held])
+    return [parameter for parameter, _ in held], torch.stack([norm.float() for norm in norms])
+
+
+def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    """Where DeepSpeed's ZeRO 1 keeps a parameter's gradient: it depends on the dtype."""
+    for name in ("_hp_grad", "grad_accum", "grad"):
+        gradient = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient
+    return None
+
+
+def _held_gradients(
+    zero_optimizer: Any, network: torch.nn.Module
+) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    for parameter in network.parameters():
+        gradient = accumulated_gradient(parameter)
+        if gradient is not None:
+            yield parameter, gradient
+    # ZeRO 2 has none left on the parameters: its partition, with padding between, lies in one
+    # place where gradients accumulate in the model's dtype and in another where they do not.
+    for group, parameters in enumerate(getattr(zero_optimizer, "params_in_partition", [])):
+        gradients = zero_optimizer.averaged_gradients.get(group)
+        if gradients is None:
+            gradients = zero_optimizer.all_grad_tensors.get(group) or []
+        real = (each for each in gradients if not getattr(each, "_zero_padding", False))
+        yield from zip(parameters, real, strict=False)

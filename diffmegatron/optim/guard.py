@@ -1,0 +1,138 @@
+"""Which steps are applied: the judgement of a step's loss and gradient norm.
+
+Pure arithmetic on numbers that are the same on every rank, so that all ranks judge alike without
+talking. Not finite: never applied. Far above the recent past: a spike, recorded or skipped. After
+several skipped in a row the run rolls back or stops (PaLM, Chowdhery et al. 2022, section 5.1,
+restarts before a spike and skips its batches).
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from diffmegatron.config.recovery import GuardConfig
+
+# Where the window is nearly constant its spread is rounding; nothing within a hundredth of the
+# mean is ever far from it.
+_LEAST_SPREAD = 0.01
+
+
+class Action(Enum):
+    """What becomes of the run after a judged step."""
+
+    GO_ON = auto()
+    ROLL_BACK = auto()
+    STOP = auto()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one step.
+
+    Attributes:
+        applied: whether the optimizer may use the gradients.
+        action: what becomes of the run.
+        reason: what was out of order, in words; None: nothing.
+    """
+
+    applied: bool
+    action: Action = Action.GO_ON
+    reason: str | None = None
+
+
+class Guard:
+    """Judges every step of a run, remembering the recent ones."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._recent = {
+            name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")
+        }
+        self._in_a_row = 0
+        self.skipped = 0
+        self.spikes = 0
+        self.rollbacks = 0
+
+    def judge(self, loss: float, gradient_norm: float) -> Verdict:
+        """Judge a step before the optimizer changes anything, and remember it."""
+        values = {"loss": loss, "gradient norm": gradient_norm}
+        broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
+        if broken:
+            return self._skip(" and ".join(broken))
+        far = [text for name, value in values.items() if (text := self._spike(name, value))]
+        if far:
+            self.spikes += 1
+            if self._config.spikes == "skip":
+                return self._skip(" and ".join(far))
+        self._in_a_row = 0
+        for name, value in values.items():
+            self._recent[name].append(value)
+        return Verdict(applied=True, reason=" and ".join(far) or None)
+
+    def state(self) -> dict[str, Any]:
+        """Everything remembered, JSON-able and the same on every rank."""
+        return {
+            "recent": {name: list(values) for name, values in self._recent.items()},
+            "in_a_row": self._in_a_row,
+            "skipped": self.skipped,
+            "spikes": self.spikes,
+            "rollbacks": self.rollbacks,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a :meth:`state`."""
+        for name, values in state["recent"].items():
+            self._recent[name].clear()
+            self._recent[name].extend(values)
+        self._in_a_row = int(state["in_a_row"])
+        self.skipped, self.spikes = int(state["skipped"]), int(state["spikes"])
+        self.rollbacks = int(state["rollbacks"])
+
+    def rolled_back(self, state: dict[str, Any]) -> None:
+        """Take over the window of the checkpoint gone back to, but none of its counts.
+
+        Else a run could go back to the same checkpoint for ever.
+        """
+        counts = (self.skipped, self.spikes, self.rollbacks + 1)
+        self.restore(state)
+        self.skipped, self.spikes, self.rollbacks = counts
+        self._in_a_row = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The counts since the run began."""
+        return {
+            "guard/skipped_steps": self.skipped,
+            "guard/spikes": self.spikes,
+            "guard/rollbacks": self.rollbacks,
+        }
+
+    def _skip(self, reason: str) -> Verdict:
+        self.skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row < self._config.patience:
+            return Verdict(applied=False, reason=reason)
+        exhausted = self.rollbacks >= self._config.max_rollbacks
+        stop = self._config.then == "stop" or exhausted
+        return Verdict(False, Action.STOP if stop else Action.ROLL_BACK, reason)
+
+    def _spike(self, name: str, value: float) -> str | None:
+        recent = self._recent[name]
+        if self._config.spikes == "ignore" or 2 * len(recent) < self._config.window:
+            return None
+        mean = math.fsum(recent) / len(recent)
+        variance = math.fsum((other - mean) ** 2 for other in recent) / (len(recent) - 1)
+        spread = max(math.sqrt(variance), _LEAST_SPREAD * abs(mean))
+        distance = (value - mean) / spread if spread else 0.0
+        if distance <= self._config.sigma:
+            return None
+        return (
+            f"{name} {value:.4g} is {distance:.1f} standard deviations above the mean {mean:.4g} "
+            f"of the last {len(recent)} steps"
+        )
+
+
+def _finite(value: float) -> bool:
+    # DeepSpeed's functions mark a norm that is not finite by -1.
+    return math.isfinite(value) and value >= 0

@@ -1,0 +1,184 @@
+"""Saves while training goes on: the run waits for a copy into host memory, a thread writes it.
+
+A save counts when every rank has written and rank 0 has renamed the directory, which happens at
+the first step at which the ranks agree that none writes any more (the flag travels in the
+all-reduce of :mod:`~diffmegatron.training.agreement`). Until then nobody is told of a checkpoint.
+"""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from diffmegatron.checkpoint.contents import rank_file
+from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.sharded import write_pieces
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.topology import Topology, fail_together
+from diffmegatron.training.progress import say
+from diffmegatron.training.snapshot import HostCopy, ParameterShards, Position, finish_checkpoint
+
+log = logging.getLogger(__name__)
+
+# A save that failed is tried again at the next steps this often, then at the next interval.
+_RETRIES = 2
+
+
+class Saver:
+    """One rank's part in the saves of a run. Every method is called by all ranks alike."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        engine: ZeroEngine,
+        shards: ParameterShards,
+        recipe: Recipe,
+        topology: Topology,
+    ) -> None:
+        self._store, self._engine, self._shards = store, engine, shards
+        self._recipe, self._topology = recipe, topology
+        self._copy = HostCopy()
+        self._write: _Write | None = None
+        self._position: Position | None = None
+        self._started = self._stalled = 0.0
+        self._failed = self._failed_in_a_row = 0
+        self._problem = ""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is still at it."""
+        return self._write is not None and self._write.is_alive()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a save has begun whose end the ranks have not agreed on."""
+        return self._position is not None
+
+    @property
+    def is_due_again(self) -> bool:
+        """Whether the last save failed and is to be tried again."""
+        return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
+
+    def start(self, position: Position) -> dict[str, float]:
+        """Begin to save; returns metrics when it has failed already."""
+        assert not self.is_open
+        self._started = time.perf_counter()
+        self._position = position
+        try:
+            self._all(self._store.begin, position.step, only=self._topology.is_main)
+            self._copy.take(self._engine, self._shards)
+        except UserError as error:
+            return self._fail(position, str(error))
+        path = self._store.unfinished_path(position.step) / rank_file(self._topology.rank)
+        self._write = _Write(path, self._copy)
+        self._write.start()
+        self._stalled = time.perf_counter() - self._started
+        return {}
+
+    def settle(self) -> dict[str, float]:
+        """Wait for this rank's thread, then with all ranks make the save count or report it failed.
+
+        Returns:
+            The save's metrics.
+        """
+        position, write = self._position, self._write
+        assert position is not None and write is not None
+        waiting = time.perf_counter()
+        write.join()
+        entries: list[Any] = [None] * self._topology.world_size
+        try:
+            fail_together(write.problem)
+            distributed.all_gather_object(entries, write.entry)
+            self._all(
+                finish_checkpoint,
+                self._store,
+                position,
+                self._recipe,
+                entries,
+                only=self._topology.is_main,
+            )
+        except UserError as error:
+            return self._fail(position, str(error))
+        self._write = self._position = None
+        self._failed_in_a_row = 0
+        if self._topology.is_main:
+            say(f"saved {self._store.path(position.step)}")
+            self._prune()
+        now = time.perf_counter()
+        return {
+            "ckpt/stall_seconds": self._stalled + now - waiting,
+            "ckpt/total_seconds": now - self._started,
+            "ckpt/bytes": sum(entry.size for entry in entries),
+            "ckpt/failed": self._failed,
+        }
+
+    def save_now(self, position: Position) -> dict[str, float]:
+        """Save and wait until it counts; returns the save's metrics.
+
+        Raises:
+            UserError: it failed every time it was tried.
+        """
+        self._failed_in_a_row = 0
+        while True:
+            values = self.start(position)
+            if self.is_open:
+                values = self.settle()
+            if self._failed_in_a_row == 0:
+                return values
+            if not self.is_due_again:
+                raise UserError(self._problem)
+
+    def _fail(self, position: Position, problem: str) -> dict[str, float]:
+        self._write = self._position = None
+        self._failed += 1
+        self._failed_in_a_row += 1
+        self._problem = problem
+        if self._topology.is_main:
+            self._store.abandon(position.step)
+            log.error("checkpoint of step %d failed: %s", position.step, problem)
+        return {"ckpt/failed": self._failed}
+
+    def _prune(self) -> None:
+        policy = self._recipe.checkpoint
+        if policy.keep_last is None:
+            return
+        try:
+            for step in self._store.superfluous(policy.keep_last, policy.keep_every):
+                self._store.remove(step)
+        except OSError as error:
+            log.error("cannot remove an old checkpoint: %s", error)
+
+    def _all(self, function, *arguments, only: bool) -> None:  # type: ignore[no-untyped-def]
+        """Call on this rank (if ``only``), and raise everywhere if it failed anywhere."""
+        problem = None
+        try:
+            if only:
+                function(*arguments)
+        except UserError as error:
+            problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem = f"cannot write the checkpoint: {error}"
+        fail_together(problem)
+
+
+class _Write(threading.Thread):
+    """Writes one rank's file; afterwards either ``entry`` or ``problem`` is there."""
+
+    def __init__(self, path: Path, copy: HostCopy) -> None:
+        super().__init__(name="checkpoint-write", daemon=True)
+        self._path, self._copy = path, copy
+        self.entry: FileEntry | None = None
+        self.problem: str | None = None
+
+    def run(self) -> None:
+        """The thread's work."""
+        try:
+            self.entry = write_pieces(self._path, *self._copy.tensors)
+        except Exception as error:  # reported by the main thread, on all ranks
+            self.problem = f"cannot write the checkpoint: {error}"

@@ -1,0 +1,54 @@
+"""Asked to stop: by a signal, or by the end of a Slurm job coming near."""
+
+import logging
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any, Self
+
+log = logging.getLogger(__name__)
+
+# EX_TEMPFAIL of sysexits.h, "try again later": launch scripts turn it into a requeue.
+EXIT_STOPPED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Slurm signals every process of a step and torchrun passes on to its ranks what it gets: one
+# request arrives several times. What comes later than this is a second one.
+_ONE_REQUEST_SECONDS = 5.0
+
+
+class StopRequest:
+    """Remembers that this rank was asked to stop; entered around a run, in the main thread.
+
+    The first SIGTERM or SIGUSR1 is remembered for the ranks to agree on at the next step. A second
+    one ends the process at once, with the status a shell gives such a death.
+    """
+
+    def __init__(self, margin_seconds: float) -> None:
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        self._deadline = float(end) - margin_seconds if end else None
+        self._first: float | None = None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether the run is to save and end."""
+        return self._first is not None or (
+            self._deadline is not None and time.time() > self._deadline
+        )
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        elif now - self._first > _ONE_REQUEST_SECONDS:
+            os._exit(128 + number)

@@ -1,0 +1,58 @@
+"""How long each phase of a step takes, and on which rank longest."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import distributed
+
+from diffmegatron.parallel.topology import Topology
+
+PHASES = ("data", "forward_backward", "update")
+
+
+class PhaseClock:
+    """Adds up this rank's seconds in each phase.
+
+    By the host's clock: on a GPU a phase is the time to enqueue its work, and the waiting falls
+    into the phase that reads a value, ``update``.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._steps = 0
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside as the phase's."""
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - started
+
+    def step_done(self) -> None:
+        """Another step is in the sums."""
+        self._steps += 1
+
+    def report(self, topology: Topology) -> dict[str, float]:
+        """Of each phase since the last report, with all ranks: the slowest rank, its seconds.
+
+        Returns:
+            ``perf/PHASE_seconds_slowest``, the mean over the steps on the rank where it is
+            greatest, and ``perf/PHASE_slowest_rank``.
+        """
+        mine = torch.tensor(
+            [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
+            device=topology.device,
+        )
+        every = [torch.empty_like(mine) for _ in range(topology.world_size)]
+        distributed.all_gather(every, mine)
+        self._seconds.clear()
+        self._steps = 0
+        seconds, ranks = torch.stack(every).max(dim=0)
+        report = {}
+        for phase, most, rank in zip(PHASES, seconds.tolist(), ranks.tolist(), strict=True):
+            report[f"perf/{phase}_seconds_slowest"] = most
+            report[f"perf/{phase}_slowest_rank"] = rank
+        return report

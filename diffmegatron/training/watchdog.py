@@ -1,0 +1,68 @@
+"""A rank that stops making progress writes where it stands and ends, so that the job restarts."""
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from diffmegatron.config.recovery import WatchdogConfig
+
+STACKS = "stacks"
+
+
+class Watchdog:
+    """Ends this process if a step, or a save, takes longer than configured.
+
+    The clock is faulthandler's, a thread in C: one in Python would wait for the interpreter's lock
+    with everything else where a call into a library hangs while it holds it. When time is up,
+    the stacks of all threads go to ``run_dir/stacks/rank_XXXXX.txt`` and the process exits with
+    status 1. The launcher then ends the other ranks by SIGTERM, upon which they write theirs.
+    """
+
+    def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
+        self._config = config
+        # Asked of the launcher: the clock runs while the ranks still meet.
+        rank = int(os.environ.get("RANK", "0"))
+        self._path = run_dir / STACKS / f"rank_{rank:05d}.txt"
+        self._limit = config.startup_seconds
+
+    def __enter__(self) -> Self:
+        if self._config.enabled:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a")
+            # Without the interpreter, so that a rank inside a collective that never ends writes.
+            faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
+            self._arm()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._config.enabled:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGTERM)
+            self._file.close()
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+                with suppress(OSError):  # not empty
+                    self._path.parent.rmdir()
+                    self._path.parent.parent.rmdir()
+
+    def progress(self) -> None:
+        """A step or an evaluation batch is done; the next may take ``step_seconds``."""
+        self._limit = self._config.step_seconds
+        self._arm()
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Something that may take as long as starting up: a save, a load."""
+        limit, self._limit = self._limit, self._config.startup_seconds
+        self._arm()
+        yield
+        self._limit = limit
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._config.enabled:
+            faulthandler.dump_traceback_later(self._limit, exit=True, file=self._file)
