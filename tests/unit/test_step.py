@@ -1,0 +1,101 @@
+"""A step's loss and gradients are those of the global batch, however it is cut."""
+
+from dataclasses import dataclass
+
+import torch
+
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.build import build_model
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.training.step import forward_backward, forward_only
+
+LENGTH = 16
+
+
+@dataclass
+class PlainEngine:
+    """Autograd alone in the place of DeepSpeed."""
+
+    network: torch.nn.Module
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+def batch(masks: list[list[float]], documents: list[list[int]] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 257, (4, LENGTH + 1), generator=generator)
+    mask = torch.tensor(masks).repeat_interleave(LENGTH // len(masks[0]), dim=1)
+    return Batch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=mask,
+        position_ids=torch.arange(LENGTH).expand(4, -1),
+        document_ids=None if documents is None else torch.tensor(documents, dtype=torch.int32),
+    )
+
+
+def rows(whole: Batch, *numbers: int) -> Batch:
+    picked = list(numbers)
+    documents = None if whole.document_ids is None else whole.document_ids[picked]
+    return Batch(
+        whole.tokens[picked],
+        whole.labels[picked],
+        whole.loss_mask[picked],
+        whole.position_ids[picked],
+        documents,
+    )
+
+
+def run(recipe, microbatches: list[Batch]):
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        network = build_model(recipe, topology)
+        loss = forward_backward(PlainEngine(network), microbatches, topology)
+        held_out = forward_only(network, microbatches, topology)
+        token_losses = network(
+            microbatches[0].tokens,
+            microbatches[0].position_ids,
+            None,
+            labels=microbatches[0].labels,
+        )
+    gradients = {name: p.grad for name, p in network.named_parameters()}
+    return loss.item(), held_out.item(), gradients, token_losses.detach()
+
+
+UNEVEN = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+
+
+def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(tiny_recipe):
+    whole = batch(UNEVEN)
+    loss, held_out, expected, token_losses = run(tiny_recipe(), [whole])
+    assert loss == held_out
+    mask = whole.loss_mask.bool()
+    assert abs(loss - token_losses[mask].double().mean().item()) < 1e-5
+    parted = [rows(whole, 0), rows(whole, 1, 2), rows(whole, 3)]
+    cut_loss, _, gradients, _ = run(tiny_recipe(), parted)
+    assert abs(cut_loss - loss) < 1e-6
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_with_nothing_to_learn_has_no_gradient(tiny_recipe):
+    loss, _, gradients, _ = run(tiny_recipe(), [batch([[0.0]] * 4)])
+    assert loss == 0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_documents_reach_the_attention(tiny_recipe):
+    """Changing the first document of a row leaves the losses of the second as they are."""
+    ids = [[0] * 6 + [1] * (LENGTH - 6)] * 4
+    second = [[0.0] * 6 + [1.0] * (LENGTH - 6)] * 4
+    one = batch(second, ids)
+    other = Batch(
+        torch.cat([one.tokens[:, :6].flip(0), one.tokens[:, 6:]], dim=1),
+        one.labels,
+        one.loss_mask,
+        one.position_ids,
+        one.document_ids,
+    )
+    assert run(tiny_recipe(), [one])[0] == run(tiny_recipe(), [other])[0]
+    crossing = [Batch(**{**vars(b), "document_ids": None}) for b in (one, other)]
+    assert run(tiny_recipe(), crossing[:1])[0] != run(tiny_recipe(), crossing[1:])[0]
