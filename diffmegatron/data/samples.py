@@ -44,19 +44,29 @@ class Sample:
 
 
 class SourceSamples:
-    """One source in its own order: blocks, shuffled anew in each pass over the documents."""
+    """One source in its own order: blocks, shuffled anew in each pass over the documents.
+
+    Where it does not ``repeat``, there is one pass, without the block that runs into a second.
+    """
 
     def __init__(
-        self, corpus: Corpus, order: DocumentOrder, blocks: Blocks, seq_length: int, key: int
+        self,
+        corpus: Corpus,
+        order: DocumentOrder,
+        blocks: Blocks,
+        seq_length: int,
+        key: int,
+        *,
+        repeat: bool,
     ) -> None:
         self.corpus, self.order, self.blocks = corpus, order, blocks
-        self._seq_length, self._key = seq_length, key
+        self._seq_length, self._key, self._repeat = seq_length, key, repeat
 
     def block(self, index: int) -> int:
         """Which block the source's ``index``-th sample is."""
         epoch = self.blocks.epoch(index)
         first = self.blocks.first(epoch)
-        size = self.blocks.first(epoch + 1) - first
+        size = self.blocks.first(epoch + 1) - first if self._repeat else self.blocks.whole()
         return first + permute(index - first, size, derive_key(self._key, epoch))
 
     def __getitem__(self, index: int) -> Sample:
@@ -247,7 +257,8 @@ def _open_sources(
         require_documents(order, corpus, selection)
         blocks = open_blocks(corpus, order, seq_length, config.packing, selection, config.cache_dir)
         key = derive_key("samples", content, selection.split, selection.seed)
-        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key)
+        repeat = config.on_exhausted == "repeat"
+        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
     return sources
 
 

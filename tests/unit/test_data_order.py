@@ -245,12 +245,15 @@ class _Corpus(SimpleNamespace):
         )
 
 
-def concatenated(lengths: list[int], seq_length: int, seed: int = 0) -> SourceSamples:
+def concatenated(
+    lengths: list[int], seq_length: int, seed: int = 0, *, repeat: bool = True
+) -> SourceSamples:
     corpus: Any = _Corpus(lengths)
     documents = np.random.default_rng(seed).permutation(len(lengths))
     order = DocumentOrder(documents, np.cumsum(corpus.lengths[documents], dtype=np.int64), (), ())
     blocks: Blocks = Concatenated(corpus, order, seq_length)
-    return SourceSamples(corpus, order, blocks, seq_length, key=derive_key(seed))
+    key = derive_key(seed)
+    return SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
 
 
 @given(document_lengths, st.integers(1, 80), st.integers(0, 5))
@@ -305,9 +308,13 @@ def test_passes_are_shuffled_differently() -> None:
     assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1]) == list(range(100))
 
 
-def test_whole_blocks_hold_no_token_twice() -> None:
-    source = concatenated([10, 11, 12], 4)
-    assert source.blocks.whole() == 8
-    starts = [source.blocks.pieces(block) for block in range(8)]
-    assert sum(int(pieces.lengths.sum()) for pieces in starts) == 8 * 5
-    assert max(int(pieces.documents.max()) for pieces in starts) <= 2
+@given(document_lengths, st.integers(1, 80), st.integers(0, 3))
+def test_a_source_that_stops_gives_no_token_twice(
+    lengths: list[int], seq_length: int, seed: int
+) -> None:
+    source = concatenated(lengths, seq_length, seed, repeat=False)
+    whole = (sum(lengths) - 1) // seq_length
+    assert source.blocks.whole() == whole
+    inputs = [token for index in range(whole) for token in source[index].tokens[:-1].tolist()]
+    labels = [token for index in range(whole) for token in source[index].tokens[1:].tolist()]
+    assert len(set(inputs)) == len(inputs) == len(set(labels)) == whole * seq_length
