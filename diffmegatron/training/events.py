@@ -1,6 +1,7 @@
 """What a person needs to see of a step that was out of order: which layer, rank and data."""
 
 import json
+import logging
 import math
 import re
 import time
@@ -9,55 +10,84 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 
-from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.optim.guard import Guard, Verdict
 from diffmegatron.parallel.topology import Topology
 from diffmegatron.training.snapshot import ParameterShards
+
+log = logging.getLogger(__name__)
 
 EVENTS = "events"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def dump_event(
+def write_event(
     run_dir: Path,
     step: int,
+    verdict: Verdict,
     event: Mapping[str, Any],
-    engine: ZeroEngine,
+    norms: Mapping[torch.nn.Parameter, float],
     shards: ParameterShards,
     topology: Topology,
 ) -> None:
-    """Write ``run_dir/events/step_XXXXXXXX.json`` with all ranks; rank 0 writes.
+    """Write ``run_dir/events/step_XXXXXXXX.json`` with all ranks, and a line into the log.
 
     Args:
         run_dir: of the run.
         step: the step out of order, from 1.
-        event: what is known of it on every rank.
-        engine: asked for each rank's gradient norms (see ``held_gradient_norms``).
-        shards: the names of its parameters.
+        verdict: on it.
+        event: what else is known of it on every rank.
+        norms: of the gradients this rank held (``ZeroEngine.held_gradient_norms``).
+        shards: the names of the parameters.
         topology: the ranks.
     """
-    norms = {
-        shards[parameter][0].name: norm for parameter, norm in engine.held_gradient_norms().items()
-    }
+    named = {shards[parameter][0].name: norm for parameter, norm in norms.items()}
     mine = {
         "rank": topology.rank,
-        "gradient_norm_by_layer": _by_layer(norms),
-        "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
+        "gradient_norm_by_layer": _by_layer(named),
+        "not_finite": [name for name, norm in named.items() if not math.isfinite(norm)],
     }
     ranks: list[Any] = [None] * topology.world_size
     distributed.all_gather_object(ranks, mine)
     if not topology.is_main:
         return
-    directory = run_dir / EVENTS
+    log.warning("step %d %s: %s", step, _fate(verdict), verdict.reason)
+    path = _new_path(run_dir / EVENTS, step)
+    judged = {"step": step, "time": round(time.time(), 3), "reason": verdict.reason}
+    judged |= {"applied": verdict.applied, "then": verdict.action.name.lower()}
+    path.write_text(json.dumps(_json_numbers({**judged, **event, "ranks": ranks}), indent=1) + "\n")
+
+
+def stopped_by_guard(
+    recipe: Recipe, step: int, verdict: Verdict, guard: Guard, newest: Path | None
+) -> UserError:
+    """The sentence for a run that a person must look at."""
+    schedule = recipe.optimizer.schedule
+    return UserError(
+        f"{verdict.reason} at step {step}, after {guard.skipped} skipped steps and "
+        f"{guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
+        f"{newest.name if newest else 'none'}): see {recipe.run_dir}/{EVENTS}, lower optimizer.lr "
+        f"{recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
+        f"{schedule.warmup_steps}"
+    )
+
+
+def _fate(verdict: Verdict) -> str:
+    return "applied" if verdict.applied else "skipped"
+
+
+def _new_path(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
     while path.exists():  # a run that was rolled back comes by the same step again
         attempt += 1
         path = directory / f"step_{step:08d}_{attempt}.json"
-    content = {"step": step, "time": round(time.time(), 3), **event, "ranks": ranks}
-    path.write_text(json.dumps(_json_numbers(content), indent=1) + "\n")
+    return path
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:

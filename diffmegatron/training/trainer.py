@@ -1,40 +1,37 @@
 """The training run: the loop, and nothing else."""
 
 import logging
-import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from diffmegatron.checkpoint.contents import RECIPE, Checkpoint, check_same_run
+from diffmegatron.checkpoint.contents import RECIPE, Checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.documents import Split
-from diffmegatron.data.loader import Batch, Loader
-from diffmegatron.data.samples import open_samples
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.model.build import build_model, lambda_by_layer
+from diffmegatron.model.build import build_model
 from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import Topology, process_groups, world_size
+from diffmegatron.parallel.topology import Topology, default_group, process_groups, world_size
 from diffmegatron.training.agreement import Agreement, Judgement, agree
-from diffmegatron.training.events import EVENTS, dump_event
+from diffmegatron.training.batches import on_device, open_loader
+from diffmegatron.training.continuation import load_weights, open_start
+from diffmegatron.training.events import stopped_by_guard, write_event
 from diffmegatron.training.metrics import MetricsWriter
+from diffmegatron.training.observations import lambdas, peak_memory
 from diffmegatron.training.progress import Progress, say
+from diffmegatron.training.resume import load_snapshot, newest_good, starting_checkpoint
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.signals import StopRequest
-from diffmegatron.training.snapshot import Position, load_snapshot, newest_good
+from diffmegatron.training.snapshot import Position
 from diffmegatron.training.step import forward_backward, forward_only
 from diffmegatron.training.stragglers import PhaseClock
 from diffmegatron.training.watchdog import Watchdog
@@ -66,6 +63,19 @@ def train(recipe: Recipe) -> bool:
         ExitStack() as stack,
     ):
         return Trainer(recipe, topology, stop, watchdog, stack).run()
+
+
+def train_stages(recipes: Sequence[Recipe]) -> bool:
+    """Run the stages of a recipe one after the other; a finished one has nothing left to do.
+
+    Returns:
+        Whether all are finished.
+
+    Raises:
+        UserError: as :func:`train`.
+    """
+    with default_group():
+        return all(train(recipe) for recipe in recipes)
 
 
 def check_vocabulary(recipe: Recipe) -> None:
@@ -102,14 +112,14 @@ class Trainer:
         self.shards = parameter_shards(self.network)
         self.engine = ZeroEngine(self.network, recipe, topology)
         self.guard = Guard(recipe.guard)
-        position = Position(0, 0, None, None) if start is None else self._resume(start)
+        position = self._begin() if start is None else self._resume(start)
         if position.guard is not None:
             self.guard.restore(position.guard)
         self.step = position.step
         self.saved_step = None if start is None else self.step
         self.stopping = False
         self.saver = Saver(self.store, self.engine, self.shards, recipe, topology)
-        self.loader = stack.enter_context(self._loader("train", position.data))
+        self.loader = stack.enter_context(open_loader(recipe, topology, "train", position.data))
         self.metrics = self._open_metrics(stack)
         self.clock = PhaseClock()
         self.progress = self._new_progress()
@@ -133,11 +143,12 @@ class Trainer:
 
     def _train_step(self) -> dict[str, float]:
         """One global batch: its update, or what the guard makes of it instead."""
-        rate = learning_rate(self.step + 1, self.recipe.training.total_steps, self.recipe.optimizer)
+        recipe, topology = self.recipe, self.topology
+        rate = learning_rate(self.step + 1, recipe.training.total_steps, recipe.optimizer)
         with self.clock("data"):
-            microbatches = self._on_device(next(self.loader))
+            microbatches = on_device(next(self.loader), topology.device)
         with self.clock("forward_backward"):
-            loss = forward_backward(self.engine, microbatches, self.topology)
+            loss = forward_backward(self.engine, microbatches, topology)
         judgement = Judgement(self.guard, partial(self._agree, loss))
         with self.clock("update"):
             self.engine.step(rate, judgement.allow)
@@ -170,40 +181,23 @@ class Trainer:
         )
 
     def _report(self, agreed: Agreement, verdict: Verdict) -> None:
-        """Say what was out of order with the step just done, and write what a person needs."""
         last_sample = self.loader.consumed_samples - 1
         event = {
-            "reason": verdict.reason,
-            "applied": verdict.applied,
-            "action": verdict.action.name.lower(),
             "loss": agreed.loss,
             "gradient_norm": agreed.gradient_norm,
             "first_sample": last_sample + 1 - self.recipe.training.global_batch_size,
             "last_sample": last_sample,
-            "lambda": self._lambdas(),
+            "lambda": lambdas(self.network, self.topology),
         }
         run_dir = Path(self.recipe.run_dir)
-        dump_event(run_dir, self.step, event, self.engine, self.shards, self.topology)
-        if self.topology.is_main:
-            fate = "applied" if verdict.applied else "skipped"
-            log.warning("step %d %s: %s", self.step, fate, verdict.reason)
+        norms = self.engine.held_gradient_norms()
+        write_event(run_dir, self.step, verdict, event, norms, self.shards, self.topology)
 
     def _give_up(self, verdict: Verdict) -> None:
-        """End the run for a person to look at.
-
-        Raises:
-            UserError: always.
-        """
         if self.saver.is_open:
             self._settle()
         newest = self.store.latest()
-        raise UserError(
-            f"{verdict.reason} at step {self.step}, after {self.guard.skipped} skipped steps and "
-            f"{self.guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
-            f"{newest.name if newest else 'none'}): see {self.recipe.run_dir}/{EVENTS}, lower "
-            f"optimizer.lr {self.recipe.optimizer.lr:g} or lengthen "
-            f"optimizer.schedule.warmup_steps {self.recipe.optimizer.schedule.warmup_steps}"
-        )
+        raise stopped_by_guard(self.recipe, self.step, verdict, self.guard, newest)
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest good checkpoint, and on with the data that comes now.
@@ -228,37 +222,32 @@ class Trainer:
     def _log(self, values: dict[str, float]) -> None:
         values = values | {
             "perf/tokens_per_second": self.progress.tokens_per_second(self.step),
-            "mem/peak_gib": _peak_memory() / 2**30,
+            "mem/peak_gib": peak_memory() / 2**30,
             "data/consumed_samples": self.loader.consumed_samples,
             "data/consumed_tokens": self.loader.consumed_tokens,
         }
-        others = self._lambdas() | self.guard.metrics() | self.clock.report(self.topology)
+        others = (
+            lambdas(self.network, self.topology)
+            | self.guard.metrics()
+            | self.clock.report(self.topology)
+        )
         if self.metrics is not None:
             self.metrics.write(self.step, values | others)
             self.progress.line(self.step, values)
 
-    def _lambdas(self) -> dict[str, float]:
-        """lambda of every layer of the whole network."""
-        stages: list[dict[int, float]] = [{} for _ in range(self.topology.pipeline_size)]
-        distributed.all_gather_object(
-            stages, lambda_by_layer(self.network), group=self.topology.pipeline_group
-        )
-        layers = {layer: value for stage in stages for layer, value in stage.items()}
-        return {f"attn/lambda_layer_{layer:02d}": layers[layer] for layer in sorted(layers)}
-
     def _evaluate(self) -> None:
         """Mean loss over the first global batches of the held-out documents."""
-        training = self.recipe.training
+        training, topology = self.recipe.training, self.topology
         if training.eval_batches == 0 or self.stopping:
             return
         losses: list[float] = []
         with self._pause():
             self.network.eval()
-            loader = self._loader("validation")
+            loader = open_loader(self.recipe, self.topology, "validation")
             while len(losses) < training.eval_batches and not self.stopping:
                 batch = loader.read_step(len(losses) * training.global_batch_size)
                 agreed = self._agree(
-                    forward_only(self.network, self._on_device(batch), self.topology)
+                    forward_only(self.network, on_device(batch, topology.device), topology)
                 )
                 losses.append(agreed.loss)
                 self.stopping = agreed.stop
@@ -295,6 +284,15 @@ class Trainer:
     def _position(self) -> Position:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
+    def _begin(self) -> Position:
+        """The beginning of a new run, with another's weights if the recipe says so."""
+        source = open_start(self.recipe)
+        if source is not None:
+            if self.topology.is_main:
+                say(f"starting with the weights of {source.directory}")
+            load_weights(source, self.engine, self.shards)
+        return Position(0, 0, None, None)
+
     def _resume(self, start: Checkpoint) -> Position:
         if self.topology.is_main:
             say(f"resuming from {start.directory}")
@@ -316,34 +314,6 @@ class Trainer:
             yield
         self.progress.skip(time.perf_counter() - started)
 
-    def _loader(self, split: Split, state: Mapping[str, Any] | None = None) -> Loader:
-        training = self.recipe.training
-        samples = open_samples(self.recipe.data, training.seq_length, training.seed, split)
-        return Loader(
-            samples if state is None else samples.resumed(state),
-            seq_length=training.seq_length,
-            micro_batch_size=training.micro_batch_size,
-            global_batch_size=training.global_batch_size,
-            data_parallel_rank=self.topology.data_rank,
-            data_parallel_size=self.topology.data_size,
-            consumed_samples=int(state["consumed_samples"]) if state else 0,
-        )
-
-    def _on_device(self, microbatches: list[Batch]) -> list[Batch]:
-        return [
-            replace(
-                batch,
-                **{
-                    field.name: value.to(self.topology.device, non_blocking=True)
-                    for field in fields(batch)
-                    # The kernels read the ends of documents on the CPU.
-                    if field.name != "document_ids"
-                    and (value := getattr(batch, field.name)) is not None
-                },
-            )
-            for batch in microbatches
-        ]
-
     def _open_metrics(self, stack: ExitStack) -> MetricsWriter | None:
         if not self.topology.is_main:
             return None
@@ -351,30 +321,3 @@ class Trainer:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / RECIPE).write_text(dump_recipe(self.recipe))
         return stack.enter_context(MetricsWriter(run_dir, self.step))
-
-
-def starting_checkpoint(
-    store: CheckpointStore, recipe: Recipe, topology: Topology
-) -> Checkpoint | None:
-    """The checkpoint to go on from, or None for a new run.
-
-    Raises:
-        UserError: there are checkpoints but the recipe does not resume, or is another run's, or
-            none of them is good.
-    """
-    if store.steps() and not recipe.checkpoint.resume:
-        raise UserError(
-            f"{store.directory} holds checkpoints up to {store.path(store.steps()[-1]).name} and "
-            "checkpoint.resume is false; give another run_dir or move them away"
-        )
-    checkpoint = newest_good(store, topology)
-    if checkpoint is not None:
-        check_same_run(checkpoint, recipe)
-    return checkpoint
-
-
-def _peak_memory() -> int:
-    """Bytes: the device's peak allocation, or the process's peak resident size on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,24 @@
+"""What is read off a run beside its loss: lambda of every layer, memory."""
+
+import resource
+
+import torch
+from torch import distributed
+
+from diffmegatron.model.build import lambda_by_layer
+from diffmegatron.parallel.topology import Topology
+
+
+def lambdas(network: torch.nn.Module, topology: Topology) -> dict[str, float]:
+    """lambda of every layer of the whole network, from the ranks of this pipeline."""
+    stages: list[dict[int, float]] = [{} for _ in range(topology.pipeline_size)]
+    distributed.all_gather_object(stages, lambda_by_layer(network), group=topology.pipeline_group)
+    layers = {layer: value for stage in stages for layer, value in stage.items()}
+    return {f"attn/lambda_layer_{layer:02d}": layers[layer] for layer in sorted(layers)}
+
+
+def peak_memory() -> int:
+    """Bytes: the device's peak allocation, or the process's peak resident size on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,144 @@
+"""Runs that meet a NaN or a spike: each policy ends as it says. One process."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.training import trainer
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+SHORT = ["training.steps=12", "checkpoint.interval=4", "training.eval_batches=0"]
+
+
+@pytest.fixture
+def break_steps(monkeypatch):
+    """Multiplies the loss and every gradient of the calls named (from 1) by a factor."""
+
+    def install(calls: set[int], factor: float) -> list[int]:
+        real, count = trainer.forward_backward, [0]
+
+        def broken(engine, microbatches, topology):
+            count[0] += 1
+            loss = real(engine, microbatches, topology)
+            if count[0] in calls:
+                for parameter in engine.network.parameters():
+                    parameter.grad *= factor
+                return loss * factor
+            return loss
+
+        monkeypatch.setattr(trainer, "forward_backward", broken)
+        return count
+
+    return install
+
+
+def last(run_dir: str, name: str) -> float:
+    return [entry[name] for entry in read_metrics(Path(run_dir)) if name in entry][-1]
+
+
+def weights(run_dir: str) -> dict[str, torch.Tensor]:
+    return dict(open_checkpoint(CheckpointStore(Path(run_dir)).latest()).weights())
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_skipped_and_dumped(factor, tiny_recipe, break_steps):
+    break_steps({6}, factor)
+    recipe = tiny_recipe(*SHORT)
+    assert train(recipe)
+    assert all(value.isfinite().all() for value in weights(recipe.run_dir).values())
+    state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
+    assert (state["step"], state["updates"], state["guard"]["skipped"]) == (12, 11, 1)
+    assert last(recipe.run_dir, "guard/skipped_steps") == 1
+    (path,) = (Path(recipe.run_dir) / "events").iterdir()
+    event = json.loads(path.read_text())
+    assert path.name == "step_00000006.json"
+    assert (event["first_sample"], event["last_sample"]) == (40, 47)
+    assert not event["applied"] and event["loss"] == "inf"
+    assert set(event["lambda"]) == {"attn/lambda_layer_01", "attn/lambda_layer_02"}
+    (rank,) = event["ranks"]
+    assert {"layer_01", "layer_02", "embedding.word_embeddings.weight"} < set(
+        rank["gradient_norm_by_layer"]
+    )
+    assert len(rank["not_finite"]) > 10
+
+
+def test_skipping_a_step_changes_nothing_else(tiny_recipe, break_steps, tmp_path):
+    """The weights after a skipped step are those before it, to the bit."""
+    ends = {}
+    for steps, broken in [(5, set()), (6, {6})]:
+        break_steps(broken, math.nan)
+        fixed = ["optimizer.schedule.kind=constant", f"training.steps={steps}"]
+        recipe = tiny_recipe(*fixed, f"run_dir={tmp_path}/{steps}", "training.eval_batches=0")
+        train(recipe)
+        ends[steps] = weights(recipe.run_dir)
+    assert all(torch.equal(ends[5][name], ends[6][name]) for name in ends[5])
+
+
+def test_several_in_a_row_roll_back_and_pass_over_the_batches(tiny_recipe, break_steps):
+    count = break_steps({6, 7, 8}, math.nan)
+    recipe = tiny_recipe(*SHORT, "guard.patience=3")
+    assert train(recipe)
+    assert count[0] == 16, "from step 4 again after 8 batches"
+    state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
+    assert state["step"] == 12
+    assert state["data"]["consumed_samples"] == 16 * 8
+    assert (state["guard"]["rollbacks"], state["guard"]["skipped"]) == (1, 3)
+    steps = [e["step"] for e in read_metrics(Path(recipe.run_dir)) if "train/loss" in e]
+    assert steps == list(range(1, 13)), "the metrics go back with the run"
+
+
+def test_rolling_back_restores_the_checkpoint_to_the_bit(tiny_recipe, break_steps, monkeypatch):
+    break_steps({6}, math.nan)
+    recipe = tiny_recipe(*SHORT, "guard.patience=1")
+    seen = {}
+    real = trainer.Trainer._roll_back
+
+    def spying(self, verdict):
+        real(self, verdict)
+        tensors = open_checkpoint(self.store.path(4)).tensors
+        for fragment in self.engine.fragments():
+            for shard in self.shards[fragment.parameter]:
+                for kind, value in fragment.tensors.items():
+                    run = slice(shard.start, shard.start + shard.numel)
+                    saved = tensors.box(kind, shard.name, shard.offset, shard.shape)
+                    seen[kind, shard.name] = torch.equal(value[run], saved.view(-1))
+
+    monkeypatch.setattr(trainer.Trainer, "_roll_back", spying)
+    train(recipe)
+    assert len(seen) > 60 and all(seen.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "skipped", "rollbacks"),
+    [(["guard.then=stop"], 2, 0), (["guard.max_rollbacks=1"], 4, 1)],
+)
+def test_the_run_stops_where_the_recipe_says(
+    overrides, skipped, rollbacks, tiny_recipe, break_steps
+):
+    break_steps(set(range(6, 99)), math.nan)
+    recipe = tiny_recipe(*SHORT, "guard.patience=2", *overrides)
+    said = f"after {skipped} skipped steps and {rollbacks} rollbacks; .*step_00000004"
+    with pytest.raises(UserError, match=said):
+        train(recipe)
+
+
+@pytest.mark.parametrize(("policy", "updates"), [("ignore", 12), ("record", 12), ("skip", 11)])
+def test_a_spike_ends_as_the_policy_says(policy, updates, tiny_recipe, break_steps):
+    break_steps({9}, 1000.0)
+    recipe = tiny_recipe(*SHORT, f"guard.spikes={policy}", "guard.window=8")
+    train(recipe)
+    state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
+    assert state["updates"] == updates
+    events = Path(recipe.run_dir) / "events"
+    assert events.exists() == (policy != "ignore")
+    if events.exists():
+        event = json.loads((events / "step_00000009.json").read_text())
+        assert "standard deviations above the mean" in event["reason"]
+        assert event["ranks"][0]["not_finite"] == []

@@ -1,0 +1,39 @@
+"""Requests to stop: by signals and by the end of a Slurm job."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from diffmegatron.training import signals
+from diffmegatron.training.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_is_remembered_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with StopRequest(300) as stop:
+        assert not stop.pending
+        os.kill(os.getpid(), number)
+        assert stop.pending
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_ends_the_process_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    with StopRequest(300):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [], "one request, passed on by Slurm and by torchrun"
+        monkeypatch.setattr(signals, "_ONE_REQUEST_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended == [128 + signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(("left", "pending"), [(299, True), (301, False)])
+def test_the_end_of_a_slurm_job(left, pending, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + left))
+    with StopRequest(300) as stop:
+        assert stop.pending == pending

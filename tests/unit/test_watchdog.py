@@ -1,0 +1,61 @@
+"""The watchdog ends a process that makes no progress and writes its stacks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, threading, time
+from pathlib import Path
+from diffmegatron.config.recovery import WatchdogConfig
+from diffmegatron.training.watchdog import Watchdog
+
+def a_thread_of_the_loader():
+    time.sleep(60)
+
+def a_step_that_hangs():
+    {hang}
+
+threading.Thread(target=a_thread_of_the_loader, daemon=True).start()
+config = WatchdogConfig(startup_seconds={startup}, step_seconds={step})
+with Watchdog(config, Path(sys.argv[1])) as watchdog:
+    {before}
+    a_step_that_hangs()
+"""
+
+
+def run(folder: Path, **parts: object) -> tuple[int, float, str]:
+    script = SCRIPT.format(**({"hang": "time.sleep(60)", "before": "pass"} | parts))
+    started = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", script, str(folder)], check=False, timeout=60)
+    stacks = folder / "stacks" / "rank_00000.txt"
+    text = stacks.read_text() if stacks.exists() else ""
+    return result.returncode, time.monotonic() - started, text
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"startup": 1, "step": 50},
+        {"startup": 50, "step": 1, "before": "watchdog.progress()"},
+        # A hang that holds the interpreter's lock: no thread of Python's could end it.
+        {"startup": 1, "step": 50, "hang": "__import__('re').match('(a*)*b', 'a' * 40)"},
+    ],
+    ids=["startup", "step", "lock"],
+)
+def test_a_hang_ends_with_the_stacks_of_all_threads(parts, tmp_path):
+    status, seconds, stacks = run(tmp_path, **parts)
+    assert status == 1
+    assert 1 <= seconds < 40
+    assert "a_step_that_hangs" in stacks
+    assert "a_thread_of_the_loader" in stacks
+
+
+def test_progress_and_patience_keep_it_quiet(tmp_path):
+    before = "watchdog.progress()\n    with watchdog.patience(): time.sleep(2)"
+    status, _, stacks = run(tmp_path, startup=50, step=1, before=before, hang="pass")
+    assert (status, stacks) == (0, "")
+    assert not (tmp_path / "stacks").exists()
