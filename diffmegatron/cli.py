@@ -42,9 +42,9 @@ def plan(
 ) -> None:
     """Check a recipe and print its parameters, FLOPs and memory per rank, without any GPU."""
     from diffmegatron import plan as planning
-    from diffmegatron.config.load import load_recipe
+    from diffmegatron.config.load import load_stages
 
-    planning.run(load_recipe(config, overrides or []), gpus, as_json=as_json)
+    planning.run(load_stages(config, overrides or []), gpus, as_json=as_json)
 
 
 @app.command()
@@ -101,11 +101,11 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     Exit status 75: asked to stop by a signal or the job's time limit, saved, to be started again.
     """
-    from diffmegatron.config.load import load_recipe
+    from diffmegatron.config.load import load_stages
     from diffmegatron.training.signals import EXIT_STOPPED
-    from diffmegatron.training.trainer import train as train_recipe
+    from diffmegatron.training.trainer import train_stages
 
-    if not train_recipe(load_recipe(config, overrides or [])):
+    if not train_stages(load_stages(config, overrides or [])):
         raise typer.Exit(EXIT_STOPPED)
 
 

@@ -1,7 +1,7 @@
 """``diffmegatron plan``: what a recipe will build, run and need, before anything runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -82,13 +82,21 @@ class Plan:
         return json.dumps(values, indent=2)
 
 
-def run(recipe: Recipe, world_size: int | None = None, *, as_json: bool = False) -> None:
-    """Plan a recipe and print it to standard output, as tables or as JSON."""
-    plan = plan_recipe(recipe, world_size)
+def run(stages: Sequence[Recipe], world_size: int | None = None, *, as_json: bool = False) -> None:
+    """Plan the stages of a recipe and print them to standard output, as tables or as JSON.
+
+    JSON is one object, or of several stages a list of them.
+    """
+    plans = [plan_recipe(recipe, world_size) for recipe in stages]
     if as_json:
-        print(plan.to_json())
-    else:
-        print_plan(plan, Console())
+        texts = [plan.to_json() for plan in plans]
+        print(texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]")
+        return
+    console = Console()
+    for recipe, plan in zip(stages, plans, strict=True):
+        if len(stages) > 1:
+            console.rule(recipe.run_dir)
+        print_plan(plan, console)
 
 
 def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:

@@ -4,6 +4,7 @@ A recipe may ``extends`` another (a path relative to itself, or a list of them, 
 mappings merge key by key, everything else replaces. Every error names where the key came from.
 """
 
+import copy
 import difflib
 import re
 from collections.abc import Sequence
@@ -46,9 +47,58 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return _validate(values, origins, str(path))
 
 
+def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, ...]:
+    """Read a recipe that may be a list of stages, each a run that starts with the last's weights.
+
+    Under ``stages`` stand mappings of a ``name`` and whatever a stage changes of the recipe around
+    them; ``run_dir`` becomes ``run_dir/name`` and ``checkpoint.start_from`` the stage before.
+    Overrides hold for every stage.
+
+    Returns:
+        The stages in order; of a recipe without ``stages``, the recipe.
+
+    Raises:
+        UserError: as :func:`load_recipe`, or a stage has no name of its own.
+    """
+    values, origins = _read_file(Path(path), ())
+    stages = values.pop("stages", None)
+    if stages is None:
+        return (load_recipe(path, overrides),)
+    recipes: list[Recipe] = []
+    for name, changes in _named(stages, str(path)).items():
+        merged, merged_origins = copy.deepcopy(values), dict(origins)
+        _merge(merged, changes)
+        merged_origins |= dict.fromkeys(_dotted_keys(changes), f"{path}, stage {name!r}")
+        for override in overrides:
+            _apply_override(merged, merged_origins, override)
+        merged["run_dir"] = f"{merged.get('run_dir', 'runs')}/{name}"
+        if recipes:
+            _merge(merged, {"checkpoint": {"start_from": recipes[-1].run_dir}})
+        recipes.append(_validate(merged, merged_origins, str(path)))
+    return tuple(recipes)
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that :func:`load_recipe` reads back to the same."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _named(stages: Any, path: str) -> dict[str, dict[str, Any]]:
+    """The stages' changes by name."""
+    named: dict[str, dict[str, Any]] = {}
+    listed: list[Any] = stages if isinstance(stages, list) else [stages]
+    for stage in listed:
+        changes = dict(stage) if isinstance(stage, dict) else {}
+        name = changes.pop("name", None)
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in named:
+            raise UserError(
+                f"{path}: stages must be a list of mappings, each with a name of its own in "
+                f"letters, digits, '_', '-' and '.'; {stage!r} is not"
+            )
+        named[name] = changes
+    if not named:
+        raise UserError(f"{path}: stages is empty; list one at least or leave it out")
+    return named
 
 
 def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -12,6 +12,9 @@ class CheckpointConfig(Section):
 
     interval: int = Field(default=1000, ge=1, description="steps; the last step always saves")
     resume: bool = Field(default=True, description="go on from the newest checkpoint in run_dir")
+    start_from: str | None = Field(
+        default=None, description="checkpoint or run_dir whose weights a new run starts with"
+    )
     asynchronous: bool = Field(default=True, description="write while training goes on")
     keep_last: int | None = Field(default=None, ge=1, description="newest ones; null: all")
     keep_every: int | None = Field(

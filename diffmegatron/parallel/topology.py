@@ -19,6 +19,8 @@ from diffmegatron.parallel.cpu import without_cuda
 
 log = logging.getLogger(__name__)
 
+_TIMEOUT = timedelta(minutes=30)
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -142,14 +144,13 @@ def world_size() -> int:
 
 @contextmanager
 def process_groups(
-    parallel: ParallelConfig, seed: int, timeout: timedelta = timedelta(minutes=30)
+    parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT
 ) -> Iterator[Topology]:
     """Start the process groups of a layout and end them cleanly.
 
     Under ``torchrun`` the ranks meet through its environment; without, this process is the only
     rank. NCCL where CUDA exists, one rank per GPU; gloo elsewhere. A default group that the
-    caller has started is used and left to it: torch cannot start a second one under ``torchrun``,
-    where the rendezvous would find the first one's keys and wait for ever.
+    caller has started is used and left to it.
 
     Args:
         parallel: the layout; its sizes must fill the ranks (``Recipe.data_parallel`` checks).
@@ -157,7 +158,7 @@ def process_groups(
         timeout: how long a collective may wait.
     """
     device = _device()
-    with without_cuda(), _default_group(device, timeout):
+    with without_cuda(), default_group(timeout):
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
@@ -182,10 +183,16 @@ def _device() -> torch.device:
 
 
 @contextmanager
-def _default_group(device: torch.device, timeout: timedelta) -> Iterator[None]:
+def default_group(timeout: timedelta = _TIMEOUT) -> Iterator[None]:
+    """All ranks of the launcher; around several :func:`process_groups` it joins them once.
+
+    Torch cannot start a second default group under ``torchrun``: the rendezvous would find the
+    first one's keys and wait for ever.
+    """
     if distributed.is_initialized():
         yield
         return
+    device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         distributed.init_process_group(backend, timeout=timeout)

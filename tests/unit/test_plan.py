@@ -131,7 +131,7 @@ def test_warnings_are_printed():
 
 
 def test_json_has_everything_and_adds_up(capsys):
-    run(load("parallel.pipeline=2"), 8, as_json=True)
+    run([load("parallel.pipeline=2")], 8, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"]["total"] == plan_recipe(load(), 2).parameters.total
     assert values["layout"]["data"] == 4
@@ -146,7 +146,7 @@ def test_no_torch_is_needed():
     """A plan is arithmetic: it starts fast, on a machine without torch too."""
     code = (
         "import sys; from diffmegatron.config.load import load_recipe; "
-        f"from diffmegatron.plan import run; run(load_recipe({str(LARGE)!r})); "
+        f"from diffmegatron.plan import run; run([load_recipe({str(LARGE)!r})]); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffmegatron.config.load import load_recipe
+from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.plan import plan_recipe
@@ -33,12 +33,41 @@ def load(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_loads_and_plans(name):
-    recipe = load(name)
-    plan = plan_recipe(recipe)
-    assert plan.tokens >= recipe.training.total_steps
-    if name != "quickstart":
-        assert recipe.run_dir == f"runs/{name}"
-        assert recipe.model.attention == ("differential" if "diff" in name else "softmax")
+    for recipe in load_stages(CONFIGS / f"{name}.yaml"):
+        plan = plan_recipe(recipe)
+        assert plan.tokens >= recipe.training.total_steps
+        if name != "quickstart":
+            assert Path(recipe.run_dir).is_relative_to(f"runs/{name}")
+            assert recipe.model.attention == ("differential" if "diff" in name else "softmax")
+
+
+@pytest.mark.parametrize("twin", ["diff", "transformer"])
+def test_the_long_context_stage_is_section_3_3(twin):
+    recipe = load(f"{twin}_3b_64k")
+    assert recipe.training.seq_length == 65_536
+    assert recipe.training.tokens == 1_500_000_000
+    assert recipe.optimizer.lr == 8e-5
+    assert recipe.model.rope_theta == 640_000
+    assert recipe.data.upsampling.mode == "per_source"
+    assert recipe.data.upsampling.keep_short == 0.1
+    assert recipe.data.upsampling.long_tokens == 4096
+    assert recipe.training.tokens_per_step == 2**22
+    pretrained = load("diff_3b_1t" if twin == "diff" else "transformer_3b_350b")
+    assert recipe.checkpoint.start_from == pretrained.run_dir
+
+
+@pytest.mark.parametrize("twin", ["diff", "transformer"])
+def test_the_math_stages_are_appendix_c(twin):
+    continuation, reasoning = load_stages(CONFIGS / f"{twin}_3b_math.yaml")
+    assert continuation.checkpoint.start_from == load(f"{twin}_3b_64k").run_dir
+    assert continuation.training.tokens == 20 * 10**9
+    assert continuation.optimizer.lr == 8e-5
+    assert continuation.training.tokens_per_step == 2**22
+    assert reasoning.checkpoint.start_from == continuation.run_dir
+    assert reasoning.training.tokens == 2 * 10**9
+    assert reasoning.optimizer.lr == 1e-5
+    assert reasoning.training.tokens_per_step == 2**20
+    assert continuation.model.rope_theta == reasoning.model.rope_theta == 640_000
 
 
 def test_the_recipes_of_the_paper_are_all_there():
@@ -119,7 +148,11 @@ def test_the_350b_run_is_the_1t_run_cut_short():
     assert long == short
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "quickstart"])
+# 64K tokens on one rank need context parallelism or recomputation, which are not there yet.
+LONG = {f"{twin}_3b_{stage}" for twin in ("diff", "transformer") for stage in ("64k", "math")}
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - LONG - {"quickstart"}))
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
     """The 3B recipes say two data-parallel ranks; the others fit on the fewest there are."""
     ranks = 2 if name in THREE_BILLION else None

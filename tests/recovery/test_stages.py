@@ -1,0 +1,104 @@
+"""A run as a list of stages, and a new run that starts with another's weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.load import load_stages
+from diffmegatron.errors import UserError
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.trainer import train, train_stages
+from tests.conftest import TINY
+
+STAGES = """
+stages:
+  - name: short
+    training: {steps: 4}
+  - name: long
+    model: {rope_theta: 640000.0}
+    data: {upsampling: {mode: per_source, long_tokens: 2000, keep_short: 0.5}}
+    training: {steps: 3, seq_length: 128, global_batch_size: 4}
+    optimizer: {lr: 1.0e-3, schedule: {kind: linear, warmup_steps: 1}}
+"""
+
+
+@pytest.fixture
+def staged(corpus: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "staged.yaml"
+    file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus) + STAGES)
+    return file
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(open_checkpoint(CheckpointStore(run_dir).latest()).weights())
+
+
+def test_a_stage_is_the_recipe_with_its_changes(staged, tmp_path):
+    short, long = load_stages(staged, ["training.seed=5"])
+    assert (short.run_dir, long.run_dir) == (f"{tmp_path}/run/short", f"{tmp_path}/run/long")
+    assert (short.training.seq_length, long.training.seq_length) == (64, 128)
+    assert (short.training.seed, long.training.seed) == (5, 5)
+    assert short.checkpoint.start_from is None
+    assert long.checkpoint.start_from == short.run_dir
+    assert long.model.rope_theta == 640000.0
+
+
+def test_stages_follow_each_other_and_a_finished_one_is_left_alone(staged):
+    stages = load_stages(staged)
+    assert train_stages(stages)
+    first, second = (Path(stage.run_dir) for stage in stages)
+    losses = [entry["valid/loss"] for entry in read_metrics(second) if "valid/loss" in entry]
+    ended = [entry["valid/loss"] for entry in read_metrics(first) if "valid/loss" in entry][-1]
+    # The second stage begins where the first ended, not at ln 320.
+    assert abs(losses[0] - ended) < 0.3
+    assert losses[0] < 5.6
+    before = weights(second)
+    assert train_stages(stages)
+    assert all(torch.equal(before[name], value) for name, value in weights(second).items())
+
+
+def test_the_weights_are_taken_over_and_adam_starts_anew(staged, tmp_path, tiny_recipe):
+    (first, *_) = load_stages(staged)
+    train(first)
+    # A learning rate too small to change a float32 weight shows what the run began with.
+    frozen = ["optimizer.lr=1e-30", "optimizer.schedule.final_lr=0", "training.steps=3"]
+    train(tiny_recipe(*frozen, f"checkpoint.start_from={first.run_dir}"))
+    run = tmp_path / "run"
+    expected = weights(Path(first.run_dir))
+    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
+    assert open_checkpoint(CheckpointStore(run).latest()).state["updates"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.num_layers=3", "has model.num_layers 2 and the recipe says 3"),
+        ("model.attention=softmax", "has model.attention 'differential'"),
+        ("checkpoint.start_from=nowhere", "is not a checkpoint"),
+    ],
+)
+def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_recipe):
+    (first, *_) = load_stages(staged)
+    train(first)
+    with pytest.raises(UserError, match=sentence):
+        train(tiny_recipe(f"checkpoint.start_from={first.run_dir}", override))
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        ("[{training: {steps: 4}}]", "each with a name"),
+        ("[{name: a}, {name: a}]", "a name of its own"),
+        ("[{name: ../up}]", "each with a name"),
+        ("[]", "stages is empty"),
+        ("[{name: a, traning: {steps: 4}}]", "unknown key 'traning'; did you mean 'training'"),
+    ],
+)
+def test_a_mistaken_list_is_refused(stages, sentence, corpus, tmp_path):
+    file = tmp_path / "staged.yaml"
+    file.write_text(TINY.format(run_dir=tmp_path, corpus=corpus) + f"stages: {stages}\n")
+    with pytest.raises(UserError, match=sentence):
+        load_stages(file)
