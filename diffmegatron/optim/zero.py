@@ -79,7 +79,7 @@ class ZeroEngine:
         self._sum_tied_embedding()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        gate = Gate(self._optimizer, allow)
+        gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
         self._optimizer.optimizer.gate = gate
         self._engine.step()
         if gate.answer is None:
@@ -88,6 +88,16 @@ class ZeroEngine:
         elif not gate.answer:
             # Else the next step would need the moments that a skipped first one has not made.
             self._create_moments()
+
+    def _checked(self, norm: Tensor) -> Tensor:
+        """The norm, infinite where a gradient that this rank holds is not finite.
+
+        DeepSpeed's norm alone does not tell: of parameters that tensor-parallel ranks hold copies
+        of, it counts the first rank's only.
+        """
+        assert self._held_norms is not None
+        _, norms = self._held_norms
+        return torch.where(norms.isfinite().all(), norm, torch.inf)
 
     def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """The norm of each gradient as this rank held it when the last :meth:`step` began.

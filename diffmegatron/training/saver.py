@@ -31,7 +31,11 @@ _RETRIES = 2
 
 
 class Saver:
-    """One rank's part in the saves of a run. Every method is called by all ranks alike."""
+    """One rank's part in the saves of a run. Every method is called by all ranks alike.
+
+    Attributes:
+        saved_step: of the newest checkpoint known to count; None: there is none.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,9 @@ class Saver:
         shards: ParameterShards,
         recipe: Recipe,
         topology: Topology,
+        saved_step: int | None,
     ) -> None:
+        self.saved_step = saved_step
         self._store, self._engine, self._shards = store, engine, shards
         self._recipe, self._topology = recipe, topology
         self._copy = HostCopy()
@@ -107,6 +113,7 @@ class Saver:
             return self._fail(position, str(error))
         self._write = self._position = None
         self._failed_in_a_row = 0
+        self.saved_step = position.step
         if self._topology.is_main:
             say(f"saved {self._store.path(position.step)}")
             self._prune()

@@ -116,9 +116,9 @@ class Trainer:
         if position.guard is not None:
             self.guard.restore(position.guard)
         self.step = position.step
-        self.saved_step = None if start is None else self.step
         self.stopping = False
-        self.saver = Saver(self.store, self.engine, self.shards, recipe, topology)
+        saved_step = None if start is None else self.step
+        self.saver = Saver(self.store, self.engine, self.shards, recipe, topology, saved_step)
         self.loader = stack.enter_context(open_loader(recipe, topology, "train", position.data))
         self.metrics = self._open_metrics(stack)
         self.clock = PhaseClock()
@@ -214,7 +214,7 @@ class Trainer:
                 position = self._resume(checkpoint)
                 assert position.guard is not None
                 self.guard.rolled_back(position.guard)
-                self.step = self.saved_step = position.step
+                self.step = position.step
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.progress = self._new_progress()
@@ -265,7 +265,6 @@ class Trainer:
             if self.saver.is_open:
                 self._settle()
             self._write_metrics(self.saver.start(self._position()))
-            self.saved_step = self.step
             if self.saver.is_open and not self.recipe.checkpoint.asynchronous:
                 self._settle()
 
@@ -278,7 +277,7 @@ class Trainer:
         with self._pause():
             if self.saver.is_open:
                 self._settle()
-            if self.saved_step != self.step or self.saver.is_due_again:
+            if self.saver.saved_step != self.step:
                 self._write_metrics(self.saver.save_now(self._position()))
 
     def _position(self) -> Position:

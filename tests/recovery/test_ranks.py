@@ -1,0 +1,195 @@
+"""Faults and resumes on several ranks; one launch for two ranks, one for four.
+
+What a fault leaves is compared with single processes that met none of it.
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.load import load_recipe
+from diffmegatron.training import trainer
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.trainer import train
+from tests.conftest import TINY
+
+TENSOR = ["parallel.tensor=2", "parallel.sequence_parallel=true"]
+PIPELINE = ["parallel.pipeline=2"]
+ZERO2 = ["parallel.zero_stage=2"]
+BF16 = ["training.precision=bf16"]
+MICRO = ["training.micro_batch_size=4"]
+SHORT = ["training.steps=8", "checkpoint.interval=4", "training.eval_batches=0"]
+
+# A run is saved at step 10 under the first layout and goes on to step 20 under the second.
+RESUMES = {
+    "one-to-tensor": (1, [], 2, TENSOR),
+    "one-to-pipeline": (1, [], 2, PIPELINE),
+    "tensor-to-data": (2, TENSOR, 2, MICRO),
+    "data-to-zero2": (2, [], 2, ZERO2),
+    "zero2-to-pipeline": (2, ZERO2, 2, PIPELINE),
+    "pipeline-to-tensor": (2, PIPELINE, 2, TENSOR),
+    "zero2-to-one": (2, ZERO2, 1, MICRO),
+    "tensor-to-four": (2, TENSOR, 4, [*TENSOR, *ZERO2]),
+    "zero2-to-four": (2, ZERO2, 4, [*TENSOR, *PIPELINE]),
+}
+NANS = {
+    "nan-data": [],
+    "nan-zero2": ZERO2,
+    "nan-tensor": TENSOR,
+    "nan-pipeline": PIPELINE,
+    "nan-bf16": BF16,
+    "nan-bf16-zero2": BF16 + ZERO2,
+}
+
+
+@pytest.fixture(scope="module")
+def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with every run; the outcomes of each rank beside the jobs."""
+    out = tmp_path_factory.mktemp("ranks")
+    recipe = out / "tiny.yaml"
+    recipe.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
+
+    def job(name: str, overrides: list[str], fault: tuple | None = None) -> dict:
+        values = {"name": name, "recipe": str(recipe), "overrides": [*overrides]}
+        values["overrides"].append(f"run_dir={out / name}")
+        return values | ({"fault": fault} if fault else {})
+
+    train(load_recipe(recipe, [f"run_dir={out / 'one'}"]))
+    launch(
+        2,
+        out / "first.json",
+        [
+            job("tensor", TENSOR),
+            job("data", []),
+            job("zero2", ZERO2),
+            job("pipeline", PIPELINE),
+            *(
+                job(name, [*SHORT, *layout], ("nan_gradient", 1, 5))
+                for name, layout in NANS.items()
+            ),
+            job("failing", SHORT, ("failing", 1, 1)),
+            job("full", SHORT, ("failing", 1, 99)),
+            job("signalled", SHORT, ("signalled", 1, 5)),
+        ],
+    )
+    for name in RESUMES:
+        shutil.copytree(out / name.split("-")[0], out / name)
+        shutil.rmtree(out / name / "checkpoints" / "step_00000020")
+    for ranks in (2, 4):
+        jobs = [job(name, to) for name, (_, _, size, to) in RESUMES.items() if size == ranks]
+        jobs += [job("signalled", SHORT)] if ranks == 2 else []
+        launch(ranks, out / f"then{ranks}.json", jobs)
+    for name, (_, _, size, to) in RESUMES.items():
+        if size == 1:
+            train(load_recipe(recipe, [*to, f"run_dir={out / name}"]))
+    return out
+
+
+def launch(ranks: int, path: Path, jobs: list[dict]) -> None:
+    path.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "tests.recovery.worker", str(path)]
+    result = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def outcomes(out: Path, name: str, launched: str = "first") -> list:
+    files = sorted(out.glob(f"{launched}.[0-9]"))
+    return [json.loads(path.read_text())[name] for path in files]
+
+
+def series(run_dir: Path, name: str) -> list[float]:
+    return [entry[name] for entry in read_metrics(run_dir) if name in entry]
+
+
+@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("metric", ["train/loss", "train/grad_norm", "valid/loss"])
+def test_any_layout_goes_on_from_any_other(name, metric, out):
+    expected = series(out / "one", metric)
+    tolerance = 1e-5 if metric.endswith("loss") else 1e-4
+    assert series(out / name, metric) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", NANS)
+def test_a_nan_on_one_rank_is_skipped_by_all(name, out):
+    assert outcomes(out, name) == [True, True]
+    state = open_checkpoint(CheckpointStore(out / name).latest()).state
+    assert (state["step"], state["updates"], state["guard"]["skipped"]) == (8, 7, 1)
+    event = json.loads((out / name / "events" / "step_00000005.json").read_text())
+    assert event["reason"] == "gradient norm is inf"
+    assert isinstance(event["loss"], float)
+
+
+def test_the_event_names_the_rank_and_the_layer(out):
+    """Before data-parallel ranks have summed, the NaN is where it came from."""
+    event = json.loads((out / "nan-data" / "events" / "step_00000005.json").read_text())
+    healthy, guilty = event["ranks"]
+    assert healthy["not_finite"] == []
+    assert len(guilty["not_finite"]) == 1
+    assert guilty["not_finite"][0].startswith("decoder.layers.0.")
+    assert guilty["gradient_norm_by_layer"]["layer_01"] == "nan"
+    assert math.isfinite(guilty["gradient_norm_by_layer"]["layer_02"])
+
+
+@pytest.mark.parametrize("name", ["nan-data", "nan-zero2", "nan-tensor", "nan-pipeline"])
+def test_after_the_skip_all_layouts_are_the_same_run(name, out, monkeypatch, tmp_path):
+    def broken(real, calls):
+        def wrapper(engine, microbatches, topology):
+            calls.append(1)
+            loss = real(engine, microbatches, topology)
+            if len(calls) == 5:
+                next(engine.network.parameters()).grad *= math.nan
+            return loss
+
+        return wrapper
+
+    monkeypatch.setattr(trainer, "forward_backward", broken(trainer.forward_backward, []))
+    train(load_recipe(out / "tiny.yaml", [*SHORT, f"run_dir={tmp_path}"]))
+    expected = series(tmp_path, "train/loss")
+    assert series(out / name, "train/loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_write_that_fails_on_one_rank_is_reported_and_tried_again(out):
+    assert outcomes(out, "failing") == [True, True]
+    assert CheckpointStore(out / "failing").complete()[-1] == 8
+    assert len(CheckpointStore(out / "failing").complete()) == 2
+    failures = series(out / "failing", "ckpt/failed")
+    assert failures[0] == 1 and failures[-1] == 1
+    bytes_written = series(out / "failing", "ckpt/bytes")
+    assert len(bytes_written) == 2
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_sentence(out):
+    for said in outcomes(out, "full"):
+        assert "cannot write the checkpoint" in said and "No space left" in said
+        assert "(rank 1)" in said
+    assert list((out / "full" / "checkpoints").iterdir()) == []
+
+
+def test_one_rank_is_asked_to_stop_and_all_do(out):
+    assert outcomes(out, "signalled") == [False, False]
+    assert outcomes(out, "signalled", "then2") == [True, True]
+    assert CheckpointStore(out / "signalled").steps() == [4, 5, 8]
+    expected = series(out / "failing", "train/loss")
+    assert series(out / "signalled", "train/loss") == expected, "to the bit"
+
+
+def test_the_slowest_rank_of_each_phase_is_in_the_metrics(out):
+    assert set(series(out / "data", "perf/forward_backward_slowest_rank")) <= {0, 1}
+    assert all(seconds > 0 for seconds in series(out / "data", "perf/update_seconds_slowest"))

@@ -1,0 +1,122 @@
+"""Runs on several ranks for tests.recovery.test_ranks, one launch for all of them.
+
+``worker.py JOBS.json``: a list of jobs, each with the ``recipe`` file, ``overrides``, and what is
+to go wrong.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.errors import UserError
+from diffmegatron.training import saver, trainer
+from diffmegatron.training.trainer import train
+
+
+@contextmanager
+def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """``module.name`` is ``make(module.name)`` inside."""
+    original = getattr(module, name)
+    setattr(module, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def nan_gradient(call: int) -> Callable[[Any], Any]:
+    """On this rank, one gradient of the ``call``-th step (from 1) gets a NaN; the loss does not."""
+
+    def make(forward_backward: Any) -> Any:
+        calls = [0]
+
+        def wrapper(engine: Any, microbatches: Any, topology: Any) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] != call:
+                return forward_backward(engine, microbatches, topology)
+            parameter = next(p for n, p in engine.network.named_parameters() if "layers" in n)
+            hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
+            loss = forward_backward(engine, microbatches, topology)
+            hook.remove()
+            return loss
+
+        return wrapper
+
+    return make
+
+
+def failing(times: int) -> Callable[[Any], Any]:
+    """On this rank, the first ``times`` writes of a checkpoint fail as on a full disk."""
+
+    def make(write_pieces: Any) -> Any:
+        left = [times]
+
+        def wrapper(*arguments: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise OSError(28, "No space left on device")
+            return write_pieces(*arguments)
+
+        return wrapper
+
+    return make
+
+
+def signalled(call: int) -> Callable[[Any], Any]:
+    """This rank gets SIGTERM in its ``call``-th step (from 1)."""
+
+    def make(forward_backward: Any) -> Any:
+        calls = [0]
+
+        def wrapper(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return forward_backward(*arguments)
+
+        return wrapper
+
+    return make
+
+
+FAULTS = {
+    "nan_gradient": (trainer, "forward_backward", nan_gradient),
+    "failing": (saver, "write_pieces", failing),
+    "signalled": (trainer, "forward_backward", signalled),
+}
+
+
+def run(job: dict[str, Any]) -> Any:
+    """Whether the run finished, or the sentence it ended with."""
+    recipe = load_recipe(job["recipe"], job["overrides"])
+    fault, rank, argument = job.get("fault", (None, None, None))
+    try:
+        if distributed.get_rank() != rank:
+            return train(recipe)
+        module, name, make = FAULTS[fault]
+        with replaced(module, name, make(argument)):
+            return train(recipe)
+    except UserError as error:
+        return str(error)
+
+
+def main() -> None:
+    """Run every job; rank r writes what they returned into ``JOBS.json.r``."""
+    jobs = Path(sys.argv[1])
+    distributed.init_process_group("gloo")
+    outcomes = {job["name"]: run(job) for job in json.loads(jobs.read_text())}
+    jobs.with_suffix(f".{distributed.get_rank()}").write_text(json.dumps(outcomes))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
