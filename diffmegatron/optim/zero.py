@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed
@@ -60,6 +60,17 @@ class ZeroEngine:
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the engine before its process groups end.
+
+        DeepSpeed's hooks keep the engine alive, and with it every group's threads: fifty of them
+        a run, which together keep a processor busy.
+        """
+        self._engine.destroy()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a microbatch's loss (already divided by their number)."""

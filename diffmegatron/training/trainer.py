@@ -110,7 +110,7 @@ class Trainer:
         start = starting_checkpoint(self.store, recipe, topology)
         self.network = build_model(recipe, topology)
         self.shards = parameter_shards(self.network)
-        self.engine = ZeroEngine(self.network, recipe, topology)
+        self.engine = stack.enter_context(ZeroEngine(self.network, recipe, topology))
         self.guard = Guard(recipe.guard)
         position = self._begin() if start is None else self._resume(start)
         if position.guard is not None:

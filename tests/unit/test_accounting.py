@@ -171,14 +171,14 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
         for parameter in network.parameters():
             # The engine flattens the parameters into new storages and frees these.
             del before[parameter.untyped_storage().data_ptr()]
-        engine = ZeroEngine(network, recipe, topology)
-        engine.backward(run_forward(network).mean())
-        engine.step(1e-3)
-        network.embedding.word_embeddings.weight.register_hook(
-            lambda _: during.extend(storages_since(before, network))
-        )
-        engine.backward(run_forward(network).mean())
-        after = storages_since(before, network)
+        with ZeroEngine(network, recipe, topology) as engine:
+            engine.backward(run_forward(network).mean())
+            engine.step(1e-3)
+            network.embedding.word_embeddings.weight.register_hook(
+                lambda _: during.extend(storages_since(before, network))
+            )
+            engine.backward(run_forward(network).mean())
+            after = storages_since(before, network)
     (counted,) = memory_by_stage(recipe, world_size=1)
     bucket_bytes = counted.communication * bucket // REDUCE_BUCKET
     assert during.count(bucket_bytes) == (bucket_bytes > 0)
