@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 
 class HeadwiseNorm(NamedTuple):
@@ -32,7 +33,6 @@ class HeadwiseNorm(NamedTuple):
     def apply_to(self, heads: Tensor) -> Tensor:
         """The norm of `[b, s, h, 2d]` in fp32 arithmetic at least; keeps the dtype."""
         x = heads.to(torch.promote_types(heads.dtype, torch.float32))
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            unit = unit * self.weight.to(x.dtype)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        unit = rms_norm(x, x.shape[-1:], weight, self.eps)
         return (unit * self.scale).to(heads.dtype)
