@@ -30,9 +30,10 @@ from typing import Any
 
 import numpy as np
 
+# What imports torch and Megatron is imported where it is used: prepare's workers import this file.
 from diffmegatron.config.data import DataConfig
+from diffmegatron.data.encode import loaded
 from diffmegatron.data.index_file import write_index
-from diffmegatron.data.loader import Loader
 from diffmegatron.data.manifest import (
     FileRecord,
     Manifest,
@@ -41,7 +42,6 @@ from diffmegatron.data.manifest import (
     length_histogram,
 )
 from diffmegatron.data.prepare import prepare
-from diffmegatron.data.samples import open_samples
 from diffmegatron.data.tokenizers import load_tokenizer
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -70,13 +70,10 @@ def write_text_corpus(path: Path, megabytes: int) -> None:
     """JSON lines of the standard library's sources, over and over up to the size."""
     folder = Path(os.__file__).parent
     texts = [file.read_text(errors="ignore") for file in sorted(folder.glob("*.py"))]
-    written, number = 0, 0
+    repeats = -(-megabytes * 1_000_000 // sum(len(text.encode()) for text in texts))
     with path.open("w") as file:
-        while written < megabytes * 1_000_000:
-            text = texts[number % len(texts)]
+        for text in texts * repeats:
             file.write(json.dumps({"text": text}) + "\n")
-            written += len(text.encode())
-            number += 1
 
 
 def bare_loop(path: Path) -> dict[str, float]:
@@ -94,7 +91,7 @@ def bare_loop(path: Path) -> dict[str, float]:
 
 def prepared(path: Path, workers: int) -> dict[str, float]:
     """All of ``prepare``; memory is the sum of the peaks of its processes."""
-    load_tokenizer("cl100k_base").encode("warm")
+    loaded("cl100k_base").encode("warm")
     output = path.with_name(f"out{workers}")
     wall, cpu = time.perf_counter(), time.process_time()
     manifest = prepare([path], output, "cl100k_base", workers=workers, show_progress=False)
@@ -163,10 +160,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
         settings={"layout": "text"},
         documents=len(lengths),
         tokens=tokens,
-        text_bytes=0,
-        rejected=0,
-        empty=0,
-        duplicates=0,
+        **dict.fromkeys(("text_bytes", "rejected", "empty", "duplicates"), 0),
         lengths=length_histogram(lengths, counts),
         inputs=(),
         outputs=(output,),
@@ -187,6 +181,9 @@ def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
 
 def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
     """Start-up with the index already built, and batches of one without the thread."""
+    from diffmegatron.data.loader import Loader
+    from diffmegatron.data.samples import open_samples
+
     config = _two_sources(folder)
     wall = time.perf_counter()
     opened = open_samples(config, seq_length, 1234, "train")
@@ -292,11 +289,12 @@ def loader(options: argparse.Namespace) -> dict[str, Any]:
 
 def start(folder: Path) -> dict[str, float]:
     """Open the corpus and read the first sample."""
+    from diffmegatron.data.samples import open_samples
+
     wall = time.perf_counter()
     config = DataConfig(tokenizer="bytes", sources=[{"path": str(folder / "corpus")}])  # type: ignore[list-item]
     open_samples(config, 4096, 1, "train")[0]
-    seconds = time.perf_counter() - wall
-    return {"seconds": seconds, "peak_MiB": peak_memory()}
+    return {"seconds": time.perf_counter() - wall, "peak_MiB": peak_memory()}
 
 
 def startup(options: argparse.Namespace) -> dict[str, Any]:
@@ -327,6 +325,8 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
 
 def upsampling(options: argparse.Namespace) -> dict[str, Any]:
     """Token shares over a billion tokens of lengths alone, without and with up-sampling."""
+    from diffmegatron.data.samples import open_samples
+
     asked = {"web": 0.67, "code": 0.045, "books": 0.285}
     medians = {"web": 600.0, "code": 900.0, "books": 6000.0}
     folder = options.scratch / "upsampling"
@@ -371,8 +371,10 @@ def peak_memory() -> float:
 def in_process(function: str, *arguments: object) -> dict[str, float]:
     """A function of this file in a fresh process, so that none inherits another's memory."""
     call = [sys.executable, "-W", "ignore", __file__, "call", function, *map(str, arguments)]
-    output = subprocess.run(call, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    # One thread: torch's others would spin in wait of work and be counted as CPU time.
+    single = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, check=True, capture_output=True, text=True, env=single)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -390,10 +392,8 @@ def main() -> None:
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
     result = {"part": options.part, "machine": machine(), **parts[options.part](options)}
-    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"data_{options.part}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path.read_text())
 
 
 if __name__ == "__main__":
