@@ -68,12 +68,17 @@ def prepare(
         Literal["text", "instruction", "chat"],
         typer.Option(help="text; for fine-tuning instruction or chat (prompts not learnt)"),
     ] = "text",
+    prompt_field: Annotated[str, typer.Option(help="Of layout instruction")] = "prompt",
+    response_field: Annotated[str, typer.Option(help="Of layout instruction")] = "response",
+    messages_field: Annotated[str, typer.Option(help="Of layout chat")] = "messages",
     id_field: Annotated[
         str | None, typer.Option(help="Key that names a document in the rejects file")
     ] = None,
     deduplicate: Annotated[
         bool, typer.Option("--deduplicate", help="Drop documents equal to an earlier one")
     ] = False,
+    max_document_bytes: Annotated[int, typer.Option(min=1, help="Reject longer documents")] = 1
+    << 26,
     max_reject_share: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable")
     ] = 0.05,
@@ -89,8 +94,12 @@ def prepare(
         workers=workers,
         pattern=pattern,
         layout=layout,
+        prompt_field=prompt_field,
+        response_field=response_field,
+        messages_field=messages_field,
         id_field=id_field,
         deduplicate=deduplicate,
+        max_document_bytes=max_document_bytes,
         max_reject_share=max_reject_share,
     )
 

@@ -16,11 +16,20 @@ from diffmegatron.parallel.topology import Topology
 def open_loader(
     recipe: Recipe, topology: Topology, split: Split, state: Mapping[str, Any] | None = None
 ) -> Loader:
-    """The batches of a split for this rank, going on from a loader's ``state`` if given."""
+    """The batches of a split for this rank, going on from a loader's ``state`` if given.
+
+    Raises:
+        UserError: the data cannot be opened, or the run is longer than a source that must not
+            repeat.
+    """
     training = recipe.training
     samples = open_samples(recipe.data, training.seq_length, training.seed, split)
+    if state is not None:
+        samples = samples.resumed(state)
+    if split == "train":
+        samples.require(training.total_steps * training.global_batch_size)
     return Loader(
-        samples if state is None else samples.resumed(state),
+        samples,
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
@@ -31,14 +40,15 @@ def open_loader(
 
 
 def on_device(microbatches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The microbatches with their tensors on the device."""
+    """The microbatches with their tensors on the device; the kernels read documents on the CPU."""
     return [
         replace(
             batch,
             **{
                 field.name: value.to(device, non_blocking=True)
                 for field in fields(batch)
-                if (value := getattr(batch, field.name)) is not None
+                if field.name != "document_ids"
+                and (value := getattr(batch, field.name)) is not None
             },
         )
         for batch in microbatches
