@@ -1,0 +1,160 @@
+"""Disks that are full, read-only or that damage what they hold; one process."""
+
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.checkpoint.manifest import read_manifest, verify_files
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+SHORT = ["training.steps=12", "checkpoint.interval=4", "training.eval_batches=0"]
+
+
+def losses(run_dir: Path) -> list[tuple[float, float]]:
+    return [(e["step"], e["train/loss"]) for e in read_metrics(run_dir) if "train/loss" in e]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """The folder of a finished run of 12 steps with three checkpoints, and its recipe."""
+    from diffmegatron.config.load import load_recipe
+    from tests.conftest import TINY
+
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
+    train(load_recipe(folder / "tiny.yaml", SHORT))
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a tmpfs of a size in bytes; gives its path."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        place = tmp_path / "small"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {result.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_keeps_what_was_saved_and_says_so(
+    tiny_recipe, small_disk, finished, tmp_path, caplog
+):
+    """Room for one checkpoint and a half: the second fails; with room again, it goes on."""
+    one = sum(e.size for e in read_manifest(finished / "run/checkpoints/step_00000004").files)
+    disk = small_disk(one * 3 // 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    recipe = tiny_recipe(*SHORT)
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(UserError, match=r"cannot write the checkpoint.*No space left on device"),
+    ):
+        train(recipe)
+    store = CheckpointStore(run)
+    assert store.complete() == store.steps() == [4]
+    assert [path.name for path in disk.iterdir()] == ["step_00000004"]
+    assert "checkpoint of step 8 failed" in caplog.text
+    assert max(e.get("ckpt/failed", 0) for e in read_metrics(run)) >= 3
+    assert "saved" not in caplog.text
+    subprocess.run(["mount", "-o", f"remount,size={one * 8}", str(disk)], check=True)
+    assert train(recipe)
+    assert losses(run) == losses(finished / "run")
+
+
+def test_a_directory_that_cannot_be_written(tiny_recipe, tmp_path, small_disk, caplog):
+    disk = small_disk(1 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(disk)
+    with pytest.raises(UserError, match=r"cannot write checkpoints in .*Read-only file system"):
+        train(tiny_recipe(*SHORT))
+    assert "checkpoint of step 4 failed" in caplog.text
+
+
+def flip(path: Path) -> None:
+    """One bit of a byte in the middle of the tensors."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped byte": lambda newest: flip(newest / "rank_00000.safetensors"),
+    "truncated": lambda newest: os.truncate(newest / "rank_00000.safetensors", 5000),
+    "missing file": lambda newest: (newest / "state.json").unlink(),
+    "missing manifest": lambda newest: (newest / "manifest.json").unlink(),
+    "manifest of another step": lambda newest: shutil.copy(
+        newest.parent / "step_00000008" / "manifest.json", newest
+    ),
+    "half a manifest": lambda newest: os.truncate(newest / "manifest.json", 40),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_reported_and_the_older_used(
+    damage, tiny_recipe, finished, tmp_path, caplog, capfd
+):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    DAMAGES[damage](tmp_path / "run" / "checkpoints" / "step_00000012")
+    with caplog.at_level(logging.WARNING):
+        train(tiny_recipe(*SHORT))
+    assert "checkpoint passed over" in caplog.text and "step_00000012" in caplog.text
+    assert "resuming from" in (said := capfd.readouterr().out) and "step_00000008" in said
+    assert losses(tmp_path / "run") == losses(finished / "run")
+    newest = CheckpointStore(tmp_path / "run").latest()
+    assert newest.name == "step_00000012"
+    verify_files(newest, read_manifest(newest))
+
+
+def test_a_manifest_of_another_run_is_found_by_its_checksums(
+    tiny_recipe, finished, tmp_path, caplog
+):
+    other = tiny_recipe(*SHORT, f"run_dir={tmp_path}/other", "training.seed=7")
+    train(other)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    newest = "checkpoints/step_00000012"
+    shutil.copy(tmp_path / "other" / newest / "manifest.json", tmp_path / "run" / newest)
+    train(tiny_recipe(*SHORT))
+    assert "checkpoint passed over" in caplog.text
+    assert losses(tmp_path / "run") == losses(finished / "run")
+
+
+def test_where_none_is_good_the_run_does_not_begin_anew(tiny_recipe, finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    for step in CheckpointStore(tmp_path / "run").steps():
+        flip(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors")
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is whole"):
+        train(tiny_recipe(*SHORT))
+
+
+def test_retention_after_every_save(tiny_recipe):
+    recipe = tiny_recipe(
+        "training.steps=12",
+        "training.eval_batches=0",
+        "checkpoint.interval=2",
+        "checkpoint.keep_last=2",
+        "checkpoint.keep_every=6",
+    )
+    train(recipe)
+    assert CheckpointStore(Path(recipe.run_dir)).steps() == [6, 10, 12]
+    entries = [e for e in read_metrics(Path(recipe.run_dir)) if "ckpt/bytes" in e]
+    assert len(entries) == 6
+    assert all(e["ckpt/stall_seconds"] <= e["ckpt/total_seconds"] for e in entries)

@@ -1,0 +1,204 @@
+"""Measure saving and loading against the disk itself, and what the guard costs per step.
+
+    python tools/bench_checkpoint.py --scratch DIR --out benchmarks/results/checkpoint.json
+
+Every figure comes from this run on this machine: ``dd`` (with ``conv=fdatasync``) writes as many
+bytes as a checkpoint has to the same disk, before and after; saves are made while training goes
+on, as in a run; medians over ``--repeats``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.load import load_recipe
+from diffmegatron.data.prepare import prepare
+from diffmegatron.model.build import build_model
+from diffmegatron.model.shards import parameter_shards
+from diffmegatron.optim.gate import held_norms
+from diffmegatron.optim.guard import Guard
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.training.agreement import agree
+from diffmegatron.training.batches import on_device, open_loader
+from diffmegatron.training.resume import load_snapshot, newest_good
+from diffmegatron.training.saver import Saver
+from diffmegatron.training.snapshot import Position
+from diffmegatron.training.step import forward_backward
+
+RECIPE = """
+run_dir: {scratch}/run
+model: {{num_layers: {layers}, hidden_size: {hidden}, num_heads: 4, ffn_hidden_size: {ffn},
+        vocab_size: 320}}
+data: {{tokenizer: bytes, sources: [{{path: {scratch}/corpus}}], validation_fraction: 0.05}}
+training: {{seq_length: 256, global_batch_size: 2, micro_batch_size: 2, steps: 1000,
+           precision: fp32}}
+optimizer: {{lr: 1.0e-3}}
+checkpoint: {{keep_last: 1}}
+"""
+
+
+def main() -> None:
+    """Run everything and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scratch", type=Path, required=True, help="a directory on the disk")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    sources = Path(__file__).parent.parent / "diffmegatron"
+    prepare([sources], arguments.scratch / "corpus", "bytes", pattern="*.py", show_progress=False)
+    file = arguments.scratch / "bench.yaml"
+    file.write_text(
+        RECIPE.format(
+            scratch=arguments.scratch,
+            layers=arguments.layers,
+            hidden=arguments.hidden,
+            ffn=arguments.hidden * 8 // 3,
+        )
+    )
+    try:
+        report = measure(file, arguments)
+    finally:
+        shutil.rmtree(arguments.scratch)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+
+
+def measure(file: Path, arguments: argparse.Namespace) -> dict:
+    """All figures, in seconds and bytes."""
+    recipe = load_recipe(file)
+    store = CheckpointStore(Path(recipe.run_dir))
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        network = build_model(recipe, topology)
+        shards = parameter_shards(network)
+        engine = ZeroEngine(network, recipe, topology)
+        guard = Guard(recipe.guard)
+        with open_loader(recipe, topology, "train") as loader:
+            batches = on_device(next(loader), topology.device)
+
+            def step() -> float:
+                started = time.perf_counter()
+                loss = forward_backward(engine, batches, topology)
+                engine.step(1e-3, lambda norm: judge(guard, loss, norm, topology))
+                return time.perf_counter() - started
+
+            steps = [step() for _ in range(8)][3:]
+            guard_seconds = guard_cost(engine, guard, batches, topology)
+            before = peak_memory()
+            saver = Saver(store, engine, shards, recipe, topology, None)
+            saves, slowed = [], []
+            disk = [dd(arguments.scratch, 1 << 30)]
+            for number in range(arguments.repeats + 1):
+                position = Position(number, engine.updates, loader.state(), guard.state())
+                saver.start(position)
+                while saver.is_writing:
+                    slowed.append(step())
+                saves.append(saver.settle())
+            after = peak_memory()
+        size = int(saves[-1]["ckpt/bytes"])
+        disk += [dd(arguments.scratch, size) for _ in range(arguments.repeats)]
+        alone = []
+        for number in range(arguments.repeats):
+            saver.start(Position(100 + number, engine.updates, None, None))
+            alone.append(saver.settle())
+        disk.append(dd(arguments.scratch, size))
+        path = store.latest()
+        load = timed(lambda: load_snapshot(newest_good(store, topology), engine, shards, topology))
+        verify = timed(lambda: verify_contents(path, read_manifest(path).files))
+    rate = statistics.median(disk)
+    return {
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}",
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "checkpoint_bytes": size,
+        "dd_bytes_per_second": [round(each) for each in disk],
+        "save_alone": save_figures(alone, size, rate),
+        "save_while_training": save_figures(saves[1:], size, rate)
+        | {
+            "first_stall_seconds": saves[0]["ckpt/stall_seconds"],
+            "step_seconds": statistics.median(steps),
+            "step_seconds_while_writing": statistics.median(slowed),
+        },
+        "host_memory_added_bytes": after - before,
+        "load_and_verify_seconds": load,
+        "verify_seconds": verify,
+        "guard": guard_seconds
+        | {"share_of_step": guard_seconds["total_seconds"] / statistics.median(steps)},
+    }
+
+
+def judge(guard: Guard, loss, norm, topology) -> bool:  # type: ignore[no-untyped-def]
+    """As the trainer judges a step."""
+    agreed = agree(loss, norm, stop=False, writing=False, topology=topology)
+    return guard.judge(agreed.loss, agreed.gradient_norm).applied
+
+
+def guard_cost(engine, guard, batches, topology) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """Seconds of what a step has because of the guard: the pass over the gradients, the rest."""
+    passes, rests = [], []
+    for _ in range(7):
+        loss = forward_backward(engine, batches, topology)
+        passes.append(timed(lambda: held_norms(engine._optimizer, engine.network)))
+        norm = torch.tensor(1.0)
+        rests.append(timed(lambda: judge(guard, loss, norm, topology)))  # noqa: B023
+        engine.step(1e-3, lambda _: False)
+    one, rest = statistics.median(passes), statistics.median(rests)
+    return {
+        "gradient_norms_seconds": one,
+        "agreement_and_judgement_seconds": rest,
+        "total_seconds": one + rest,
+    }
+
+
+def save_figures(saves: list[dict[str, float]], size: int, rate: float) -> dict[str, float]:
+    """Medians over the saves, and against the disk."""
+    total = statistics.median(save["ckpt/total_seconds"] for save in saves)
+    stall = statistics.median(save["ckpt/stall_seconds"] for save in saves)
+    return {
+        "total_seconds": total,
+        "stall_seconds": stall,
+        "stall_share_of_total": stall / total,
+        "bytes_per_second": size / total,
+        "share_of_dd": size / total / rate,
+    }
+
+
+def dd(folder: Path, size: int) -> float:
+    """Bytes per second that dd writes to a file of ``size`` bytes and flushes."""
+    path = folder / "dd"
+    count = max(1, size >> 20)
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={count}", "conv=fdatasync"]
+    seconds = timed(lambda: subprocess.run(command, check=True, capture_output=True))
+    path.unlink()
+    return (count << 20) / seconds
+
+
+def timed(function) -> float:  # type: ignore[no-untyped-def]
+    """Seconds a call takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def peak_memory() -> int:
+    """Bytes: this process's peak resident size."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

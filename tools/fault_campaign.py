@@ -1,0 +1,214 @@
+"""Kill a run many times, let torchrun restart it, and compare the end with a run left alone.
+
+    python tools/fault_campaign.py --kills 50 --out benchmarks/results/fault_campaign.json
+
+Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
+SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end). Some moments are chosen
+at random in time, the others when a save is seen to be under way. The report says whether the
+final weights and Adam's moments equal those of the undisturbed run to the bit, and whether any
+checkpoint that the store listed failed to verify.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.data.prepare import prepare
+from diffmegatron.training.metrics import read_metrics
+
+RECIPE = """
+run_dir: {run_dir}
+model: {{num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 96,
+        vocab_size: 320}}
+data: {{tokenizer: bytes, sources: [{{path: {corpus}}}], validation_fraction: 0.2}}
+training: {{seq_length: 64, global_batch_size: 8, micro_batch_size: 2, steps: {steps},
+           precision: fp32, log_interval: 1, eval_interval: 1000000, eval_batches: 0}}
+optimizer: {{lr: 3.0e-3, schedule: {{kind: cosine, warmup_steps: 2, final_lr: 3.0e-4}}}}
+checkpoint: {{interval: {interval}, keep_last: 3}}
+watchdog: {{startup_seconds: {startup}, step_seconds: {step}}}
+"""
+
+
+def main() -> None:
+    """Run the campaign and write its report; exit status 1 if a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--interval", type=int, default=4, help="steps between saves")
+    parser.add_argument("--step-seconds", type=float, default=20, help="the watchdog's")
+    parser.add_argument("--startup-seconds", type=float, default=300, help="the watchdog's")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument("--out", type=Path, help="the report; default: print it only")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = campaign(Path(folder), arguments)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    sys.exit(0 if report["kept_its_promise"] else 1)
+
+
+def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
+    """Both runs, and what came of them."""
+    corpus = folder / "corpus"
+    package = Path(__file__).parent.parent / "diffmegatron"
+    prepare([package], corpus, "bytes", pattern="*.py", show_progress=False)
+    for name in ("undisturbed", "disturbed"):
+        (folder / f"{name}.yaml").write_text(
+            RECIPE.format(
+                run_dir=folder / name,
+                corpus=corpus,
+                steps=arguments.steps,
+                interval=arguments.interval,
+                startup=arguments.startup_seconds,
+                step=arguments.step_seconds,
+            )
+        )
+    undisturbed = launch(folder / "undisturbed.yaml", restarts=0)
+    if undisturbed.wait() != 0:
+        raise SystemExit("the undisturbed run failed; see its output above")
+    started = time.monotonic()
+    faults = arguments.kills + arguments.stops
+    # A start may fail by itself on a busy machine, before its ranks have met.
+    disturbed = launch(folder / "disturbed.yaml", restarts=2 * faults + 5)
+    done, unreadable = disturb(disturbed, folder / "disturbed", arguments)
+    status = disturbed.wait()
+    store = CheckpointStore(folder / "disturbed")
+    unreadable += [problem for step in store.steps() if (problem := damage(store, step))]
+    equal = status == 0 and same_end(folder / "undisturbed", folder / "disturbed")
+    stacks = sorted(path.name for path in (folder / "disturbed" / "stacks").glob("rank_*.txt"))
+    return {
+        "kept_its_promise": bool(equal and not unreadable and len(done) == faults),
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "faults": len(done),
+        "by_kind": dict(Counter(f"{kind} {moment}" for kind, moment in done)),
+        "torchrun_exit_status": status,
+        "final_state_equal_to_the_bit": equal,
+        "listed_checkpoints_that_failed": unreadable,
+        "stacks_written": stacks,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def launch(recipe: Path, restarts: int) -> subprocess.Popen:
+    """The run under torchrun, two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2"]
+    command += ["-m", "diffmegatron", "train", str(recipe)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        # As launch/torchrun.sh sets it, and says why.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # How long torchrun waits for a stopped rank before it kills it.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+    }
+    return subprocess.Popen(command, env=environment, stdout=sys.stderr)
+
+
+def disturb(
+    agent: subprocess.Popen, run_dir: Path, arguments: argparse.Namespace
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Hurt random ranks until every fault is done or the run ends.
+
+    Returns:
+        The kind and the moment of every fault, and the damage seen in listed checkpoints.
+    """
+    pick = random.Random(arguments.seed)
+    kinds = ["kill"] * arguments.kills + ["stop"] * arguments.stops
+    pick.shuffle(kinds)
+    store, done, problems = CheckpointStore(run_dir), [], []
+    for kind in kinds:
+        moment = pick.choice(["in a save", "at random", "at random"])
+        if kind == "stop":
+            moment = "at random"  # the watchdog's limit while starting is long
+        elif moment == "at random" and pick.random() < 0.2:
+            moment = "while starting"
+        ranks = wait_for_ranks(agent, run_dir, moment, pick)
+        if not ranks:
+            break
+        victim = pick.choice(ranks)
+        os.kill(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        done.append((kind, moment))
+        print(f"{kind} {moment}: {len(done)} of {len(kinds)}", file=sys.stderr, flush=True)
+        problems += [found for step in store.steps()[-1:] if (found := damage(store, step))]
+        while agent.poll() is None and Path(f"/proc/{victim}").exists():
+            time.sleep(0.05)
+    return done, problems
+
+
+def wait_for_ranks(
+    agent: subprocess.Popen, run_dir: Path, moment: str, pick: random.Random
+) -> list[int]:
+    """Both ranks' process ids at the moment to hurt one; none: the run has ended."""
+    before = progress(run_dir)
+    while agent.poll() is None:
+        ranks = children(agent.pid)
+        if len(ranks) == 2:
+            if moment == "while starting":
+                time.sleep(pick.uniform(0, 4))
+                return children(agent.pid)
+            if progress(run_dir) != before and moment == "at random":
+                time.sleep(pick.uniform(0, 1.0))
+                return children(agent.pid)
+            if list((run_dir / "checkpoints").glob("*.unfinished")) and moment == "in a save":
+                time.sleep(pick.choice([0, 0, 0.001, 0.003, 0.01]))
+                return children(agent.pid)
+        time.sleep(0.0005 if moment == "in a save" else 0.02)
+    return []
+
+
+def progress(run_dir: Path) -> float:
+    """Something that changes with every step."""
+    path = run_dir / "metrics.jsonl"
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def children(parent: int) -> list[int]:
+    """Processes that a process has started."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def damage(store: CheckpointStore, step: int) -> str | None:
+    """What is wrong with a checkpoint that the store lists."""
+    try:
+        manifest = read_manifest(store.path(step))
+        verify_contents(store.path(step), manifest.files)
+    except ValueError as error:
+        # Retention may have removed it since it was listed.
+        return str(error) if store.path(step).exists() else None
+    return None
+
+
+def same_end(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits and drew the same curve."""
+    ends = [open_checkpoint(CheckpointStore(run).latest()).tensors for run in (one, other)]
+    curves = [
+        [(e["step"], e["train/loss"]) for e in read_metrics(run) if "train/loss" in e]
+        for run in (one, other)
+    ]
+    return curves[0] == curves[1] and all(
+        torch.equal(ends[0].whole(kind, name), ends[1].whole(kind, name))
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        for name in ends[0].names()
+    )
+
+
+if __name__ == "__main__":
+    main()
