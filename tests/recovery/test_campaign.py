@@ -1,0 +1,25 @@
+"""The campaign of faults under torchrun in its short form; ``tools/fault_campaign.py`` is the long.
+
+One rank is killed and one is stopped, which only the watchdog can end.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
+    command = [sys.executable, str(ROOT / "tools/fault_campaign.py"), "--kills=1", "--stops=1"]
+    command += ["--steps=40", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["faults"] == 2
+    assert report["final_state_equal_to_the_bit"]
+    assert report["listed_checkpoints_that_failed"] == []
+    assert report["stacks_written"], "the rank that waited for the stopped one"

@@ -1,0 +1,69 @@
+"""The launch scripts: what they make of the exit status of a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.training.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "requeued"),
+    [(0, 0, False), (2, 0, False), (75, 50, True), (1, 0, True), (137, 9, True), (1, 10, False)],
+)
+def test_slurm_requeues_what_is_to_go_on(status, restarts, requeued, tmp_path):
+    """With stand-ins for Slurm's commands, which are not here."""
+    for name, script in {
+        "srun": f"exit {status}",
+        "scontrol": f'[ "$1" = show ] && echo host1 || echo "$@" > {tmp_path}/requeued',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "host[1-2]",
+        "SLURM_JOB_ID": "17",
+        "SLURM_NTASKS": "16",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    result = subprocess.run([ROOT / "launch/slurm.sh", "recipe.yaml"], env=environment, check=False)
+    assert (tmp_path / "requeued").exists() == requeued
+    assert result.returncode == (0 if requeued else status)
+
+
+def test_sigterm_saves_and_exits_with_75(tiny_recipe, tmp_path):
+    recipe = tiny_recipe("training.steps=100000", "training.eval_batches=0")
+    run_dir = Path(recipe.run_dir)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "RANKS": "2",
+    }
+    command = [str(ROOT / "launch/torchrun.sh"), str(tmp_path / "tiny.yaml")]
+    command += ["training.steps=100000", "training.eval_batches=0", "checkpoint.interval=100000"]
+    with (tmp_path / "log").open("w") as log:
+        script = subprocess.Popen(
+            command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
+        )
+        deadline = time.monotonic() + 120
+        while not any("train/loss" in entry for entry in read_metrics(run_dir)):
+            assert script.poll() is None and time.monotonic() < deadline, log_of(tmp_path)
+            time.sleep(0.2)
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(timeout=90) == 75, log_of(tmp_path)
+    (step,) = CheckpointStore(run_dir).complete()
+    state = json.loads((CheckpointStore(run_dir).path(step) / "state.json").read_text())
+    assert state["step"] == max(entry["step"] for entry in read_metrics(run_dir))
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text()[-3000:]
