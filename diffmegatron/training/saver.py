@@ -8,6 +8,7 @@ all-reduce of :mod:`~diffmegatron.training.agreement`). Until then nobody is tol
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class Saver:
         except OSError as error:
             log.error("cannot remove an old checkpoint: %s", error)
 
-    def _all(self, function, *arguments, only: bool) -> None:  # type: ignore[no-untyped-def]
+    def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
         """Call on this rank (if ``only``), and raise everywhere if it failed anywhere."""
         problem = None
         try:
