@@ -25,6 +25,8 @@ CLI = ["-m", "diffmegatron"]
 
 def main() -> None:
     """Run every phase, into the present directory; stop at the first that fails."""
+    if any("=" not in argument for argument in sys.argv[1:]):
+        sys.exit(f"{__doc__}\nusage: python tools/quickstart.py [KEY=VALUE ...]")
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)

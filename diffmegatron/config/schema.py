@@ -172,6 +172,14 @@ class OptimizerConfig(Section):
     schedule: Schedule = Schedule()
 
     @model_validator(mode="after")
+    def _betas_are_decays(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _final_lr_is_below(self) -> Self:
         if self.schedule.final_lr > self.lr:
             raise ValueError(

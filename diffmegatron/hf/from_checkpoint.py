@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
+from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
 from diffmegatron.config.schema import ParallelConfig, Recipe
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
@@ -47,6 +48,8 @@ def export_checkpoint(
     """
     transformers_logging.disable_progress_bar()
     checkpoint = open_checkpoint(directory)
+    # Damaged bytes would be on both sides of the comparison of logits.
+    verify_contents(directory, read_manifest(directory).files)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     dtype = DTYPES[recipe.training.precision]

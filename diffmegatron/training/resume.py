@@ -43,7 +43,17 @@ def starting_checkpoint(
     checkpoint = newest_good(store, topology)
     if checkpoint is not None:
         check_same_run(checkpoint, recipe)
+        _check_not_past(checkpoint, recipe)
     return checkpoint
+
+
+def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    step, steps = int(checkpoint.state["step"]), recipe.training.total_steps
+    if step > steps:
+        raise UserError(
+            f"{checkpoint.directory} is at step {step} and the recipe ends at step {steps}; give "
+            f"training.steps of at least {step}, or another run_dir"
+        )
 
 
 def newest_good(store: CheckpointStore, topology: Topology) -> Checkpoint | None:

@@ -56,6 +56,8 @@ def train(recipe: Recipe) -> bool:
     recipe.data_parallel(world_size())
     check_vocabulary(recipe)
     run_dir = Path(recipe.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"run_dir {run_dir} is a file; give a directory, or a path that is free")
     with (
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
         Watchdog(recipe.watchdog, run_dir) as watchdog,

@@ -10,6 +10,7 @@ import torch
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
+from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.training import trainer
 from diffmegatron.training.metrics import read_metrics
 from diffmegatron.training.trainer import train
@@ -65,6 +66,7 @@ def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
         ("model.num_layers=3", "model.num_layers 2 and the recipe says 3"),
         ("training.seed=7", "training.seed 1234 and the recipe says 7"),
         ("training.global_batch_size=4", "training.global_batch_size 8"),
+        ("training.steps=3", "is at step 4 and the recipe ends at step 3"),
         ("checkpoint.resume=false", "checkpoint.resume is false"),
     ],
 )
@@ -105,3 +107,22 @@ def test_a_save_that_fails_leaves_nothing_half_written(tiny_recipe, monkeypatch)
     with pytest.raises(UserError, match=r"cannot write the checkpoint.*No space left"):
         train(recipe)
     assert list((Path(recipe.run_dir) / "checkpoints").iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_not_exported(tiny_recipe, tmp_path):
+    recipe = tiny_recipe("training.steps=3")
+    train(recipe)
+    newest = CheckpointStore(Path(recipe.run_dir)).latest()
+    file = newest / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        export_checkpoint(newest, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tiny_recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        train(tiny_recipe(f"run_dir={tmp_path}/file"))

@@ -338,3 +338,7 @@ def test_positions_restart_only_with_attention(base):
     assert "data.reset_position_ids is on" in error_of(base, "data.reset_position_ids=true")
     both = ["data.reset_position_ids=true", "data.reset_attention_mask=true"]
     assert load_recipe(base, both).data.reset_position_ids
+
+
+def test_betas_are_between_zero_and_one(base):
+    assert "optimizer.betas is [0.9, 2.0]" in error_of(base, "optimizer.betas=[0.9, 2.0]")
