@@ -11,8 +11,9 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from diffmegatron.config.base import Section
 from diffmegatron.config.data import DataConfig
+from diffmegatron.config.layout import check_layout, data_parallel_size
+from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
 from diffmegatron.config.recovery import CheckpointConfig, GuardConfig, WatchdogConfig
-from diffmegatron.errors import UserError
 
 
 class LambdaInit(Section):
@@ -201,6 +202,12 @@ class TrainingConfig(Section):
     attention_backend: str = Field(
         default="auto", description="differential attention: auto, or a name that doctor lists"
     )
+    loss_chunk: int | None = Field(
+        default=None, ge=1, description="tokens whose logits exist at once; null: all"
+    )
+    offload_activations: bool = Field(
+        default=False, description="what the backward pass needs waits in the host's memory"
+    )
     seed: int = Field(default=1234, ge=0)
     log_interval: int = Field(default=10, ge=1)
     eval_interval: int = Field(default=1000, ge=1)
@@ -229,30 +236,6 @@ class TrainingConfig(Section):
         return math.ceil(self.tokens / self.tokens_per_step)
 
 
-class ParallelConfig(Section):
-    """How ranks share the work; what they do not take as tensor x pipeline is data parallel."""
-
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    sequence_parallel: bool = False
-    zero_stage: Literal[1, 2] = 1
-
-    @model_validator(mode="after")
-    def _combines(self) -> Self:
-        if self.sequence_parallel and self.tensor == 1:
-            raise ValueError(
-                "parallel.sequence_parallel is on with parallel.tensor 1; it shards over the "
-                "tensor-parallel ranks, so give parallel.tensor of at least 2 or turn it off"
-            )
-        if self.pipeline > 1 and self.zero_stage > 1:
-            raise ValueError(
-                f"parallel.zero_stage {self.zero_stage} with parallel.pipeline {self.pipeline} "
-                "would not partition the gradients; the nearest layout that does what it says is "
-                "parallel.zero_stage 1"
-            )
-        return self
-
-
 class Recipe(Section):
     """One run: everything ``train`` needs, resolved and frozen."""
 
@@ -262,6 +245,7 @@ class Recipe(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -270,8 +254,7 @@ class Recipe(Section):
     def _sections_fit(self) -> Self:
         self._check_steps()
         self._check_documents()
-        self._check_tensor_parallel()
-        self._check_pipeline()
+        check_layout(self)
         return self
 
     def _check_steps(self) -> None:
@@ -290,62 +273,18 @@ class Recipe(Section):
                 "embeddings see distances only, so turn both on or both off"
             )
 
-    def _check_tensor_parallel(self) -> None:
-        tensor = self.parallel.tensor
-        sharded = {
-            f"model.{name}": getattr(self.model, name)
-            for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
-        }
-        if self.parallel.sequence_parallel:
-            sharded["training.seq_length"] = self.training.seq_length
-        fits = _nearest_divisor(math.gcd(*sharded.values()), tensor)
-        for name, size in sharded.items():
-            if size % tensor:
-                raise ValueError(
-                    f"{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
-                    f"tensor-parallel size that divides all it shards is {fits}"
-                )
-
-    def _check_pipeline(self) -> None:
-        layers, stages = self.model.num_layers, self.parallel.pipeline
-        if layers % stages:
-            raise ValueError(
-                f"model.num_layers {layers} is no multiple of parallel.pipeline {stages}; the "
-                f"nearest pipeline size that divides it is {_nearest_divisor(layers, stages)}"
-            )
-
     def data_parallel(self, world_size: int) -> int:
         """Data-parallel size on ``world_size`` ranks.
 
         Raises:
             UserError: the ranks do not fill the layout, or the batch does not divide by it.
         """
-        model_ranks = self.parallel.tensor * self.parallel.pipeline
-        if world_size % model_ranks:
-            raise UserError(
-                f"{world_size} ranks do not fill parallel.tensor {self.parallel.tensor} x "
-                f"parallel.pipeline {self.parallel.pipeline}; start a multiple of {model_ranks}"
-            )
-        data = world_size // model_ranks
-        per_microbatch = data * self.training.micro_batch_size
-        if self.training.global_batch_size % per_microbatch:
-            batch = self.training.global_batch_size
-            raise UserError(
-                f"training.global_batch_size {batch} is no multiple of micro_batch_size "
-                f"{self.training.micro_batch_size} x data parallel {data}; "
-                f"{max(1, round(batch / per_microbatch)) * per_microbatch} would be"
-            )
-        return data
+        return data_parallel_size(self, world_size)
 
     def num_microbatches(self, world_size: int) -> int:
         """Microbatches that each data-parallel rank runs per step on ``world_size`` ranks."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size
         return self.training.global_batch_size // per_microbatch
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return min(divisors, key=lambda n: (abs(n - wanted), n))
 
 
 _INTEGER = TypeAdapter(int)

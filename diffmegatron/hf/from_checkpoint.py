@@ -8,7 +8,8 @@ from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
-from diffmegatron.config.schema import ParallelConfig, Recipe
+from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export import LogitDifference, verify_export, write_export
@@ -94,7 +95,13 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 def _single_process(recipe: Recipe) -> Recipe:
     training = recipe.training.model_copy(update={"precision": "fp32"})
-    return recipe.model_copy(update={"training": training, "parallel": ParallelConfig()})
+    return recipe.model_copy(
+        update={
+            "training": training,
+            "parallel": ParallelConfig(),
+            "recompute": RecomputeConfig(),
+        }
+    )
 
 
 def _sample(tokenizer: Tokenizer) -> Tensor:

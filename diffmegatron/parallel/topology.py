@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from diffmegatron.config.schema import ParallelConfig
+from diffmegatron.config.parallel import ParallelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.cpu import without_cuda
 
@@ -33,6 +33,9 @@ class Topology:
     tensor_rank: int
     pipeline_size: int
     pipeline_rank: int
+    virtual_pipeline_size: int
+    context_size: int
+    context_rank: int
     data_size: int
     data_rank: int
 
@@ -53,7 +56,7 @@ class Topology:
 
     @property
     def data_group(self) -> ProcessGroup:
-        """The ranks that hold the same shard of the model."""
+        """The ranks that hold the same shard of the model: data x context parallel."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
@@ -163,6 +166,10 @@ def process_groups(
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                virtual_pipeline_model_parallel_size=(
+                    parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+                ),
+                context_parallel_size=parallel.context,
                 # Gloo groups beside NCCL's serve Megatron's own optimizer checkpoints only.
                 create_gloo_process_groups=False,
             )
@@ -218,6 +225,11 @@ def _topology(device: torch.device) -> Topology:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        virtual_pipeline_size=(
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        ),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
     )

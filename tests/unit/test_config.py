@@ -213,7 +213,7 @@ def test_a_mistyped_required_key_is_called_mistyped_not_missing(write):
 
 def test_an_unknown_key_like_no_other_lists_what_is_known(write):
     sentence = error_of(write("extends: base.yaml\nparallel: {xyz: 1}"))
-    assert "known keys are pipeline, sequence_parallel, tensor, zero_stage" in sentence
+    assert "pipeline, sequence_parallel, tensor, virtual_pipeline, zero_stage" in sentence
 
 
 def test_the_error_names_the_file_that_set_the_key_or_the_command_line(write, base):
@@ -236,7 +236,7 @@ def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
         ("model.num_layers=0", "model.num_layers is 0: input should be greater than or equal to 1"),
         ("model.attention=linear", "model.attention is 'linear': input should be 'differential'"),
         ("optimizer.lr=nan", "optimizer.lr is"),
-        ("parallel.zero_stage=3", "parallel.zero_stage is 3: input should be 1 or 2"),
+        ("parallel.zero_stage=4", "parallel.zero_stage is 4: input should be 1, 2 or 3"),
     ],
 )
 def test_a_value_that_does_not_fit_is_shown(base, override, said):
@@ -319,7 +319,11 @@ def test_a_clash_names_where_its_numbers_came_from(write, base):
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        (3, "3 ranks do not fill parallel.tensor 2 x parallel.pipeline 1; start a multiple of 2"),
+        (
+            3,
+            "3 ranks do not fill parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1; "
+            "start a multiple of 2, the nearest is 4",
+        ),
         (6, "global_batch_size 8 is no multiple of micro_batch_size 1 x data parallel 3; 9 would"),
     ],
 )

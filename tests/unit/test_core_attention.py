@@ -11,7 +11,8 @@ from diffmegatron.attention.core import (
     DifferentialCoreAttention,
     SoftmaxCoreAttention,
 )
-from diffmegatron.config.schema import ModelConfig, ParallelConfig
+from diffmegatron.config.parallel import ParallelConfig
+from diffmegatron.config.schema import ModelConfig
 from diffmegatron.model.build import transformer_config
 from diffmegatron.parallel.topology import process_groups
 

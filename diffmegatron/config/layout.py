@@ -1,0 +1,128 @@
+"""Whether a model and its batches divide over a layout; what does not names what would."""
+
+import math
+from typing import TYPE_CHECKING
+
+from diffmegatron.errors import UserError
+
+if TYPE_CHECKING:
+    from diffmegatron.config.schema import Recipe
+
+
+def check_layout(recipe: "Recipe") -> None:
+    """Check what the recipe alone tells.
+
+    Raises:
+        ValueError: naming the size, the layout and the nearest layout that fits.
+    """
+    _check_tensor(recipe)
+    _check_context(recipe)
+    _check_pipeline(recipe)
+
+
+def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
+    """Data-parallel size on ``world_size`` ranks.
+
+    Raises:
+        UserError: the ranks do not fill the layout, or the batch does not divide by it.
+    """
+    parallel, training = recipe.parallel, recipe.training
+    if world_size % parallel.model_ranks:
+        raise UserError(
+            f"{world_size} ranks do not fill parallel.tensor {parallel.tensor} x parallel.context "
+            f"{parallel.context} x parallel.pipeline {parallel.pipeline}; start a multiple of "
+            f"{parallel.model_ranks}, the nearest is "
+            f"{max(1, round(world_size / parallel.model_ranks)) * parallel.model_ranks}"
+        )
+    data = world_size // parallel.model_ranks
+    per_microbatch = data * training.micro_batch_size
+    batch = training.global_batch_size
+    if batch % per_microbatch:
+        raise UserError(
+            f"training.global_batch_size {batch} is no multiple of micro_batch_size "
+            f"{training.micro_batch_size} x data parallel {data}; "
+            f"{max(1, round(batch / per_microbatch)) * per_microbatch} would be"
+        )
+    microbatches = batch // per_microbatch
+    if parallel.virtual_pipeline > 1 and microbatches % parallel.pipeline:
+        rounds = max(1, round(microbatches / parallel.pipeline))
+        raise UserError(
+            f"{microbatches} microbatches per data-parallel rank are no multiple of "
+            f"parallel.pipeline {parallel.pipeline}, as parallel.virtual_pipeline "
+            f"{parallel.virtual_pipeline} needs; the nearest training.global_batch_size that fits "
+            f"is {rounds * parallel.pipeline * per_microbatch}"
+        )
+    return data
+
+
+def _check_tensor(recipe: "Recipe") -> None:
+    tensor = recipe.parallel.tensor
+    sharded = {
+        f"model.{name}": getattr(recipe.model, name)
+        for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+    }
+    if recipe.parallel.sequence_parallel:
+        sharded["training.seq_length"] = recipe.training.seq_length
+    fits = _nearest_divisor(math.gcd(*sharded.values()), tensor)
+    for name, size in sharded.items():
+        if size % tensor:
+            raise ValueError(
+                f"{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
+                f"tensor-parallel size that divides all it shards is {fits}"
+            )
+
+
+def _check_context(recipe: "Recipe") -> None:
+    """Every rank holds one chunk from each half of the sequence, and shards it over tensor."""
+    parallel, length = recipe.parallel, recipe.training.seq_length
+    if parallel.context == 1:
+        return
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    pieces = 2 * parallel.context * shards
+    if length % pieces:
+        halves = 2 * shards
+        fits = 1 if length % halves else _nearest_divisor(length // halves, parallel.context)
+        nearest = max(1, round(length / pieces)) * pieces
+        over = f" x parallel.tensor {shards}" if shards > 1 else ""
+        raise ValueError(
+            f"training.seq_length {length} is no multiple of 2 x parallel.context "
+            f"{parallel.context}{over}; the nearest length is {nearest}, the nearest "
+            f"context-parallel size for this length {fits}"
+        )
+    heads = recipe.model.num_kv_heads // parallel.tensor
+    if parallel.context_exchange == "ulysses" and heads % parallel.context:
+        fits = _nearest_divisor(heads, parallel.context)
+        raise ValueError(
+            f"parallel.context_exchange 'ulysses' shares the {heads} key-value heads of a "
+            f"tensor-parallel rank over parallel.context {parallel.context}, which does not divide "
+            f"them; the nearest size is {fits}, and 'ring' takes any"
+        )
+
+
+def _check_pipeline(recipe: "Recipe") -> None:
+    parallel, layers = recipe.parallel, recipe.model.num_layers
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if layers % parallel.pipeline:
+        raise ValueError(
+            f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline}; "
+            f"the nearest pipeline size that divides it is "
+            f"{_nearest_divisor(layers, parallel.pipeline)}"
+        )
+    if layers % chunks:
+        per_stage = layers // parallel.pipeline
+        raise ValueError(
+            f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline} x "
+            f"parallel.virtual_pipeline {parallel.virtual_pipeline}; the nearest number of chunks "
+            f"per stage is {_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
+        )
+    recompute = recipe.recompute
+    if recompute.granularity == "full" and recompute.layers > layers // chunks:
+        raise ValueError(
+            f"recompute.layers {recompute.layers} is more than the {layers // chunks} layers of a "
+            f"pipeline chunk; give at most {layers // chunks}"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))

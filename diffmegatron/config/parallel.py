@@ -1,0 +1,83 @@
+"""How ranks share the work, and what they keep or compute again: the layout of a run."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from diffmegatron.config.base import Section
+
+
+class ParallelConfig(Section):
+    """What ranks do not take as tensor x context x pipeline is data parallel."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    virtual_pipeline: int = Field(
+        default=1, ge=1, description="model chunks per pipeline rank; above 1: interleaved 1F1B"
+    )
+    context: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    context_exchange: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
+        default="auto",
+        description="auto: ulysses where the key-value heads divide over the ranks, else ring",
+    )
+    sequence_parallel: bool = False
+    zero_stage: Literal[1, 2, 3] = 1
+    offload_optimizer: bool = Field(
+        default=False, description="master weights and Adam's moments in the host's memory"
+    )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one model and one sequence: tensor x context x pipeline."""
+        return self.tensor * self.context * self.pipeline
+
+    @model_validator(mode="after")
+    def _combines(self) -> Self:
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence_parallel is on with parallel.tensor 1; it shards over the "
+                "tensor-parallel ranks, so give parallel.tensor of at least 2 or turn it off"
+            )
+        if self.pipeline > 1 and self.zero_stage > 1:
+            wrong = "deadlock" if self.zero_stage == 3 else "not partition the gradients"
+            raise ValueError(
+                f"parallel.zero_stage {self.zero_stage} with parallel.pipeline {self.pipeline} "
+                f"would {wrong}; the nearest layouts that work are parallel.zero_stage 1, or "
+                "parallel.pipeline 1"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves the chunks of "
+                "pipeline stages, and parallel.pipeline is 1; give parallel.pipeline of at least 2 "
+                "or parallel.virtual_pipeline 1"
+            )
+        if self.context_exchange != "auto" and self.context == 1:
+            raise ValueError(
+                f"parallel.context_exchange is {self.context_exchange!r} with parallel.context 1, "
+                "where nothing is exchanged; give parallel.context of at least 2 or 'auto'"
+            )
+        return self
+
+
+class RecomputeConfig(Section):
+    """Activations that the backward pass computes again instead of keeping (Megatron-core's).
+
+    ``selective`` computes the core attention again, which is useless where its kernel does so
+    anyway (every fused one); ``full`` whole layers: in groups of ``layers`` of which only the first
+    input is kept (``uniform``), or the first ``layers`` of each stage one by one (``block``).
+    """
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    layers: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _layers_belong_to_full(self) -> Self:
+        is_default = self.method == "uniform" and self.layers == 1
+        if self.granularity != "full" and not is_default:
+            raise ValueError(
+                f"recompute.method {self.method!r} with recompute.layers {self.layers} chooses "
+                f"whole layers, and recompute.granularity is {self.granularity!r}; give 'full', or "
+                "leave both out"
+            )
+        return self
