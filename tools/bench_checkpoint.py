@@ -32,7 +32,7 @@ from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import process_groups
 from diffmegatron.training.agreement import agree
-from diffmegatron.training.batches import on_device, open_loader
+from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.resume import load_snapshot, newest_good
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.snapshot import Position
@@ -91,7 +91,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
         engine = ZeroEngine(network, recipe, topology)
         guard = Guard(recipe.guard)
         with open_loader(recipe, topology, "train") as loader:
-            batches = on_device(next(loader), topology.device)
+            batches = on_this_rank(next(loader), topology)
 
             def step() -> float:
                 started = time.perf_counter()

@@ -13,7 +13,9 @@ So q is (h_kv, 2, r, d) along its heads, k and v are (h_kv, 2, d), and the outpu
 is as wide as the 2h heads of d that ``linear_proj`` expects.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,9 +26,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from diffmegatron.attention.kernels import HeadwiseNorm, diff_attention, softmax_attention
+from diffmegatron.attention.context.gather import gathered_attention
+from diffmegatron.attention.context.ring import Ring, ring_attention
+from diffmegatron.attention.context.ulysses import ulysses_attention
+from diffmegatron.attention.kernels import (
+    HeadwiseNorm,
+    attention_with_lse,
+    diff_attention,
+    softmax_attention,
+)
 from diffmegatron.attention.lambdas import differential_lambda, lambda_init
 from diffmegatron.config.schema import ModelConfig
+
+ContextExchange = Literal["ring", "all_gather", "ulysses"]
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -44,7 +56,7 @@ class HeadNorm(torch.nn.Module):
 
 
 class _CoreAttention(MegatronModule):
-    """What both twins share: Megatron's calling convention, the norm, float32 own parameters."""
+    """What both twins share: Megatron's calling convention, the norm, context parallelism."""
 
     def __init__(
         self,
@@ -58,15 +70,110 @@ class _CoreAttention(MegatronModule):
         *,
         model: ModelConfig,
         backend: str,
+        exchange: ContextExchange = "ring",
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.causal = attn_mask_type == AttnMaskType.causal
         self.softmax_scale = softmax_scale
         self.backend = backend
+        self.exchange = exchange
         self.tensor_group = pg_collection.tp if pg_collection is not None else None
+        self.context_group = pg_collection.cp if pg_collection is not None else None
         self.norm = HeadNorm(model.head_norm_dim) if model.has_headwise_norm else None
         self.norm_eps = model.norm_eps
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Head outputs of this rank's heads at its positions.
+
+        Args:
+            query: [s, b, 2h, d]; key, value: [s, b, 2 h_kv, d], heads as the module says.
+            attention_mask: None, or the ends of packed documents: [documents + 1] integers on the
+                CPU, in the batch's whole rows laid end to end; attention then stays within one.
+                (Megatron hands this argument through to every layer as it is.)
+
+        Returns:
+            [s, b, 2h d], in ``query``'s dtype.
+        """
+        documents, group = attention_mask, self.context_group
+        if group is None or group.size() == 1:
+            return self._attend(query, key, value, documents)
+        if self.exchange == "ulysses":
+            return ulysses_attention(
+                query, key, value, group, lambda q, k, v: self._attend(q, k, v, documents)
+            )
+        exchange = self._ring if self.exchange == "ring" else self._gathered
+        if documents is None:
+            return exchange(query, key, value, None)
+        # Each row has its own documents, and its positions begin at 0.
+        bounds = row_boundaries(documents, query.shape[1])
+        rows = zip(*(x.split(1, dim=1) for x in (query, key, value)), bounds, strict=True)
+        return torch.cat([exchange(q, k, v, ends) for q, k, v, ends in rows], dim=1)
+
+    def _gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        assert self.context_group is not None
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, number: int) -> Tensor:
+            offset = number * query.shape[0]
+            return self._attend(query, key, value, documents, offset)
+
+        return gathered_attention(query, key, value, self.context_group, attend)
+
+    def _ring(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        assert self.context_group is not None
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, query_start: int, key_start: int
+        ) -> tuple[Tensor, Tensor]:
+            return attention_with_lse(
+                q,
+                k,
+                v,
+                causal=self.causal,
+                softmax_scale=self.softmax_scale,
+                backend=self.backend,
+                cu_seqlens=documents,
+                query_offset=query_start,
+                key_offset=key_start,
+            )
+
+        maps = ring_attention(
+            query, key, value, Ring(self.context_group, self._maps_of_parts, attend)
+        )
+        return self._merge_heads(self._join(maps), query)
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        query_offset: int | None = None,
+    ) -> Tensor:
+        """Heads of queries that end where the keys end; documents with an offset are of one row."""
+
+    @abstractmethod
+    def _maps(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The twin's softmax maps, (q, k, v) of each, from rows [b, s, heads, d]."""
+
+    @abstractmethod
+    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
+        """The heads [b, s, heads, width] from each map's product with the values."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
         """Keep this module's parameters in float32 when the model around it is cast to bf16.
@@ -79,6 +186,11 @@ class _CoreAttention(MegatronModule):
             return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
 
         return super()._apply(keep_float32, recurse)
+
+    def _maps_of_parts(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return self._maps(*(x.transpose(0, 1) for x in (query, key, value)))
 
     @staticmethod
     def _rows(heads: Tensor, documents: Tensor | None) -> Tensor:
@@ -115,7 +227,6 @@ class DifferentialCoreAttention(_CoreAttention):
 
     def __init__(self, *args: object, model: ModelConfig, **kwargs: object) -> None:
         super().__init__(*args, model=model, **kwargs)  # type: ignore[arg-type]
-        self.head_dim = model.head_dim
         self.lambda_init = lambda_init(model.lambda_init, self.layer_number)
         for name in LAMBDA_VECTORS:
             vector = torch.nn.Parameter(torch.zeros(model.head_dim, dtype=torch.float32))
@@ -126,80 +237,100 @@ class DifferentialCoreAttention(_CoreAttention):
         q1, k1, q2, k2 = (self._replicated(getattr(self, name)) for name in LAMBDA_VECTORS)
         return differential_lambda(q1, k1, q2, k2, self.lambda_init)
 
-    def forward(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        documents: Tensor | None,
+        query_offset: int | None = None,
     ) -> Tensor:
-        """Head outputs of this rank's heads.
-
-        Args:
-            query: [s, b, 2h, d]; key, value: [s, b, 2 h_kv, d], heads as the module says.
-            attention_mask: None, or the ends of packed documents: [documents + 1] integers on the
-                CPU, in the batch's rows laid end to end; attention then stays within one. (Megatron
-                hands this argument through to every layer as it is.)
-
-        Returns:
-            [s, b, 2h d], in ``query``'s dtype.
-        """
-        kv_heads, d = key.shape[2] // 2, query.shape[3]
-        # (h_kv, 2, r, d) -> two of (h, d); (h_kv, 2, d) -> two of (h_kv, d), or one of (h_kv, 2d)
-        q1, q2 = query.unflatten(2, (kv_heads, 2, -1)).unbind(3)
-        k1, k2 = key.unflatten(2, (kv_heads, 2)).unbind(3)
+        rows = (self._rows(x, documents) for x in (query, key, value))
+        (q1, k1, v), (q2, k2, _) = self._maps(*rows)
         heads = diff_attention(
-            self._rows(q1.flatten(2, 3), attention_mask),
-            self._rows(k1, attention_mask),
-            self._rows(q2.flatten(2, 3), attention_mask),
-            self._rows(k2, attention_mask),
-            self._rows(value.reshape(*value.shape[:2], kv_heads, 2 * d), attention_mask),
+            q1,
+            k1,
+            q2,
+            k2,
+            v,
             self.current_lambda(),
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             backend=self.backend,
-            cu_seqlens=attention_mask,
+            cu_seqlens=documents,
+            query_offset=query_offset,
             norm=self._headwise_norm(1.0 - self.lambda_init),
         )
         return self._merge_heads(heads, query)
 
+    def _maps(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        # (h_kv, 2, r, d) -> two of (h, d); (h_kv, 2, d) -> two of (h_kv, d), or one of (h_kv, 2d)
+        kv_heads = key.shape[2] // 2
+        q1, q2 = query.unflatten(2, (kv_heads, 2, -1)).unbind(3)
+        k1, k2 = key.unflatten(2, (kv_heads, 2)).unbind(3)
+        v = value.unflatten(2, (kv_heads, 2)).flatten(3)
+        return [(q1.flatten(2, 3), k1, v), (q2.flatten(2, 3), k2, v)]
+
+    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
+        out1, out2 = maps
+        heads = out1 - self.current_lambda() * out2
+        norm = self._headwise_norm(1.0 - self.lambda_init)
+        return heads if norm is None else norm.apply_to(heads)
+
 
 class SoftmaxCoreAttention(_CoreAttention):
-    """softmax(Q K^T / sqrt(d)) V per head: the Transformer of the pair, through the same calls."""
+    """softmax(Q K^T / sqrt(d)) V per head: the Transformer of the pair, through the same calls.
 
-    def forward(
+    The recipe's backend is one of differential attention; this one's maps are computed by torch's
+    attention, and on a ring, which needs log-sum-exps, by the first backend that returns them.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.backend = "auto"
+
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        documents: Tensor | None,
+        query_offset: int | None = None,
     ) -> Tensor:
-        """Head outputs of this rank's heads.
-
-        Args:
-            query: [s, b, 2h, d]; key, value: [s, b, 2 h_kv, d].
-            attention_mask: None, or the ends of packed documents: [documents + 1] integers on the
-                CPU, in the batch's rows laid end to end; attention then stays within one. (Megatron
-                hands this argument through to every layer as it is.)
-
-        Returns:
-            [s, b, 2h d], in ``query``'s dtype.
-        """
         heads = softmax_attention(
-            self._rows(query, attention_mask),
-            self._rows(key, attention_mask),
-            self._rows(value, attention_mask),
+            *(self._rows(x, documents) for x in (query, key, value)),
             causal=self.causal,
             softmax_scale=self.softmax_scale,
-            cu_seqlens=attention_mask,
+            cu_seqlens=documents,
+            query_offset=query_offset,
         )
+        return self._merge_heads(self._join((heads,)), query)
+
+    def _maps(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [(query, key, value)]
+
+    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
+        (heads,) = maps
         norm = self._headwise_norm(1.0)
-        return self._merge_heads(heads if norm is None else norm.apply_to(heads), query)
+        return heads if norm is None else norm.apply_to(heads)
+
+
+def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
+    """The ends of documents of each row on its own, from those of the rows laid end to end.
+
+    Args:
+        documents: [documents + 1] integers from 0 to rows x length; each row ends one.
+        rows: how many rows there are.
+
+    Returns:
+        One tensor of integers from 0 to length per row.
+    """
+    length = int(documents[-1]) // rows
+    return [
+        documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
+        for row in range(rows)
+    ]

@@ -20,7 +20,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from diffmegatron.attention.core import DifferentialCoreAttention, SoftmaxCoreAttention
+from diffmegatron.attention.core import (
+    ContextExchange,
+    DifferentialCoreAttention,
+    SoftmaxCoreAttention,
+)
 from diffmegatron.attention.norm import RMSNorm
 from diffmegatron.config.schema import ModelConfig
 
@@ -33,17 +37,24 @@ def available_host() -> Host:
     return "transformer_engine" if found else "local"
 
 
-def layer_spec(model: ModelConfig, host: Host, backend: str = "auto") -> ModuleSpec:
+def layer_spec(
+    model: ModelConfig,
+    host: Host,
+    backend: str = "auto",
+    exchange: ContextExchange = "ring",
+) -> ModuleSpec:
     """The spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
     Args:
         model: which twin, and its sizes.
         host: whose linear and norm classes.
         backend: the differential attention kernel, ``auto`` or a name that ``doctor`` lists.
+        exchange: what context-parallel ranks exchange, where there are any.
     """
+    core_attention = _core_attention(model, backend, exchange)
     if host == "transformer_engine":
-        return _transformer_engine_layer(_core_attention(model, backend))
-    return _local_layer(_core_attention(model, backend))
+        return _transformer_engine_layer(core_attention)
+    return _local_layer(core_attention)
 
 
 def final_norm(host: Host) -> type:
@@ -55,9 +66,10 @@ def final_norm(host: Host) -> type:
     return RMSNorm
 
 
-def _core_attention(model: ModelConfig, backend: str) -> ModuleSpec:
+def _core_attention(model: ModelConfig, backend: str, exchange: ContextExchange) -> ModuleSpec:
     twin = DifferentialCoreAttention if model.is_differential else SoftmaxCoreAttention
-    return ModuleSpec(module=twin, params={"model": model, "backend": backend})
+    params = {"model": model, "backend": backend, "exchange": exchange}
+    return ModuleSpec(module=twin, params=params)
 
 
 def _local_layer(core_attention: ModuleSpec) -> ModuleSpec:

@@ -1,7 +1,7 @@
 """Whether a model and its batches divide over a layout; what does not names what would."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from diffmegatron.errors import UserError
 
@@ -53,6 +53,20 @@ def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
             f"is {rounds * parallel.pipeline * per_microbatch}"
         )
     return data
+
+
+def context_exchange(recipe: "Recipe") -> Literal["ring", "all_gather", "ulysses"]:
+    """What context-parallel ranks exchange: what the recipe says, or by a rule of this function.
+
+    Ulysses moves the least (each rank's own queries, keys, values and outputs, once) and leaves the
+    kernels as fast as on one rank, but shares the key-value heads of a tensor-parallel rank; where
+    they do not divide, the ring takes any number of ranks and keeps memory at 1 / context.
+    """
+    parallel = recipe.parallel
+    if parallel.context_exchange != "auto":
+        return parallel.context_exchange
+    heads = recipe.model.num_kv_heads // parallel.tensor
+    return "ring" if heads % parallel.context else "ulysses"
 
 
 def _check_tensor(recipe: "Recipe") -> None:

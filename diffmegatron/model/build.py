@@ -1,9 +1,9 @@
 """A recipe's network as Megatron-core's GPTModel, on this rank's stage."""
 
 import math
+from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -14,9 +14,12 @@ from torch import Tensor, distributed
 from diffmegatron.attention.core import DifferentialCoreAttention
 from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
+from diffmegatron.config.layout import context_exchange
+from diffmegatron.config.parallel import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
+from diffmegatron.model.network import Chunk, Network
 from diffmegatron.model.shards import parameter_shards
 from diffmegatron.parallel.topology import Topology
 
@@ -52,7 +55,12 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
+        **_recompute(recipe.recompute),
         # The fused SwiGLU is compiled by TorchScript at its first call: 19 s on a CPU.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
@@ -63,7 +71,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     )
 
 
-def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = True) -> GPTModel:
+def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = True) -> Network:
     """This rank's stage of the network, on its device.
 
     Args:
@@ -71,37 +79,64 @@ def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = T
         topology: where this rank stands.
         initial_weights: whether to fill it; without, the weights are arbitrary.
 
-    Returns:
-        GPTModel: ``(tokens [b, s], position_ids [b, s], None, labels=[b, s])`` gives the loss of
-        each token, [b, s] float32, or without labels this tensor-parallel rank's logits.
-
     Raises:
         UserError: the attention backend asked for cannot run here.
     """
-    model, backend = recipe.model, recipe.training.attention_backend
     _check_backend(recipe, topology)
     config = transformer_config(recipe)
-    host = available_host()
-    layers = [layer_spec(model, host, backend)] * get_num_layers_to_build(config)
-    network = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=layers, layer_norm=final_norm(host)
-        ),
-        vocab_size=model.vocab_size,
-        max_sequence_length=recipe.training.seq_length,
-        pre_process=topology.is_first_stage,
-        post_process=topology.is_last_stage,
-        share_embeddings_and_output_weights=model.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=model.rope_theta,
-    ).to(topology.device)
+    chunks = [
+        _build_chunk(recipe, config, topology, number)
+        for number in range(topology.virtual_pipeline_size)
+    ]
+    network = Network(chunks).to(topology.device)
     if initial_weights:
         initialize(network, recipe)
     _mark_tensor_parallel(network)
     if recipe.parallel.sequence_parallel:
         _sum_sequence_parallel_gradients(network, topology)
     return network
+
+
+def _build_chunk(
+    recipe: Recipe, config: TransformerConfig, topology: Topology, number: int
+) -> Chunk:
+    """Chunk ``number`` of this pipeline rank; the network's first one embeds, its last one judges.
+
+    Interleaved, chunk 0 of every rank comes before chunk 1 of the first.
+    """
+    model, host = recipe.model, available_host()
+    chunks = topology.virtual_pipeline_size
+    virtual_stage = number if chunks > 1 else None
+    spec = layer_spec(model, host, recipe.training.attention_backend, context_exchange(recipe))
+    return Chunk(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage),
+            layer_norm=final_norm(host),
+        ),
+        vocab_size=model.vocab_size,
+        max_sequence_length=recipe.training.seq_length,
+        pre_process=topology.is_first_stage and number == 0,
+        post_process=topology.is_last_stage and number == chunks - 1,
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+        vp_stage=virtual_stage,
+        loss_chunk=recipe.training.loss_chunk,
+    )
+
+
+def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
+    """Megatron-core's arguments; its ``uniform`` counts layers per group, ``block`` per stage."""
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.layers,
+    }
 
 
 def _check_backend(recipe: Recipe, topology: Topology) -> None:
@@ -121,7 +156,7 @@ def _check_backend(recipe: Recipe, topology: Topology) -> None:
         raise UserError(f"training.attention_{error}") from None
 
 
-def lambda_by_layer(network: GPTModel) -> dict[int, float]:
+def lambda_by_layer(network: Network) -> dict[int, float]:
     """lambda of this stage's layers by global layer number; empty for the Transformer."""
     return {
         module.layer_number: module.current_lambda().item()
@@ -130,7 +165,7 @@ def lambda_by_layer(network: GPTModel) -> dict[int, float]:
     }
 
 
-def _mark_tensor_parallel(network: GPTModel) -> None:
+def _mark_tensor_parallel(network: Network) -> None:
     """Mark the parameters this rank holds a part of: a gradient norm counts the others once.
 
     Megatron marks parameters while it initialises them, which we do in its place.
@@ -140,7 +175,7 @@ def _mark_tensor_parallel(network: GPTModel) -> None:
         parameter.tensor_model_parallel = parameter.numel() < whole  # type: ignore[attr-defined]
 
 
-def _sum_sequence_parallel_gradients(network: GPTModel, topology: Topology) -> None:
+def _sum_sequence_parallel_gradients(network: Network, topology: Topology) -> None:
     """Sum over the tensor-parallel ranks what each saw of its part of the sequence.
 
     Megatron's own data-parallel wrapper does this for parameters it marks ``sequence_parallel``;

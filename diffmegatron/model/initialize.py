@@ -9,16 +9,16 @@ import hashlib
 import math
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from diffmegatron.attention.core import LAMBDA_VECTORS
 from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.model.network import Network
 from diffmegatron.model.shards import parameter_shards
 
 
 @torch.no_grad()
-def initialize(network: GPTModel, recipe: Recipe) -> None:
+def initialize(network: Network, recipe: Recipe) -> None:
     """Fill every parameter of this stage."""
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:

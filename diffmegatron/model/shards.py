@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+
+from diffmegatron.model.network import Network
 
 # The fused gate and up projection of SwiGLU: two row blocks on every tensor-parallel rank.
 _METADATA = {"non_homogeneous_layers": True}
@@ -54,16 +55,17 @@ class Shard:
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
-def parameter_shards(network: GPTModel) -> dict[torch.nn.Parameter, list[Shard]]:
+def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
     """The shards of every parameter of this stage, in the network's order.
 
     Raises:
         RuntimeError: a parameter that Megatron's sharded state does not cover.
     """
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
-    for tensor, start in _sharded_tensors(network.sharded_state_dict(metadata=dict(_METADATA))):
-        base = tensor.data.data_ptr() - start * tensor.data.element_size()
-        by_storage.setdefault(base, []).append((tensor, start))
+    for chunk in network.chunks:
+        for tensor, start in _sharded_tensors(chunk.sharded_state_dict(metadata=dict(_METADATA))):
+            base = tensor.data.data_ptr() - start * tensor.data.element_size()
+            by_storage.setdefault(base, []).append((tensor, start))
     table = {}
     for name, parameter in network.named_parameters():
         found = by_storage.get(parameter.data_ptr())

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.config.schema import OptimizerConfig, Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
+from diffmegatron.model.network import Network
 from diffmegatron.optim.gate import Gate, GatedAdamW, accumulated_gradient, held_norms
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.parallel.topology import ModelParallelUnit, Topology
@@ -45,7 +46,7 @@ class Fragment:
 class ZeroEngine:
     """AdamW with gradient clipping over the ranks, its state partitioned over data parallel."""
 
-    def __init__(self, network: torch.nn.Module, recipe: Recipe, topology: Topology) -> None:
+    def __init__(self, network: Network, recipe: Recipe, topology: Topology) -> None:
         deepspeed = _deepspeed()
         self.network = network
         self._topology = topology
@@ -248,13 +249,15 @@ def _keeping_float32(
 
 
 def _tied_embedding(
-    network: torch.nn.Module, recipe: Recipe, topology: Topology
+    network: Network, recipe: Recipe, topology: Topology
 ) -> torch.nn.Parameter | None:
     """The embedding this stage shares with another, marked so that the norm counts it once."""
     on_edge = topology.is_first_stage or topology.is_last_stage
     if not recipe.model.tied_embeddings or topology.pipeline_size == 1 or not on_edge:
         return None
-    parameter = network.shared_embedding_or_output_weight()  # type: ignore[operator]
+    # The network's first chunk is the first stage's first, its last one the last stage's last.
+    chunk = network.chunks[0 if topology.is_first_stage else -1]
+    parameter = chunk.shared_embedding_or_output_weight()
     if topology.is_last_stage:
         parameter.ds_pipe_replicated = True
     return parameter

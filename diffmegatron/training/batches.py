@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from diffmegatron.attention.context.zigzag import shard_sequence
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import Batch, Loader
@@ -39,13 +40,17 @@ def open_loader(
     )
 
 
-def on_device(microbatches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The microbatches with their tensors on the device; the kernels read documents on the CPU."""
+def on_this_rank(microbatches: Sequence[Batch], topology: Topology) -> list[Batch]:
+    """This rank's part of the microbatches, on its device.
+
+    Context-parallel ranks hold the zigzag parts of each sequence; documents stay whole and on the
+    CPU, where the kernels read them.
+    """
     return [
         replace(
             batch,
             **{
-                field.name: value.to(device, non_blocking=True)
+                field.name: _part(value, topology).to(topology.device, non_blocking=True)
                 for field in fields(batch)
                 if field.name != "document_ids"
                 and (value := getattr(batch, field.name)) is not None
@@ -53,3 +58,9 @@ def on_device(microbatches: Sequence[Batch], device: torch.device) -> list[Batch
         )
         for batch in microbatches
     ]
+
+
+def _part(whole: Tensor, topology: Topology) -> Tensor:
+    if topology.context_size == 1:
+        return whole
+    return shard_sequence(whole, 1, topology.context_rank, topology.context_size)

@@ -6,10 +6,11 @@ import torch
 from torch import distributed
 
 from diffmegatron.model.build import lambda_by_layer
+from diffmegatron.model.network import Network
 from diffmegatron.parallel.topology import Topology
 
 
-def lambdas(network: torch.nn.Module, topology: Topology) -> dict[str, float]:
+def lambdas(network: Network, topology: Topology) -> dict[str, float]:
     """lambda of every layer of the whole network, from the ranks of this pipeline."""
     stages: list[dict[int, float]] = [{} for _ in range(topology.pipeline_size)]
     distributed.all_gather_object(stages, lambda_by_layer(network), group=topology.pipeline_group)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from diffmegatron.data.loader import Batch
+from diffmegatron.model.network import Network
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology
 
@@ -25,10 +25,10 @@ def forward_backward(
         0-dim float32: mean loss of the global batch, the same on every rank.
     """
     count = _count(microbatches, topology)
-    # DeepSpeed averages over the data-parallel ranks what is to be summed.
-    weight = topology.data_size / count
+    # DeepSpeed averages over data x context parallel ranks what is to be summed.
+    weight = topology.data_size * topology.context_size / count
     if topology.pipeline_size > 1:
-        losses = _pipeline(engine.network, microbatches, weight)
+        losses = _pipeline(engine.network, microbatches, topology, weight)
     else:
         losses = []
         for batch in microbatches:
@@ -39,21 +39,21 @@ def forward_backward(
 
 
 @torch.no_grad()
-def forward_only(network: GPTModel, microbatches: Sequence[Batch], topology: Topology) -> Tensor:
+def forward_only(network: Network, microbatches: Sequence[Batch], topology: Topology) -> Tensor:
     """Mean loss of a global batch without gradients; 0-dim float32, the same on every rank."""
     if topology.pipeline_size > 1:
-        losses = _pipeline(network, microbatches, None)
+        losses = _pipeline(network, microbatches, topology, None)
     else:
         losses = [summed_loss(network, batch) for batch in microbatches]
     return _mean_over_ranks(losses, _count(microbatches, topology), topology)
 
 
-def summed_loss(network: GPTModel, batch: Batch) -> Tensor:
+def summed_loss(network: Network, batch: Batch) -> Tensor:
     """Summed loss of the tokens that count; 0-dim float32."""
     return _masked_sum(batch.loss_mask, _token_losses(network, batch))
 
 
-def _token_losses(network: GPTModel, batch: Batch) -> Tensor:
+def _token_losses(network: Network, batch: Batch) -> Tensor:
     """Loss of each token, [b, s]; the ends of documents stand in the place of Megatron's mask."""
     documents = None if batch.document_ids is None else batch.cu_seqlens
     return network(batch.tokens, batch.position_ids, documents, labels=batch.labels)
@@ -71,31 +71,43 @@ def _count(microbatches: Sequence[Batch], topology: Topology) -> Tensor:
 
 
 def _pipeline(
-    network: GPTModel, microbatches: Sequence[Batch], weight: Tensor | None
+    network: Network,
+    microbatches: Sequence[Batch],
+    topology: Topology,
+    weight: Tensor | None,
 ) -> list[Tensor]:
-    """Megatron's 1F1B schedule; summed losses on the last stage, nothing on the others.
+    """Megatron's 1F1B schedule, interleaved where the network has several chunks.
 
-    It is given the network, never DeepSpeed's engine, whose ``config`` is another thing.
+    Summed losses on the last stage, nothing on the others. It is given the network, never
+    DeepSpeed's engine, whose ``config`` is another thing.
 
     Args:
+        network: this rank's chunks.
+        microbatches: of this data-parallel rank.
+        topology: where this rank stands.
         weight: of a summed loss in the gradients; None: no backward pass.
     """
     batch = microbatches[0]
-    # The schedule divides by the number of microbatches what it takes the gradient of.
-    scale = None if weight is None else weight * len(microbatches)
+    # The schedule divides by the number of microbatches what it takes the gradient of, and
+    # multiplies it by the context-parallel size, by which it divides the length of a sequence.
+    factor = len(microbatches) / topology.context_size
+    scale = None if weight is None else weight * factor
+    chunks = list(network.chunks)
+    iterators = [iter(microbatches) for _ in chunks]
+    is_interleaved = len(chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, scale),
-        data_iterator=iter(microbatches),
-        model=network,
+        data_iterator=iterators if is_interleaved else iterators[0],
+        model=chunks if is_interleaved else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=batch.tokens.shape[1],
+        seq_length=batch.tokens.shape[1] * topology.context_size,
         micro_batch_size=batch.tokens.shape[0],
         forward_only=weight is None,
     )
     return [output["loss"] for output in outputs]
 
 
-def _forward_step(scale: Tensor | None, microbatches, network: GPTModel):  # type: ignore[no-untyped-def]
+def _forward_step(scale: Tensor | None, microbatches, network: Network):  # type: ignore[no-untyped-def]
     batch: Batch = next(microbatches)
     return _token_losses(network, batch), partial(_scheduled_loss, batch.loss_mask, scale)
 

@@ -22,7 +22,7 @@ from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology, default_group, process_groups, world_size
 from diffmegatron.training.agreement import Agreement, Judgement, agree
-from diffmegatron.training.batches import on_device, open_loader
+from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.events import stopped_by_guard, write_event
 from diffmegatron.training.metrics import MetricsWriter
@@ -148,7 +148,7 @@ class Trainer:
         recipe, topology = self.recipe, self.topology
         rate = learning_rate(self.step + 1, recipe.training.total_steps, recipe.optimizer)
         with self.clock("data"):
-            microbatches = on_device(next(self.loader), topology.device)
+            microbatches = on_this_rank(next(self.loader), topology)
         with self.clock("forward_backward"):
             loss = forward_backward(self.engine, microbatches, topology)
         judgement = Judgement(self.guard, partial(self._agree, loss))
@@ -249,7 +249,7 @@ class Trainer:
             while len(losses) < training.eval_batches and not self.stopping:
                 batch = loader.read_step(len(losses) * training.global_batch_size)
                 agreed = self._agree(
-                    forward_only(self.network, on_device(batch, topology.device), topology)
+                    forward_only(self.network, on_this_rank(batch, topology), topology)
                 )
                 losses.append(agreed.loss)
                 self.stopping = agreed.stop

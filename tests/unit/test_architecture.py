@@ -24,6 +24,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MEGATRON = {
     "model",
+    "attention/context",
     "attention/core.py",
     "attention/norm.py",
     "attention/specs.py",

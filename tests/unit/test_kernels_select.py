@@ -94,7 +94,7 @@ def test_auto_says_what_it_passed_over():
 
 
 def test_a_named_backend_that_lacks_a_feature_says_so():
-    with pytest.raises(ValueError, match="'sdpa_4call' cannot run: it cannot return the two log"):
+    with pytest.raises(ValueError, match="'sdpa_4call' cannot run: it cannot return log-sum-exps"):
         choose_backend("sdpa_4call", "cpu", torch.float32, 64, NOTHING, frozenset({"lse"}))
 
 

@@ -1,14 +1,22 @@
 """The two public attention functions: differential, and the Transformer twin's softmax."""
 
+from types import ModuleType
 from typing import Literal, overload
 
 from torch import Tensor
 
 from . import sdpa
+from .masking import AttentionMask
 from .norm import HeadwiseNorm
 from .partial import PartialAttention
 from .select import resolve_backend
-from .validate import autocast_dtype, build_mask, check_diff_inputs, check_softmax_inputs
+from .validate import (
+    autocast_dtype,
+    build_mask,
+    check_diff_inputs,
+    check_layout,
+    check_softmax_inputs,
+)
 
 
 @overload
@@ -117,12 +125,76 @@ def diff_attention(
     inputs = tuple(x.to(dtype) for x in (q1, k1, q2, k2, v))
     scale = q1.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if return_lse:
-        partial = chosen.load().partial_attention(*inputs, softmax_scale=scale, mask=mask)
+        partial = _both_maps(chosen.load(), *inputs, softmax_scale=scale, mask=mask)
         out = partial.output(lambda_).to(dtype)
         return (out if norm is None else norm.apply_to(out)), partial
     options = {"norm": norm} if norm is not None and chosen.fuses_norm else {}
     out = chosen.load().diff_attention(*inputs, lambda_, softmax_scale=scale, mask=mask, **options)
     return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
+
+
+def _both_maps(
+    backend: ModuleType,
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> PartialAttention:
+    out1, lse1 = backend.attention_with_lse(q1, k1, v, softmax_scale=softmax_scale, mask=mask)
+    out2, lse2 = backend.attention_with_lse(q2, k2, v, softmax_scale=softmax_scale, mask=mask)
+    return PartialAttention(out1, out2, lse1, lse2)
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`softmax(q k^T) v` over some of the keys, to be merged with the rest by its log-sum-exp.
+
+    Args:
+        q: `[b, s, h, d]`, floating point.
+        k: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        v: `[b, t, h_kv, d]` or `[b, t, h_kv, 2d]`, likewise.
+        causal, softmax_scale, backend, cu_seqlens, query_offset, key_offset: as in
+            `diff_attention`.
+
+    Returns:
+        out `[b, s, h, d]` or `[b, s, h, 2d]`, zeros in a row that sees no key; log of the sum of
+        exp(scores) `[b, s, h]`, -inf in such a row. Both fp32 (fp64 for fp64) and differentiable.
+
+    Raises:
+        ValueError: as `diff_attention`.
+    """
+    is_narrow = v.shape[-1] == q.shape[-1]
+    check_layout(q=q, k=k, v=v, value_width=1 if is_narrow else 2)
+    mask = build_mask(
+        q.shape[1],
+        k.shape[1],
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+    dtype = autocast_dtype(q)
+    needs = mask.features | {"lse"} | ({"narrow"} if is_narrow else set())
+    chosen = resolve_backend(backend, q.device.type, dtype, q.shape[3], needs)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = chosen.load().attention_with_lse(
+        q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
+    )
+    return out, lse
 
 
 def softmax_attention(

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masking import AttentionMask
-from .partial import PartialAttention
 from .row_blocks import (
     attention_map,
     block_scores,
@@ -49,20 +48,12 @@ def diff_attention(
     return out
 
 
-def partial_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> PartialAttention:
-    """Each map on its own with its log-sum-exp: 6d forward, 14d backward."""
-    out1, lse1 = _BlockedSoftmaxAttention.apply(q1, k1, v, softmax_scale, mask)
-    out2, lse2 = _BlockedSoftmaxAttention.apply(q2, k2, v, softmax_scale, mask)
-    return PartialAttention(out1, out2, lse1, lse2)
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """As `diffmegatron.attention.kernels.attention_with_lse`."""
+    out, lse = _BlockedSoftmaxAttention.apply(q, k, v, softmax_scale, mask)
+    return out, lse
 
 
 class _BlockedDiffAttention(torch.autograd.Function):

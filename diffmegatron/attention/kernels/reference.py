@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .masking import AttentionMask
-from .partial import PartialAttention
 
 
 def diff_attention(
@@ -33,24 +32,15 @@ def diff_attention(
     return torch.einsum("bhst,bthe->bshe", combined, _repeat_kv(v, q1.shape[2]))
 
 
-def partial_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> PartialAttention:
-    """Each map on its own, in fp32 at least, with the log-sum-exp of its scores."""
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """As `diffmegatron.attention.kernels.attention_with_lse`."""
     dtype = torch.promote_types(v.dtype, torch.float32)
-    outs, lses = [], []
-    for q, k in ((q1, k1), (q2, k2)):
-        weights = _attention_map(q.to(dtype), k.to(dtype), softmax_scale, mask)
-        outs.append(torch.einsum("bhst,bthe->bshe", weights, _repeat_kv(v, q.shape[2]).to(dtype)))
-        lses.append(_log_sum_exp(q.to(dtype), k.to(dtype), softmax_scale, mask))
-    return PartialAttention(outs[0], outs[1], lses[0], lses[1])
+    q, k, v = q.to(dtype), k.to(dtype), _repeat_kv(v, q.shape[2]).to(dtype)
+    weights = _attention_map(q, k, softmax_scale, mask)
+    out = torch.einsum("bhst,bthe->bshe", weights, v)
+    return out, _log_sum_exp(q, k, softmax_scale, mask)
 
 
 def _attention_map(q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask) -> Tensor:

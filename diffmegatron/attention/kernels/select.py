@@ -26,7 +26,8 @@ NO_OFFSETS_NOR_LSE = frozenset({"offsets", "lse"})
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
-    "lse": "return the two log-sum-exps (return_lse)",
+    "lse": "return log-sum-exps",
+    "narrow": "take values as wide as the queries",
 }
 
 
@@ -36,7 +37,7 @@ class Backend:
 
     Attributes:
         module: module of this package that holds its `diff_attention` and, unless it lacks
-            "lse", its `partial_attention`.
+            "lse", its `attention_with_lse`.
         devices, dtypes, head_dims: what it takes; None means any.
         library: name of the library it needs beside torch, or None.
         lacks: what it cannot do, out of `FEATURES`.
@@ -68,6 +69,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=triton_config.DTYPES,
         head_dims=triton_config.HEAD_DIMS,
         library="triton",
+        lacks=frozenset({"narrow"}),
         fuses_norm=True,
     ),
     "flash_2call": Backend(

@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .masking import AttentionMask
 from .norm import HeadwiseNorm
-from .partial import PartialAttention
 from .triton_config import (
     Blocks,
     default_one_pass,
@@ -74,21 +73,12 @@ def diff_attention(
     return out
 
 
-def partial_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> PartialAttention:
-    """Each map on its own with its log-sum-exp: 6d forward, 14d or more backward."""
-    problem = _problem(q1, softmax_scale, mask, None, None)
-    out1, lse1 = _TritonSoftmaxAttention.apply(q1, k1, v, problem)
-    out2, lse2 = _TritonSoftmaxAttention.apply(q2, k2, v, problem)
-    return PartialAttention(out1, out2, lse1, lse2)
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """As `diffmegatron.attention.kernels.attention_with_lse`, with v `[b, t, h_kv, 2d]`."""
+    out, lse = _TritonSoftmaxAttention.apply(q, k, v, _problem(q, softmax_scale, mask, None, None))
+    return out, lse
 
 
 def _problem(

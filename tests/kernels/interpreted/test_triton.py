@@ -8,7 +8,13 @@ import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
-from diffmegatron.attention.kernels import HeadwiseNorm, merge_partial, reference, triton_attention
+from diffmegatron.attention.kernels import (
+    HeadwiseNorm,
+    PartialAttention,
+    merge_partial,
+    reference,
+    triton_attention,
+)
 from diffmegatron.attention.kernels.triton_config import Blocks
 from diffmegatron.attention.kernels.validate import build_mask
 
@@ -178,11 +184,10 @@ def test_partial_results_merge_to_the_whole():
     for start, stop in ((0, 25), (25, 40)):
         keys = [x[:, start:stop] for x in (k1, k2, v)]
         mask = mask_of([q1, keys[0]], query_offset=20, key_offset=start)
-        partials.append(
-            triton_attention.partial_attention(
-                q1, keys[0], q2, keys[1], keys[2], softmax_scale=0.25, mask=mask
-            )
-        )
+        options = {"softmax_scale": 0.25, "mask": mask}
+        out1, lse1 = triton_attention.attention_with_lse(q1, keys[0], keys[2], **options)
+        out2, lse2 = triton_attention.attention_with_lse(q2, keys[1], keys[2], **options)
+        partials.append(PartialAttention(out1, out2, lse1, lse2))
     merged = merge_partial(*partials).output(lambda_)
     expected = reference.diff_attention(*inputs, softmax_scale=0.25, mask=mask_of(inputs))
     assert relative_error(merged, expected) < 1e-13

@@ -1,0 +1,1 @@
+"""Attention over a sequence that context-parallel ranks share."""

@@ -1,0 +1,39 @@
+"""Which part of a sequence each context-parallel rank holds.
+
+The sequence is cut into 2 P chunks, and rank r holds chunks r and 2 P - 1 - r: under a causal mask
+every rank then meets the same number of (query, key) pairs. Megatron-core shards its rotary
+embeddings in the same way (models/common/embeddings/rope_utils.py).
+"""
+
+import torch
+from torch import Tensor
+
+
+def rank_chunks(rank: int, size: int) -> tuple[int, int]:
+    """Numbers of the two chunks of a rank, in the order in which it holds them."""
+    return rank, 2 * size - 1 - rank
+
+
+def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """A rank's part of a tensor along ``dim``, whose length must divide by 2 ``size``."""
+    chunks = whole.chunk(2 * size, dim)
+    return torch.cat([chunks[number] for number in rank_chunks(rank, size)], dim)
+
+
+def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
+    """What all ranks hold, laid end to end along the first dimension, in the sequence's order."""
+    return _reordered(by_rank, _chunks_by_rank(size).argsort())
+
+
+def to_rank_order(whole: Tensor, size: int) -> Tensor:
+    """The inverse of :func:`to_sequence_order`."""
+    return _reordered(whole, _chunks_by_rank(size))
+
+
+def _chunks_by_rank(size: int) -> Tensor:
+    return torch.tensor([rank_chunks(rank, size) for rank in range(size)]).flatten()
+
+
+def _reordered(tensor: Tensor, order: Tensor) -> Tensor:
+    chunks = tensor.unflatten(0, (len(order), -1))
+    return chunks.index_select(0, order.to(tensor.device)).flatten(0, 1)
