@@ -3,15 +3,16 @@
     python tools/fault_campaign.py --kills 50 --out benchmarks/results/fault_campaign.json
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
-SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end). Some moments are chosen
-at random in time, the others when a save is seen to be under way. The report says whether the
-final weights and Adam's moments equal those of the undisturbed run to the bit, and whether any
-checkpoint that the store listed failed to verify.
+SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end): at a random time, while
+starting, or when a save is seen in one of its phases. The report says whether the final weights
+and Adam's moments equal those of the undisturbed run to the bit, and whether any checkpoint that
+the store listed failed to verify.
 """
 
 import argparse
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -23,11 +24,16 @@ from pathlib import Path
 
 import torch
 
-from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
+from diffmegatron.checkpoint.contents import STATE, open_checkpoint
+from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest, verify_contents
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.data.prepare import prepare
 from diffmegatron.training.metrics import read_metrics
+
+# What the directories show of a save, in its order.
+SAVE_PHASES = ("directory made", "ranks writing", "small files", "manifest written", "removal")
+# How long to wait for a phase that may pass unseen; any other is taken then.
+PATIENCE_SECONDS = 10
 
 RECIPE = """
 run_dir: {run_dir}
@@ -94,6 +100,7 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
     stacks = sorted(path.name for path in (folder / "disturbed" / "stacks").glob("rank_*.txt"))
     return {
         "kept_its_promise": bool(equal and not unreadable and len(done) == faults),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}",
         "seed": arguments.seed,
         "steps": arguments.steps,
         "faults": len(done),
@@ -134,19 +141,21 @@ def disturb(
     pick.shuffle(kinds)
     store, done, problems = CheckpointStore(run_dir), [], []
     for kind in kinds:
-        moment = pick.choice(["in a save", "at random", "at random"])
-        if kind == "stop":
-            moment = "at random"  # the watchdog's limit while starting is long
-        elif moment == "at random" and pick.random() < 0.2:
-            moment = "while starting"
+        # A stop while starting would wait for the watchdog's long limit.
+        moments = ["at random"] if kind == "stop" else ["at random", "while starting", "in a save"]
+        moment = pick.choices(moments, weights=[4, 2, 4][: len(moments)])[0]
+        if moment == "in a save":
+            moment = pick.choice(SAVE_PHASES)
         ranks = wait_for_ranks(agent, run_dir, moment, pick)
         if not ranks:
             break
         victim = pick.choice(ranks)
         os.kill(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if moment in SAVE_PHASES:
+            moment = f"in a save: {save_phase(store) or 'committed'}"
         done.append((kind, moment))
         print(f"{kind} {moment}: {len(done)} of {len(kinds)}", file=sys.stderr, flush=True)
-        problems += [found for step in store.steps()[-1:] if (found := damage(store, step))]
+        problems += [found for step in store.steps() if (found := damage(store, step))]
         while agent.poll() is None and Path(f"/proc/{victim}").exists():
             time.sleep(0.05)
     return done, problems
@@ -156,27 +165,46 @@ def wait_for_ranks(
     agent: subprocess.Popen, run_dir: Path, moment: str, pick: random.Random
 ) -> list[int]:
     """Both ranks' process ids at the moment to hurt one; none: the run has ended."""
-    before = progress(run_dir)
+    began, store = time.time(), CheckpointStore(run_dir)
+    patience, going_on = time.monotonic() + PATIENCE_SECONDS, False
     while agent.poll() is None:
         ranks = children(agent.pid)
         if len(ranks) == 2:
-            if moment == "while starting":
-                time.sleep(pick.uniform(0, 4))
-                return children(agent.pid)
-            if progress(run_dir) != before and moment == "at random":
-                time.sleep(pick.uniform(0, 1.0))
-                return children(agent.pid)
-            if list((run_dir / "checkpoints").glob("*.unfinished")) and moment == "in a save":
-                time.sleep(pick.choice([0, 0, 0.001, 0.003, 0.01]))
-                return children(agent.pid)
-        time.sleep(0.0005 if moment == "in a save" else 0.02)
+            going_on = going_on or stepped_since(run_dir, began)
+            if moment == "while starting" or (going_on and moment == "at random"):
+                time.sleep(pick.uniform(0, 6 if moment == "while starting" else 1))
+                if ranks := children(agent.pid):
+                    return ranks
+            elif going_on and moment in SAVE_PHASES:
+                seen = save_phase(store)
+                if seen == moment or (seen and time.monotonic() > patience):
+                    return ranks
+        time.sleep(0.0002 if moment in SAVE_PHASES else 0.02)
     return []
 
 
-def progress(run_dir: Path) -> float:
-    """Something that changes with every step."""
-    path = run_dir / "metrics.jsonl"
-    return path.stat().st_mtime if path.exists() else 0.0
+def save_phase(store: CheckpointStore) -> str | None:
+    """How far the directories say that a save is; None: there is none under way."""
+    try:
+        names = [path.name for path in store.directory.iterdir()]
+        if any(name.endswith(".removed") for name in names):
+            return "removal"
+        unfinished = next((name for name in names if name.endswith(".unfinished")), None)
+        if unfinished is None:
+            return None
+        files = {path.name for path in (store.directory / unfinished).iterdir()}
+    except FileNotFoundError:  # it has gone on in the meantime
+        return None
+    if MANIFEST in files:
+        return "manifest written"
+    if STATE in files:
+        return "small files"
+    return "ranks writing" if files else "directory made"
+
+
+def stepped_since(run_dir: Path, moment: float) -> bool:
+    """Whether a step was done since; a restart alone writes the older ones anew."""
+    return any(entry["time"] > moment for entry in read_metrics(run_dir)[-1:])
 
 
 def children(parent: int) -> list[int]:
@@ -198,15 +226,20 @@ def damage(store: CheckpointStore, step: int) -> str | None:
 
 def same_end(one: Path, other: Path) -> bool:
     """Whether two runs ended with the same bits and drew the same curve."""
-    ends = [open_checkpoint(CheckpointStore(run).latest()).tensors for run in (one, other)]
+    newest = [CheckpointStore(run).latest() for run in (one, other)]
+    ends = [open_checkpoint(path).tensors for path in newest if path is not None]
     curves = [
         [(e["step"], e["train/loss"]) for e in read_metrics(run) if "train/loss" in e]
         for run in (one, other)
     ]
-    return curves[0] == curves[1] and all(
-        torch.equal(ends[0].whole(kind, name), ends[1].whole(kind, name))
-        for kind in ("weight", "exp_avg", "exp_avg_sq")
-        for name in ends[0].names()
+    return (
+        len(ends) == 2
+        and curves[0] == curves[1]
+        and all(
+            torch.equal(ends[0].whole(kind, name), ends[1].whole(kind, name))
+            for kind in ("weight", "exp_avg", "exp_avg_sq")
+            for name in ends[0].names()
+        )
     )
 
 
