@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diffmegatron.checkpoint.manifest import Manifest, read_manifest, verify_contents, verify_files
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.store import CheckpointStore, superfluous
 from diffmegatron.errors import UserError
 
 app = typer.Typer(
@@ -66,7 +66,7 @@ def prune(
 ) -> None:
     """Remove the complete checkpoints that the options do not keep; damaged ones are left."""
     store = _store(run_dir)
-    for step in store.superfluous(keep_last, keep_every):
+    for step in superfluous(store.complete(), keep_last, keep_every):
         if not dry_run:
             store.remove(step)
         print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")

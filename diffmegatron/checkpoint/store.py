@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
+_LEFT = ".left"
 
 
 class CheckpointStore:
@@ -93,24 +94,31 @@ class CheckpointStore:
         """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
-    def superfluous(self, keep_last: int, keep_every: int | None) -> list[int]:
-        """Complete checkpoints that a retention policy does not keep, ascending.
-
-        Args:
-            keep_last: how many of the newest stay.
-            keep_every: multiples of this step stay for good; None: no others.
-        """
-        older = self.complete()[:-keep_last]
-        return [step for step in older if keep_every is None or step % keep_every]
-
     def remove(self, step: int) -> None:
         """Remove a checkpoint; it stops counting before its first file goes."""
         shutil.rmtree(self._set_aside(step))
+
+    def leave(self, step: int) -> Path:
+        """Keep a checkpoint under a name that does not count: the run could not go on from it."""
+        left = self.directory / f"step_{step:08d}{_LEFT}"
+        shutil.rmtree(left, ignore_errors=True)
+        return self.path(step).rename(left)
 
     def _set_aside(self, step: int) -> Path:
         aside = self.directory / f"step_{step:08d}{_REMOVED}"
         shutil.rmtree(aside, ignore_errors=True)
         return self.path(step).rename(aside)
+
+
+def superfluous(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Those of ascending steps whose checkpoints a retention policy does not keep.
+
+    Args:
+        steps: of complete checkpoints.
+        keep_last: how many of the newest stay.
+        keep_every: multiples of this step stay for good; None: no others.
+    """
+    return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 
 
 @contextmanager

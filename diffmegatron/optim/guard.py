@@ -8,7 +8,7 @@ restarts before a spike and skips its batches).
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -35,11 +35,14 @@ class Verdict:
         applied: whether the optimizer may use the gradients.
         action: what becomes of the run.
         reason: what was out of order, in words; None: nothing.
+        finite: whether loss and gradient norm were finite, which shows the weights they were
+            computed with to be sound.
     """
 
     applied: bool
     action: Action = Action.GO_ON
     reason: str | None = None
+    finite: bool = True
 
 
 class Guard:
@@ -60,7 +63,7 @@ class Guard:
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
         if broken:
-            return self._skip(" and ".join(broken))
+            return replace(self._skip(" and ".join(broken)), finite=False)
         far = [text for name, value in values.items() if (text := self._spike(name, value))]
         if far:
             self.spikes += 1

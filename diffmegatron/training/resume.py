@@ -56,15 +56,22 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
 
 
-def newest_good(store: CheckpointStore, topology: Topology) -> Checkpoint | None:
+def newest_good(
+    store: CheckpointStore, topology: Topology, before: int | None = None
+) -> Checkpoint | None:
     """The newest checkpoint of which every byte is as it was written, found by all ranks together.
 
     Each rank reads its share of the files. Damaged ones are reported and the next older is tried.
 
+    Args:
+        store: of the run.
+        topology: the ranks.
+        before: only checkpoints of earlier steps count; None: all.
+
     Raises:
         UserError: there are checkpoints, and none is good. To begin anew silently would be worse.
     """
-    steps = [store.steps()]
+    steps = [[step for step in store.steps() if before is None or step < before]]
     distributed.broadcast_object_list(steps, src=0)
     for step in reversed(steps[0]):
         problem = _problem(store.path(step), topology)
@@ -72,7 +79,7 @@ def newest_good(store: CheckpointStore, topology: Topology) -> Checkpoint | None
             return open_checkpoint(store.path(step))
         if topology.is_main:
             log.warning("checkpoint passed over: %s", problem)
-    if steps[0]:
+    if steps[0] and before is None:
         raise UserError(
             f"none of the {len(steps[0])} checkpoints in {store.directory} is whole; move them "
             "away to begin anew"

@@ -1,11 +1,15 @@
 """Saves while training goes on: the run waits for a copy into host memory, a thread writes it.
 
-A save counts when every rank has written and rank 0 has renamed the directory, which happens at
-the first step at which the ranks agree that none writes any more (the flag travels in the
-all-reduce of :mod:`~diffmegatron.training.agreement`). Until then nobody is told of a checkpoint.
+A save counts when every rank has written, a later step has shown its weights to be sound, and
+rank 0 has renamed the directory. That is at the first step with a finite loss and gradient norm at
+which the ranks agree that none writes any more (the flag travels in the all-reduce of
+:mod:`~diffmegatron.training.agreement`). Until then nobody is told of a checkpoint. Weights that
+an update has wrecked give a step that is not finite, and are never what a run goes back to.
 """
 
+import errno
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from torch import distributed
 from diffmegatron.checkpoint.contents import rank_file
 from diffmegatron.checkpoint.manifest import FileEntry
 from diffmegatron.checkpoint.sharded import write_pieces
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.store import CheckpointStore, superfluous
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.optim.zero import ZeroEngine
@@ -53,6 +57,7 @@ class Saver:
         self._copy = HostCopy()
         self._write: _Write | None = None
         self._position: Position | None = None
+        self._sound = False
         self._started = self._stalled = 0.0
         self._failed = self._failed_in_a_row = 0
         self._problem = ""
@@ -67,6 +72,15 @@ class Saver:
         """Whether a save has begun whose end the ranks have not agreed on."""
         return self._position is not None
 
+    def step_judged(self, *, finite: bool) -> None:
+        """Another step is done, with the weights of the open save or later ones."""
+        self._sound = self._sound or finite
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the open save may count as soon as all ranks have written."""
+        return self.is_open and self._sound
+
     @property
     def is_due_again(self) -> bool:
         """Whether the last save failed and is to be tried again."""
@@ -76,7 +90,7 @@ class Saver:
         """Begin to save; returns metrics when it has failed already."""
         assert not self.is_open
         self._started = time.perf_counter()
-        self._position = position
+        self._position, self._sound = position, False
         try:
             self._all(self._store.begin, position.step, only=self._topology.is_main)
             self._copy.take(self._engine, self._shards)
@@ -86,6 +100,27 @@ class Saver:
         self._write = _Write(path, self._copy)
         self._write.start()
         self._stalled = time.perf_counter() - self._started
+        return {}
+
+    def wait(self) -> None:
+        """Wait for this rank's thread."""
+        if self._write is not None:
+            self._write.join()
+
+    def close(self) -> dict[str, float]:
+        """End the open save: make it count if its weights are known to be sound, else drop it."""
+        if not self.is_open:
+            return {}
+        if self._sound:
+            return self.settle()
+        position = self._position
+        assert position is not None
+        self.wait()
+        fail_together(None)  # the other ranks may still write into the directory
+        if self._topology.is_main:
+            self._store.abandon(position.step)
+            log.warning("checkpoint of step %d dropped: no later step was finite", position.step)
+        self._write = self._position = None
         return {}
 
     def settle(self) -> dict[str, float]:
@@ -117,7 +152,7 @@ class Saver:
         self.saved_step = position.step
         if self._topology.is_main:
             say(f"saved {self._store.path(position.step)}")
-            self._prune()
+            self._prune(position.step)
         now = time.perf_counter()
         return {
             "ckpt/stall_seconds": self._stalled + now - waiting,
@@ -152,12 +187,14 @@ class Saver:
             log.error("checkpoint of step %d failed: %s", position.step, problem)
         return {"ckpt/failed": self._failed}
 
-    def _prune(self) -> None:
+    def _prune(self, saved_step: int) -> None:
         policy = self._recipe.checkpoint
         if policy.keep_last is None:
             return
         try:
-            for step in self._store.superfluous(policy.keep_last, policy.keep_every):
+            # Of what lies beyond this save the run has gone back, or it is damaged.
+            steps = [step for step in self._store.complete() if step <= saved_step]
+            for step in superfluous(steps, policy.keep_last, policy.keep_every):
                 self._store.remove(step)
         except OSError as error:
             log.error("cannot remove an old checkpoint: %s", error)
@@ -171,7 +208,7 @@ class Saver:
         except UserError as error:
             problem = str(error)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem = f"cannot write the checkpoint: {error}"
+            problem = f"cannot write the checkpoint in {self._store.directory}: {error}"
         fail_together(problem)
 
 
@@ -189,4 +226,17 @@ class _Write(threading.Thread):
         try:
             self.entry = write_pieces(self._path, *self._copy.tensors)
         except Exception as error:  # reported by the main thread, on all ranks
-            self.problem = f"cannot write the checkpoint: {error}"
+            self.problem = self._said(error)
+
+    def _said(self, error: Exception) -> str:
+        if not isinstance(error, OSError):
+            return f"cannot write {self._path}: {error}"
+        said = f"cannot write {self._path}: {error.strerror}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return said
+        tensors, _ = self._copy.tensors
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        # What is written of it so far goes when the save is given up.
+        written = self._path.stat().st_size if self._path.exists() else 0
+        free = shutil.disk_usage(self._path.parent).free + written
+        return f"{said}; it needs {needed} bytes and its disk has {free} free"

@@ -1,11 +1,13 @@
 """The training run: the loop, and nothing else."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from diffmegatron.checkpoint.contents import RECIPE, Checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.model.build import build_model
@@ -119,6 +122,10 @@ class Trainer:
             self.guard.restore(position.guard)
         self.step = position.step
         self.stopping = False
+        # Why the present weights may be no good; None while the last step was finite.
+        self.doubt: str | None = None
+        # Step and updates of the checkpoint that the last rollback went to.
+        self.returned_to: tuple[int, int] | None = None
         saved_step = None if start is None else self.step
         self.saver = Saver(self.store, self.engine, self.shards, recipe, topology, saved_step)
         self.loader = stack.enter_context(open_loader(recipe, topology, "train", position.data))
@@ -158,9 +165,12 @@ class Trainer:
         self.clock.step_done()
         self.watchdog.progress()
         agreed, verdict = judgement.result
-        self.stopping = agreed.stop
-        if self.saver.is_open and not agreed.writing:
-            self._settle()
+        self.doubt = None if verdict.finite else verdict.reason
+        # After a step that is not finite the run goes on: what it ends with must be sound.
+        self.stopping = agreed.stop and verdict.finite
+        self.saver.step_judged(finite=verdict.finite)
+        if self.saver.is_ready and not agreed.writing:
+            self._close_save()
         if verdict.reason is not None:
             self._report(agreed, verdict)
         if verdict.action is Action.STOP:
@@ -195,9 +205,8 @@ class Trainer:
         norms = self.engine.held_gradient_norms()
         write_event(run_dir, self.step, verdict, event, norms, self.shards, self.topology)
 
-    def _give_up(self, verdict: Verdict) -> None:
-        if self.saver.is_open:
-            self._settle()
+    def _give_up(self, verdict: Verdict) -> NoReturn:
+        self._close_save()
         newest = self.store.latest()
         raise stopped_by_guard(self.recipe, self.step, verdict, self.guard, newest)
 
@@ -207,19 +216,37 @@ class Trainer:
         So the batches since the checkpoint, the offending ones among them, are passed over.
         """
         with self._pause():
-            if self.saver.is_open:
-                self._settle()
-            checkpoint = newest_good(self.store, self.topology)
+            self._close_save()
+            checkpoint = self._return_point()
             if checkpoint is None:
                 self._give_up(verdict)
-            else:
-                position = self._resume(checkpoint)
-                assert position.guard is not None
-                self.guard.rolled_back(position.guard)
-                self.step = position.step
+            position = self._resume(checkpoint)
+            assert position.guard is not None
+            self.guard.rolled_back(position.guard)
+            self.step = self.saver.saved_step = position.step
+            self.returned_to = position.step, position.updates
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.progress = self._new_progress()
+
+    def _return_point(self) -> Checkpoint | None:
+        """The newest good checkpoint; an older one where none of the steps after it was applied."""
+        if self.returned_to is not None:
+            step, updates = self.returned_to
+            if self.engine.updates == updates:
+                older = newest_good(self.store, self.topology, before=step)
+                if older is not None:
+                    self._leave_behind(step)
+                    return older
+        return newest_good(self.store, self.topology)
+
+    def _leave_behind(self, step: int) -> None:
+        """A start must not go on from what a rollback could not."""
+        if self.topology.is_main:
+            left = self.store.leave(step)
+            log.warning(
+                "no step could be applied after step %d: its checkpoint is now %s", step, left
+            )
 
     def _log(self, values: dict[str, float]) -> None:
         values = values | {
@@ -244,43 +271,62 @@ class Trainer:
             return
         losses: list[float] = []
         with self._pause():
-            self.network.eval()
-            loader = open_loader(self.recipe, self.topology, "validation")
+            loader = open_loader(self.recipe, topology, "validation")
             while len(losses) < training.eval_batches and not self.stopping:
-                batch = loader.read_step(len(losses) * training.global_batch_size)
-                agreed = self._agree(
-                    forward_only(self.network, on_this_rank(batch, topology), topology)
-                )
+                agreed = self._forward(loader.read_step(len(losses) * training.global_batch_size))
                 losses.append(agreed.loss)
-                self.stopping = agreed.stop
+                self.stopping = agreed.stop and self.doubt is None
                 self.watchdog.progress()
-            self.network.train()
         if len(losses) == training.eval_batches:
             loss = sum(losses) / len(losses)
             self._write_metrics({"valid/loss": loss})
             if self.topology.is_main:
                 say(f"held-out loss {loss:.4f} at step {self.step}")
+            if not math.isfinite(loss):
+                self.doubt = f"held-out loss is {loss}"
+
+    def _forward(self, microbatches: Sequence[Batch]) -> Agreement:
+        """The loss of a global batch with the present weights, and nothing changed."""
+        self.network.eval()
+        batch = on_this_rank(microbatches, self.topology)
+        agreed = self._agree(forward_only(self.network, batch, self.topology))
+        self.network.train()
+        return agreed
 
     def _save(self) -> None:
-        """Begin to save, and wait for the end if the recipe does not save asynchronously."""
+        """Begin to save, and wait for the writing if the recipe does not save asynchronously."""
         with self._pause():
-            if self.saver.is_open:
-                self._settle()
+            self._close_save()
             self._write_metrics(self.saver.start(self._position()))
-            if self.saver.is_open and not self.recipe.checkpoint.asynchronous:
-                self._settle()
+            if not self.recipe.checkpoint.asynchronous:
+                self.saver.wait()
 
-    def _settle(self) -> None:
+    def _close_save(self) -> None:
         with self.watchdog.patience():
-            self._write_metrics(self.saver.settle())
+            self._write_metrics(self.saver.close())
 
     def _save_at_the_end(self) -> None:
-        """Wait for the save under way; save the last step unless it is saved."""
+        """Save the last step unless it is saved, and wait until that counts."""
+        if self.saver.saved_step == self.step:
+            return
         with self._pause():
-            if self.saver.is_open:
-                self._settle()
+            self._check_sound()
+            self.saver.step_judged(finite=True)
+            self._close_save()
             if self.saver.saved_step != self.step:
                 self._write_metrics(self.saver.save_now(self._position()))
+        if self.stopping and self.topology.is_main:
+            say(f"asked to stop: saved step {self.step}; the same command goes on from there")
+
+    def _check_sound(self) -> None:
+        """Refuse to end with weights that the last update has wrecked: no later step would tell."""
+        if self.doubt is None:
+            size = self.recipe.training.global_batch_size
+            last_batch = max(0, self.loader.consumed_samples - size)
+            if not math.isfinite(self._forward(self.loader.read_step(last_batch)).loss):
+                self.doubt = "loss of the last batch after its update is not finite"
+        if self.doubt is not None:
+            self._give_up(Verdict(False, Action.STOP, self.doubt, finite=False))
 
     def _position(self) -> Position:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())

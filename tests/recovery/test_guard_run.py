@@ -71,14 +71,69 @@ def test_a_step_that_is_not_finite_is_skipped_and_dumped(factor, tiny_recipe, br
 
 def test_skipping_a_step_changes_nothing_else(tiny_recipe, break_steps, tmp_path):
     """The weights after a skipped step are those before it, to the bit."""
-    ends = {}
+    saved = {}
     for steps, broken in [(5, set()), (6, {6})]:
         break_steps(broken, math.nan)
-        fixed = ["optimizer.schedule.kind=constant", f"training.steps={steps}"]
-        recipe = tiny_recipe(*fixed, f"run_dir={tmp_path}/{steps}", "training.eval_batches=0")
+        fixed = ["optimizer.schedule.kind=constant", "training.eval_batches=0"]
+        fixed += [f"training.steps={steps + 1}", f"checkpoint.interval={steps}"]
+        recipe = tiny_recipe(*fixed, f"run_dir={tmp_path}/{steps}")
         train(recipe)
-        ends[steps] = weights(recipe.run_dir)
-    assert all(torch.equal(ends[5][name], ends[6][name]) for name in ends[5])
+        path = CheckpointStore(Path(recipe.run_dir)).path(steps)
+        saved[steps] = dict(open_checkpoint(path).weights())
+    assert all(torch.equal(saved[5][name], saved[6][name]) for name in saved[5])
+
+
+@pytest.fixture
+def wreck_step(monkeypatch):
+    """One step's update is as large as a learning rate of 1e30 makes it."""
+
+    def install(wrecked: int) -> None:
+        real = trainer.learning_rate
+        monkeypatch.setattr(
+            trainer,
+            "learning_rate",
+            lambda step, *others: 1e30 if step == wrecked else real(step, *others),
+        )
+
+    return install
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_weights_that_an_update_wrecked_are_not_saved(asynchronous, tiny_recipe, wreck_step):
+    """The save of step 4 has begun before step 5 shows what its update has done."""
+    wreck_step(4)
+    settings = ["checkpoint.interval=2", "guard.patience=2", "guard.max_rollbacks=1"]
+    recipe = tiny_recipe(*SHORT, *settings, f"checkpoint.asynchronous={asynchronous}")
+    with pytest.raises(UserError, match=r"after 4 skipped steps and 1 rollbacks.*step_00000002"):
+        train(recipe)
+    assert CheckpointStore(Path(recipe.run_dir)).steps() == [2]
+    assert [path.name for path in (Path(recipe.run_dir) / "checkpoints").iterdir()] == [
+        "step_00000002"
+    ]
+
+
+@pytest.mark.parametrize("evaluated", [0, 1])
+@pytest.mark.parametrize("steps", [4, 5, 6])
+def test_a_run_that_ends_with_wrecked_weights_fails(steps, evaluated, tiny_recipe, wreck_step):
+    """Its last step was the wreck; or one skipped after it, fewer than the guard's patience."""
+    wreck_step(4)
+    ends = [f"training.steps={steps}", f"training.eval_batches={evaluated}"]
+    recipe = tiny_recipe(*ends, "checkpoint.interval=2", "guard.patience=9")
+    with pytest.raises(UserError, match=rf"at step {steps}, .*newest checkpoint: step_00000002"):
+        train(recipe)
+    assert CheckpointStore(Path(recipe.run_dir)).steps() == [2]
+
+
+def test_a_second_rollback_without_a_step_between_goes_further_back(tiny_recipe, break_steps):
+    """Step 5 shows checkpoint 4 to be good, and nothing after it can be applied any more."""
+    break_steps({6, 7, 8, 9}, math.nan)
+    recipe = tiny_recipe(*SHORT, "checkpoint.interval=2", "guard.patience=2")
+    assert train(recipe)
+    names = {path.name for path in (Path(recipe.run_dir) / "checkpoints").iterdir()}
+    assert {"step_00000002", "step_00000004.left", "step_00000004", "step_00000012"} <= names
+    state = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).state
+    assert state["guard"]["rollbacks"] == 2
+    assert state["data"]["consumed_samples"] == (9 + 10) * 8, "nine steps, then from step 2 again"
 
 
 def test_several_in_a_row_roll_back_and_pass_over_the_batches(tiny_recipe, break_steps):
