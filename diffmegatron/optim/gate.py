@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffmegatron.optim.partition import Partition
+
 
 class Gate:
     """Asks once whether a step is applied, however many parameter groups it has.
@@ -42,13 +44,15 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def held_norms(
-    zero_optimizer: Any, network: torch.nn.Module
+    partition: Partition, network: torch.nn.Module
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
     """The parameters whose gradient this rank holds before a step, and the norms, [n] float32.
 
     On the device, without waiting for it; one pass over the gradients.
     """
-    held = list(_held_gradients(zero_optimizer, network))
+    held = [*_on_parameters(network), *partition.gradients()]
+    if not held:
+        return [], torch.zeros(0)
     norms = torch._foreach_norm([gradient for _, gradient in held])
     return [parameter for parameter, _ in held], torch.stack([norm.float() for norm in norms])
 
@@ -62,18 +66,8 @@ def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
     return None
 
 
-def _held_gradients(
-    zero_optimizer: Any, network: torch.nn.Module
-) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+def _on_parameters(network: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     for parameter in network.parameters():
         gradient = accumulated_gradient(parameter)
         if gradient is not None:
             yield parameter, gradient
-    # ZeRO 2 has none left on the parameters: its partition, with padding between, lies in one
-    # place where gradients accumulate in the model's dtype and in another where they do not.
-    for group, parameters in enumerate(getattr(zero_optimizer, "params_in_partition", [])):
-        gradients = zero_optimizer.averaged_gradients.get(group)
-        if gradients is None:
-            gradients = zero_optimizer.all_grad_tensors.get(group) or []
-        real = (each for each in gradients if not getattr(each, "_zero_padding", False))
-        yield from zip(parameters, real, strict=False)

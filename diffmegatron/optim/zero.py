@@ -22,6 +22,7 @@ from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.optim.gate import Gate, GatedAdamW, accumulated_gradient, held_norms
 from diffmegatron.optim.groups import parameter_groups
+from diffmegatron.optim.partition import partition_of
 from diffmegatron.parallel.topology import ModelParallelUnit, Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -61,6 +62,7 @@ class ZeroEngine:
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
+        self._partition = partition_of(self._optimizer)
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +74,14 @@ class ZeroEngine:
         a run, which together keep a processor busy.
         """
         self._engine.destroy()
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        """The network's forward pass, for training.
+
+        Called past the engine, ZeRO 3 would keep the last microbatch's gradients only: it counts
+        microbatches by their forward passes.
+        """
+        return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a microbatch's loss (already divided by their number)."""
@@ -87,7 +97,7 @@ class ZeroEngine:
                 0-dim float32, infinite where a gradient is not finite (which is never applied,
                 whatever ``allow`` says).
         """
-        self._held_norms = held_norms(self._optimizer, self.network)
+        self._held_norms = held_norms(self._partition, self.network)
         self._sum_tied_embedding()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -125,37 +135,32 @@ class ZeroEngine:
     def fragments(self) -> Iterator[Fragment]:
         """What this rank owns of the optimizer's state, parameter by parameter."""
         self._create_moments()
-        groups = self._optimizer.param_groups
         for parameter in self.network.parameters():
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:
+            run = self._partition.run(parameter)
+            if run is None:
                 continue
-            flat = groups[mapping.param_group_index]["params"][0]
-            where = mapping.hp_fragment_address
-            run = slice(where.start, where.start + where.numel)
-            state = self._optimizer.state[flat]
-            tensors = {"weight": flat.data[run]} | {name: state[name][run] for name in MOMENTS}
-            yield Fragment(parameter, mapping.lp_fragment_address.start, tensors)
+            state = self._optimizer.optimizer.state[run.flat]
+            tensors = {"weight": run.flat.data[run.where]}
+            tensors |= {name: state[name][run.where] for name in MOMENTS}
+            yield Fragment(parameter, run.start, tensors)
 
     @property
     def updates(self) -> int:
         """Updates applied so far, as Adam's bias correction counts them."""
         self._create_moments()
-        flat = self._optimizer.param_groups[0]["params"][0]
-        return int(self._optimizer.state[flat]["step"].item())
+        return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
         """Take over state written into :meth:`fragments`: set Adam's count, refresh the weights."""
-        for group in self._optimizer.param_groups:
-            self._optimizer.state[group["params"][0]]["step"].fill_(updates)
-        self._optimizer.update_lp_params()
+        for flat in self._partition.flats:
+            self._optimizer.optimizer.state[flat]["step"].fill_(updates)
+        self._partition.refresh()
 
     def _create_moments(self) -> None:
         """Adam creates its state at the first update; saving and loading need it before."""
-        for group in self._optimizer.param_groups:
-            flat = group["params"][0]
-            state = self._optimizer.state[flat]
-            if not state:
+        for flat in self._partition.flats:
+            state = self._optimizer.optimizer.state[flat]
+            if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
                 for name in MOMENTS:
                     state[name] = torch.zeros_like(flat.data)
@@ -188,11 +193,16 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             # DeepSpeed's default, ten times this, would be 2 GB beside a model of any size.
             "reduce_bucket_size": REDUCE_BUCKET,
         },
+        # Our AdamW on the CPU in place of DeepSpeed's, which is compiled at the first call.
+        "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
         # GatedAdamW is AdamW, but not the class that DeepSpeed knows by name.
         "zero_allow_untested_optimizer": True,
     }
+    if recipe.parallel.offload_optimizer:
+        pin = torch.cuda.is_available()
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if bf16:
         config["bf16"] = {
             "enabled": True,

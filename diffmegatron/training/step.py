@@ -1,6 +1,6 @@
 """One step of training or evaluation over this rank's microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ def forward_backward(
     else:
         losses = []
         for batch in microbatches:
-            loss = summed_loss(engine.network, batch)
+            loss = summed_loss(engine, batch)
             engine.backward(loss * weight)
             losses.append(loss.detach())
     return _mean_over_ranks(losses, count, topology)
@@ -48,12 +48,12 @@ def forward_only(network: Network, microbatches: Sequence[Batch], topology: Topo
     return _mean_over_ranks(losses, _count(microbatches, topology), topology)
 
 
-def summed_loss(network: Network, batch: Batch) -> Tensor:
+def summed_loss(network: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Summed loss of the tokens that count; 0-dim float32."""
     return _masked_sum(batch.loss_mask, _token_losses(network, batch))
 
 
-def _token_losses(network: Network, batch: Batch) -> Tensor:
+def _token_losses(network: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Loss of each token, [b, s]; the ends of documents stand in the place of Megatron's mask."""
     documents = None if batch.document_ids is None else batch.cu_seqlens
     return network(batch.tokens, batch.position_ids, documents, labels=batch.labels)
