@@ -31,6 +31,24 @@ Overrides = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from diffmegatron import __version__
+
+        print(f"diffmegatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit"),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def plan(
     config: Config,
@@ -111,10 +129,15 @@ def train(config: Config, overrides: Overrides = None) -> None:
     Exit status 75: asked to stop by a signal or the job's time limit, saved, to be started again.
     """
     from diffmegatron.config.load import load_stages
+    from diffmegatron.training.launcher import check_launcher
     from diffmegatron.training.signals import EXIT_STOPPED
+
+    stages = load_stages(config, overrides or [])
+    check_launcher()
+    # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
     from diffmegatron.training.trainer import train_stages
 
-    if not train_stages(load_stages(config, overrides or [])):
+    if not train_stages(stages):
         raise typer.Exit(EXIT_STOPPED)
 
 
@@ -127,6 +150,11 @@ def export(
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
+    from diffmegatron.checkpoint.manifest import read_manifest
+    from diffmegatron.training.launcher import check_launcher
+
+    check_launcher()
+    read_manifest(checkpoint)
     from diffmegatron.hf.from_checkpoint import export_checkpoint
 
     difference = export_checkpoint(checkpoint, out, verify=verify)
@@ -146,12 +174,14 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit status 2."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     # Megatron-core warns of every optional library it falls back from; `doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
     except UserError as error:
-        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
+        print(
+            f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr
+        )
         sys.exit(2)

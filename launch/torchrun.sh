@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on the GPUs of this machine, restarting after a crash or a hang:
 #   launch/torchrun.sh configs/diff_3b_350b.yaml [KEY=VALUE ...]
-# Exit status 75: asked to stop (SIGTERM), saved; start it again to go on.
+# Exit status 75: asked to stop (SIGTERM, Ctrl-C), saved; start it again to go on.
 # Several machines: set NNODES and RENDEZVOUS (host:port of the first) on each.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -19,7 +19,7 @@ fi
 torchrun "${rendezvous[@]}" --nproc-per-node="${RANKS:-gpu}" --max-restarts="${RESTARTS:-10}" \
   --no-python "$here/worker.sh" train "$@" &
 agent=$!
-trap 'kill -TERM "$agent"' TERM USR1
+trap 'kill -TERM "$agent"' TERM USR1 INT
 wait "$agent"
 status=$?
 while kill -0 "$agent" 2>/dev/null; do  # a trapped signal ends the first wait

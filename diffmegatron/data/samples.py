@@ -80,9 +80,19 @@ class SourceSamples:
         for first, length in zip(firsts.tolist(), pieces.lengths.tolist(), strict=True):
             tokens[end : end + length] = stored[first : first + length]
             end += length
+        self._check_ids(tokens[:filled])
         tokens[filled:] = self.corpus.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
         return Sample(tokens, starts, self._learnt(pieces, filled), self.corpus.prefix)
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        """A damaged file has ids without a row in the embedding, which ends a GPU's process."""
+        ids = self.corpus.manifest.tokenizer.vocab_size
+        if tokens.min() < 0 or tokens.max() >= ids:
+            raise UserError(
+                f"{self.corpus.prefix}.bin holds token id {tokens.max()}, but its tokenizer has "
+                f"ids 0 to {ids - 1}; the file is damaged, copy or prepare it again"
+            )
 
     def _learnt(self, pieces: Pieces, filled: int) -> np.ndarray | None:
         if not self.corpus.is_fine_tuning:

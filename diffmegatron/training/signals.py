@@ -7,21 +7,24 @@ import time
 from types import FrameType
 from typing import Any, Self
 
+from diffmegatron.training.launcher import launched_rank
+
 log = logging.getLogger(__name__)
 
 # EX_TEMPFAIL of sysexits.h, "try again later": launch scripts turn it into a requeue.
 EXIT_STOPPED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Slurm signals every process of a step and torchrun passes on to its ranks what it gets: one
-# request arrives several times. What comes later than this is a second one.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Slurm signals every process of a step, a terminal every process of a job, and torchrun passes on
+# to its ranks what it gets: one request arrives several times. What comes later is a second one.
 _ONE_REQUEST_SECONDS = 5.0
+_ONE_INTERRUPT_SECONDS = 1.0  # somebody waits at the keyboard
 
 
 class StopRequest:
     """Remembers that this rank was asked to stop; entered around a run, in the main thread.
 
-    The first SIGTERM or SIGUSR1 is remembered for the ranks to agree on at the next step. A second
-    one ends the process at once, with the status a shell gives such a death.
+    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is remembered for the ranks to agree on at the
+    next step. A second one ends the process at once, with the status a shell gives such a death.
     """
 
     def __init__(self, margin_seconds: float) -> None:
@@ -48,7 +51,12 @@ class StopRequest:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
+        one_request = _ONE_INTERRUPT_SECONDS if number == signal.SIGINT else _ONE_REQUEST_SECONDS
         if self._first is None:
             self._first = now
-        elif now - self._first > _ONE_REQUEST_SECONDS:
+            if launched_rank() == 0:
+                # Not print: a handler may interrupt another one, which Python's streams refuse.
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
+        elif now - self._first > one_request:
             os._exit(128 + number)

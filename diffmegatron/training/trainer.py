@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -28,10 +28,12 @@ from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.events import stopped_by_guard, write_event
+from diffmegatron.training.launcher import launched_rank
 from diffmegatron.training.metrics import MetricsWriter
 from diffmegatron.training.observations import lambdas, peak_memory
 from diffmegatron.training.progress import Progress, say
 from diffmegatron.training.resume import load_snapshot, newest_good, starting_checkpoint
+from diffmegatron.training.run_lock import RunLock
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.signals import StopRequest
 from diffmegatron.training.snapshot import Position
@@ -62,6 +64,7 @@ def train(recipe: Recipe) -> bool:
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir {run_dir} is a file; give a directory, or a path that is free")
     with (
+        RunLock(run_dir) if launched_rank() == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
         Watchdog(recipe.watchdog, run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as topology,

@@ -1,7 +1,6 @@
 """A rank that stops making progress writes where it stands and ends, so that the job restarts."""
 
 import faulthandler
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from diffmegatron.config.recovery import WatchdogConfig
+from diffmegatron.errors import UserError
+from diffmegatron.training.launcher import launched_rank
 
 STACKS = "stacks"
 
@@ -24,15 +25,17 @@ class Watchdog:
 
     def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
         self._config = config
-        # Asked of the launcher: the clock runs while the ranks still meet.
-        rank = int(os.environ.get("RANK", "0"))
-        self._path = run_dir / STACKS / f"rank_{rank:05d}.txt"
+        # The launcher's word for it: the clock runs while the ranks still meet.
+        self._path = run_dir / STACKS / f"rank_{launched_rank():05d}.txt"
         self._limit = config.startup_seconds
 
     def __enter__(self) -> Self:
         if self._config.enabled:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a")
+            except OSError as error:
+                raise UserError(f"cannot write {self._path}: {error.strerror}") from None
             # Without the interpreter, so that a rank inside a collective that never ends writes.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()
@@ -47,7 +50,6 @@ class Watchdog:
                 self._path.unlink()
                 with suppress(OSError):  # not empty
                     self._path.parent.rmdir()
-                    self._path.parent.parent.rmdir()
 
     def progress(self) -> None:
         """A step or an evaluation batch is done; the next may take ``step_seconds``."""

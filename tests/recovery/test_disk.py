@@ -161,3 +161,16 @@ def test_retention_after_every_save(tiny_recipe):
     entries = [e for e in read_metrics(Path(recipe.run_dir)) if "ckpt/bytes" in e]
     assert len(entries) == 6
     assert all(e["ckpt/stall_seconds"] <= e["ckpt/total_seconds"] for e in entries)
+
+
+@pytest.mark.parametrize("evaluated", [0, 1])
+def test_a_corpus_of_other_bytes_is_one_sentence(evaluated, tiny_recipe, corpus, tmp_path):
+    """Of the right size, so that only what is read tells."""
+    for suffix in (".idx", ".json"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / f"random{suffix}")
+    (tmp_path / "random.bin").write_bytes(os.urandom(Path(f"{corpus}.bin").stat().st_size))
+    recipe = tiny_recipe(
+        f"data.sources=[{{path: {tmp_path}/random}}]", f"training.eval_batches={evaluated}"
+    )
+    with pytest.raises(UserError, match=r"random.bin holds token id \d+, but .* ids 0 to 256"):
+        train(recipe)

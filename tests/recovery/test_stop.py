@@ -44,7 +44,7 @@ def signalling(function, call: int, number: int):
     return wrapper
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize(
     ("module", "name", "call", "stops_at"),
     [

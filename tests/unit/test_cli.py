@@ -1,24 +1,32 @@
 """The command line: help worth reading, and one sentence with status 2 for every mistake."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from diffmegatron import __version__
 from tests.conftest import TINY
 
 COMMANDS = ["plan", "prepare", "train", "export", "doctor"]
 
 
-def diffmegatron(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "diffmegatron", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "diffmegatron", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments: str, **environment: str) -> str:
     """The one sentence a mistake ends in."""
-    result = diffmegatron(*arguments)
+    result = diffmegatron(*arguments, **environment)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     (line,) = result.stderr.strip().splitlines()
@@ -54,6 +62,33 @@ def recipe(corpus: Path, tmp_path: Path) -> str:
 
 def test_a_missing_recipe_is_refused():
     assert "cannot read recipe nowhere.yaml" in refused("train", "nowhere.yaml")
+
+
+def test_the_version():
+    assert diffmegatron("--version").stdout == f"diffmegatron {__version__}\n"
+
+
+def test_a_mistake_in_the_recipe_is_told_before_the_libraries_load(recipe):
+    """`-X importtime` names every module on standard error."""
+    command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "train", recipe]
+    result = subprocess.run(
+        [*command, "training.stepz=3"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 2
+    assert "did you mean 'steps'" in result.stderr
+    assert "| torch" not in result.stderr and "pydantic" in result.stderr
+
+
+def test_ranks_without_a_launcher_are_refused(recipe, tmp_path):
+    assert "WORLD_SIZE but not RANK" in refused("train", recipe, WORLD_SIZE="2")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/run", "{tmp_path}/file/run"])
+def test_a_run_dir_that_cannot_be_written_is_refused(run_dir, recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = refused("train", recipe, "run_dir=" + run_dir.format(tmp_path=tmp_path))
+    assert "cannot write in run_dir" in line
 
 
 def test_a_missing_corpus_is_refused(recipe, tmp_path):

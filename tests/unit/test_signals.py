@@ -10,7 +10,7 @@ from diffmegatron.training import signals
 from diffmegatron.training.signals import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_the_first_is_remembered_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with StopRequest(300) as stop:
@@ -30,6 +30,19 @@ def test_the_second_ends_the_process_at_once(monkeypatch):
         monkeypatch.setattr(signals, "_ONE_REQUEST_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert ended == [128 + signal.SIGUSR1]
+
+
+def test_a_second_interrupt_need_not_wait_as_long(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    with StopRequest(300):
+        for _ in range(2):  # the terminal's and the one that torchrun passes on
+            os.kill(os.getpid(), signal.SIGINT)
+        assert ended == []
+        monkeypatch.setattr(signals, "_ONE_INTERRUPT_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [128 + signal.SIGINT]
+    assert capfd.readouterr().err == "SIGINT: stopping after this step; again: at once\n"
 
 
 @pytest.mark.parametrize(("left", "pending"), [(299, True), (301, False)])
