@@ -209,8 +209,12 @@ class _CoreAttention(MegatronModule):
 
         Each rank sees only its own heads' share of the gradient; Megatron's region sums it over
         the ranks, with and without sequence parallelism (the ``sequence_parallel`` attribute
-        would sum only with).
+        would sum only with). Under ZeRO 3 in bf16 the parameter is a rounded one, and its exact
+        value comes with it (:mod:`diffmegatron.optim.exact`).
         """
+        exact = getattr(parameter, "exact", None)
+        if exact is not None:
+            parameter = exact + (parameter - parameter.detach())
         return copy_to_tensor_model_parallel_region(parameter, group=self.tensor_group)
 
     def _headwise_norm(self, scale: float) -> HeadwiseNorm | None:

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO around this rank's stage: the one engine of every layout.
 
-ZeRO 1 and 2 without pipeline parallelism, ZeRO 1 with it. ZeRO 0 is never used: in bf16 under
+ZeRO 1, 2 and 3 without pipeline parallelism, ZeRO 1 with it. ZeRO 0 is never used: in bf16 under
 tensor parallelism it is wrong. The engine's own checkpoints are not used either, as they load on
 the same layout only: :meth:`ZeroEngine.fragments` names what each rank holds instead.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import OptimizerConfig, Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
+from diffmegatron.optim.exact import ExactValues
 from diffmegatron.optim.gate import Gate, GatedAdamW, accumulated_gradient, held_norms
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.optim.partition import partition_of
@@ -53,16 +54,21 @@ class ZeroEngine:
         self._topology = topology
         self._tied = _tied_embedding(network, recipe, topology)
         self._held_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
+        rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
+        float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
+        rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
+        create = partial(_adamw, network, recipe.optimizer)
         # In bf16 DeepSpeed prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
                 model=network,
-                optimizer=_keeping_float32(network, partial(_adamw, network, recipe.optimizer)),
+                optimizer=_restoring({} if rounds else float32, create),
                 config=engine_config(recipe),
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
         self._partition = partition_of(self._optimizer)
+        self._exact = ExactValues(rounded, self._partition, topology.data_group)
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +110,7 @@ class ZeroEngine:
         gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
         self._optimizer.optimizer.gate = gate
         self._engine.step()
+        self._exact.refresh()
         if gate.answer is None:
             # DeepSpeed dropped gradients that are not finite before it came to the optimizer.
             allow(torch.tensor(torch.inf, device=self._topology.device))
@@ -155,6 +162,7 @@ class ZeroEngine:
         for flat in self._partition.flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
         self._partition.refresh()
+        self._exact.refresh()
 
     def _create_moments(self) -> None:
         """Adam creates its state at the first update; saving and loading need it before."""
@@ -238,21 +246,20 @@ def _adamw(network: torch.nn.Module, optimizer: OptimizerConfig) -> GatedAdamW:
     )
 
 
-def _keeping_float32(
-    network: torch.nn.Module, create: Callable[[], torch.optim.Optimizer]
+def _restoring(
+    values: dict[torch.nn.Parameter, Tensor], create: Callable[[], torch.optim.Optimizer]
 ) -> Callable[[object], torch.optim.Optimizer]:
-    """``create`` as DeepSpeed calls it, with the float32 parameters as they were.
+    """``create`` as DeepSpeed calls it, with some parameters as they were.
 
     In bf16 DeepSpeed rounds every parameter's data, whatever the module says, and has no setting
     against it. It asks for the optimizer after that and before it flattens the groups.
     """
-    kept = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:
-        for parameter, value in kept.items():
+        for parameter, value in values.items():
             parameter.data = value
         # DeepSpeed keeps this function, and would keep the tensors it flattens into copies.
-        kept.clear()
+        values.clear()
         return create()
 
     return restore_and_create
