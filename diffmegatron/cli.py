@@ -100,11 +100,14 @@ def prepare(
     max_reject_share: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable")
     ] = 0.05,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Drop unfinished work of other inputs or settings")
+    ] = False,
 ) -> None:
     """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
     from diffmegatron.data.prepare import prepare as prepare_corpus
 
-    prepare_corpus(
+    manifest = prepare_corpus(
         inputs,
         output,
         tokenizer,
@@ -119,6 +122,13 @@ def prepare(
         deduplicate=deduplicate,
         max_document_bytes=max_document_bytes,
         max_reject_share=max_reject_share,
+        restart=restart,
+    )
+    print(
+        f"{output}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
+        f"tokens of {len(manifest.inputs):,} files; {manifest.rejected:,} rejected"
+        f"{f' (see {output}.rejects.jsonl)' if manifest.rejected else ''}, "
+        f"{manifest.duplicates:,} duplicates, {manifest.empty:,} empty"
     )
 
 

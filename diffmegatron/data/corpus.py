@@ -136,6 +136,10 @@ def _read_parquet(path: Path, columns: tuple[str, ...], max_bytes: int) -> Itera
     with pyarrow.parquet.ParquetFile(path) as table:
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
+        if not present:
+            # Rows without columns would be no rows to Arrow, and the file would go unseen.
+            yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
+            return
         for batch in table.iter_batches(batch_size=256, columns=present):
             for row in _as_bytes(batch).to_pylist():
                 line += 1

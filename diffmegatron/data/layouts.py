@@ -19,6 +19,9 @@ class UnusableError(Exception):
     """Why one record is no document."""
 
 
+_LISTED = 8
+
+
 @dataclass(frozen=True)
 class Fields:
     """Where the text of a record is.
@@ -68,7 +71,7 @@ def parse(record: Record, format: Format, fields: Fields) -> dict[str, Any]:
         document = _parse_json(text) if format == "jsonl" else {fields.text_field: text}
     missing = [name for name in fields.required if document.get(name) is None]
     if missing:
-        raise UnusableError(f"no field {missing[0]!r}")
+        raise UnusableError(f"no field {missing[0]!r}{_only(document)}")
     return document
 
 
@@ -116,8 +119,16 @@ def _parse_json(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise UnusableError(f"JSON of type {type(document).__name__}, not an object")
+        kind = type(document).__name__
+        raise UnusableError(f"JSON of type {kind}, not an object; a line must be one document")
     return document
+
+
+def _only(document: dict[str, Any]) -> str:
+    """The fields that are there; a reader of Parquet takes no others than those asked for."""
+    names = [repr(name) for name in document if document[name] is not None]
+    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return f", only {listed}" if names else ""
 
 
 def _decode(payload: bytes) -> str:

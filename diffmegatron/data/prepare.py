@@ -8,10 +8,13 @@ moment goes on from its last commit, and its files are byte for byte those of a 
 import dataclasses
 import hashlib
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from diffmegatron.data.corpus import CorpusFile, find_files
 from diffmegatron.data.encode import Deduplicator, EncodedBatch, EncodeSettings, loaded
@@ -80,6 +83,7 @@ def prepare(
     deduplicate: bool = False,
     max_document_bytes: int = 1 << 26,
     max_reject_share: float = 0.05,
+    restart: bool = False,
     commit_seconds: float = 10.0,
     show_progress: bool = True,
 ) -> Manifest:
@@ -105,13 +109,15 @@ def prepare(
         deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.
         max_reject_share: the share of unusable documents above which the corpus is refused.
+        restart: drop the unfinished work of other inputs or settings at this prefix.
         commit_seconds: how much work a kill may cost.
         show_progress: a progress line on standard error.
 
     Raises:
-        UserError: an input cannot be read, no document is usable, too many are not, or the
-            prefix holds something else.
+        UserError: an input cannot be read, the prefix cannot be written, no document is usable,
+            too many are not, or the prefix holds something else.
     """
+    _check_prefix(output_prefix)
     fields = Fields(layout, text_field, prompt_field, response_field, messages_field, id_field)
     settings = EncodeSettings(tokenizer, fields, deduplicate)
     recorded = {
@@ -125,18 +131,49 @@ def prepare(
     if manifest_path(output_prefix).exists() and not folder.exists():
         return _already_prepared(output_prefix, files, recorded)
     identity = {"settings": recorded, "files": [_identity(file.path) for file in files]}
-    state = committed_state(folder)
-    if state is not None and state["identity"] != identity:
+    try:
+        state = _unfinished(folder, identity, restart=restart)
+        if state is None or not state["finished"]:
+            with PrepareProgress(files, show_progress) as progress:
+                run = _Run(output_prefix, files, settings, identity, state)
+                run.encode(workers, max_reject_share, commit_seconds, progress)
+                run.finish()
+        return _publish(output_prefix)
+    except OSError as error:
         raise UserError(
-            f"{folder} is the unfinished work of other inputs or settings; run those again to "
-            "finish it, or delete it"
+            f"cannot write {error.filename or folder}: {error.strerror}; mend that and run the "
+            "same command again, it goes on where it was"
+        ) from None
+
+
+def _check_prefix(prefix: Path) -> None:
+    """What a prefix is, said to whoever gives a folder or one of the files."""
+    if prefix.is_dir():
+        raise UserError(
+            f"--output {prefix} is a folder; give a name in it, such as {prefix}/corpus"
         )
-    if state is None or not state["finished"]:
-        with PrepareProgress(files, show_progress) as progress:
-            run = _Run(output_prefix, files, settings, identity, state)
-            run.encode(workers, max_reject_share, commit_seconds, progress)
-            run.finish()
-    return _publish(output_prefix)
+    if prefix.suffix in (".bin", ".idx", ".json"):
+        raise UserError(
+            f"--output {prefix} becomes {prefix}.bin and more; give {prefix.with_suffix('')}"
+        )
+
+
+def _unfinished(folder: Path, identity: dict[str, Any], *, restart: bool) -> dict[str, Any] | None:
+    """The last commit of this very preparation, or None to begin it."""
+    state = committed_state(folder)
+    if state is None or state["identity"] == identity:
+        return state
+    if restart:
+        remove_journal(folder)
+        return None
+    before, now = state["identity"]["settings"], identity["settings"]
+    others = [f"{name} {before.get(name)!r}" for name in now if before.get(name) != now[name]]
+    if state["identity"]["files"] != identity["files"]:
+        others.append("other input files")
+    raise UserError(
+        f"{folder} holds an unfinished preparation with {', '.join(others)}; finish that one with "
+        "its own command, or add --restart to drop it and begin this one"
+    )
 
 
 class _Run:
@@ -220,9 +257,29 @@ class _Run:
         if bad > limit * seen:
             self.journal.close()
             raise UserError(
-                f"{bad} of {seen} documents cannot be used, more than the share of {limit:g} that "
-                f"is allowed; the first is {self.first_reject}; all are in {self.folder / REJECTS}"
+                f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
+                f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
+                f"{self.folder / REJECTS}; name the right fields ({self._field_options()}) with "
+                "--restart, or allow more and go on"
             )
+
+    def _field_options(self) -> str:
+        options = {
+            "text": "--text-field",
+            "instruction": "--prompt-field, --response-field",
+            "chat": "--messages-field",
+        }
+        return options[self.settings.fields.layout]
+
+    def _columns(self) -> str:
+        """The columns of a Parquet file that lacks one; its reader sees those it asks for only."""
+        required = set(self.settings.fields.required)
+        for file in self.files:
+            if file.format == "parquet" and self.first_reject.startswith(f"{file.path} line"):
+                with suppress(OSError, pyarrow.ArrowException):
+                    names = pyarrow.parquet.read_schema(file.path).names
+                    return "" if required <= set(names) else f", its columns: {', '.join(names)}"
+        return ""
 
     def finish(self) -> None:
         """Write index and manifest, and mark the journal as ready to be published."""

@@ -187,7 +187,7 @@ def test_parquet_rows_that_cannot_be_read(tmp_path: Path) -> None:
 def test_too_many_rejects_are_refused_with_the_first_one(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "x"}\n' * 8 + "oops\n" * 2)
-    with pytest.raises(UserError, match=r"2 of 10 .* share of 0\.1 .*in\.jsonl line 9: not JSON"):
+    with pytest.raises(UserError, match=r"2 of 10 .*share 0\.1; .*in\.jsonl line 9: not JSON"):
         run(path, tmp_path / "out", max_reject_share=0.1)
     assert not list(tmp_path.glob("out.[bij]*"))
     assert run(path, tmp_path / "out", max_reject_share=0.2).documents == 8
@@ -237,10 +237,41 @@ def test_unfinished_work_of_other_settings_is_refused(
         patch.setattr(module, "write_index", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(path, tmp_path / "out")
-    with pytest.raises(UserError, match="unfinished work of other inputs or settings"):
+    with pytest.raises(UserError, match=r"unfinished .* with deduplicate False; .* --restart"):
         run(path, tmp_path / "out", deduplicate=True)
     run(path, tmp_path / "out")
     assert documents(tmp_path / "out") == expected(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_wrong_fields_are_told_with_those_there_are_and_mended(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "url": ["b"]}), path)
+    else:
+        path.write_text('{"content": "a", "url": "b"}\n')
+    with pytest.raises(UserError, match=r"no field 'text'.*content.*url.*--text-field.*--restart"):
+        run(path, tmp_path / "out")
+    with pytest.raises(UserError, match=r"with text_field 'text'; "):
+        run(path, tmp_path / "out", text_field="content")
+    run(path, tmp_path / "out", text_field="content", restart=True)
+    assert documents(tmp_path / "out") == expected(["a"])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ("in.txt/out", "cannot write .*in.txt"),
+        ("/proc/out", "cannot write /proc/out.partial"),
+        ("folder", "is a folder; give a name in it, such as .*folder/corpus"),
+        ("out.bin", "give .*out$"),
+    ],
+)
+def test_a_prefix_that_is_none_is_refused(tmp_path: Path, prefix: str, message: str) -> None:
+    _plain(tmp_path / "in.txt", b"text")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "in.txt", tmp_path / prefix)
 
 
 def _interrupt(*_: object) -> None:
