@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
 _CHUNK = 1 << 22
+_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,8 @@ def read_manifest(directory: Path) -> Manifest:
         values = json.loads(path.read_text())
         files = tuple(FileEntry(**entry) for entry in values["files"])
         manifest = Manifest(int(values["step"]), files, int(values["format"]))
-    except FileNotFoundError:
-        raise UserError(
-            f"{directory} is not a checkpoint: it has no {MANIFEST}; give a directory such as "
-            "runs/NAME/checkpoints/step_00001000"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(_no_checkpoint(directory)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}; use another checkpoint") from None
     named = STEP_NAME.fullmatch(directory.name)
@@ -85,6 +83,24 @@ def read_manifest(directory: Path) -> Manifest:
         if Path(entry.name).name != entry.name:
             raise UserError(f"{path} names {entry.name!r}, which is not a plain file name")
     return manifest
+
+
+def _no_checkpoint(directory: Path) -> str:
+    """What a path is that is no checkpoint, and where there are some."""
+    kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
+    if not directory.exists():
+        kind = "it does not exist"
+    for folder in (directory / "checkpoints", directory, directory.parent):
+        steps = sorted(
+            path.name for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)
+        )
+        if steps:
+            listed = f"{', '.join(steps[-_LISTED:])}{' and older' if len(steps) > _LISTED else ''}"
+            return f"{directory} is not a checkpoint: {kind}; {folder} has {listed}"
+    return (
+        f"{directory} is not a checkpoint: {kind}; give a directory such as "
+        "runs/NAME/checkpoints/step_00001000"
+    )
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:

@@ -21,7 +21,25 @@ COMMAND_LINE = "the command line"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: PyYAML reads ``1e-6`` as a string, which nobody means."""
+    """YAML 1.2's numbers and keys: PyYAML reads ``1e-6`` as a string, which nobody means.
+
+    Of a key that stands twice it takes the last without a word, where the format has an error.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping each of whose keys stands once."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            # Merges (<<) may be several; what is no scalar the constructor refuses by itself.
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    None, None, f"key {key.value!r} stands twice; keep one", key.start_mark
+                )
+            seen.add((key.tag, key.value))
+        return node
 
 
 _Loader.add_implicit_resolver(

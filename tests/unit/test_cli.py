@@ -114,6 +114,17 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_names_the_checkpoints_that_there_are(tmp_path):
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000020").mkdir()
+    (tmp_path / "file").write_text("")
+    there = "checkpoints has step_00000010, step_00000020"
+    for given, kind in [("checkpoints/step_00000030", "does not exist"), (".", "has no manifest")]:
+        line = refused("export", str(tmp_path / given), str(tmp_path / "out"))
+        assert there in line and kind in line
+    assert "it is a file" in refused("export", str(tmp_path / "file"), str(tmp_path / "out"))
+
+
 def test_an_empty_corpus_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     line = refused(

@@ -136,7 +136,7 @@ def test_a_newer_format_is_refused(tmp_path):
 
 
 def test_a_path_that_is_no_checkpoint_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="is not a checkpoint: it has no manifest"):
+    with pytest.raises(UserError, match="is not a checkpoint: it does not exist"):
         read_manifest(tmp_path / "nowhere")
 
 
