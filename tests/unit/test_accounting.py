@@ -174,7 +174,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
         with ZeroEngine(network, recipe, topology) as engine:
             engine.backward(run_forward(network).mean())
             engine.step(1e-3, allow=lambda _: True)
-            network.embedding.word_embeddings.weight.register_hook(
+            network.chunks[0].embedding.word_embeddings.weight.register_hook(
                 lambda _: during.extend(storages_since(before, network))
             )
             engine.backward(run_forward(network).mean())
@@ -214,6 +214,21 @@ def test_the_bucket_is_the_engines():
     assert engine_config(make_recipe())["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("headwise_norm", [True, False])
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def test_activations_are_what_the_layers_keep(attention, headwise_norm, num_kv_heads, precision):
+    model = {"attention": attention, "headwise_norm": headwise_norm, "num_kv_heads": num_kv_heads}
+    recipe = make_recipe(model, {"precision": precision})
+    with process_groups(recipe.parallel, seed=1) as topology:
+        kept = bytes_kept_for_backward(build_model(recipe, topology))
+    (counted,) = memory_by_stage(recipe, 1, "cpu")
+    probabilities = 4 * BATCH * LENGTH * VOCABULARY
+    # Token ids, label positions and scalars.
+    assert kept == pytest.approx(counted.activations + probabilities, rel=0.004)
+
+
 class FusedNorm(torch.autograd.Function):
     """What torch's fused RMSNorm on a GPU keeps; on a CPU it falls into parts that keep more."""
 
@@ -225,27 +240,39 @@ class FusedNorm(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("headwise_norm", [True, False])
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
-def test_activations_are_what_the_layers_keep(
-    attention, headwise_norm, num_kv_heads, precision, monkeypatch
-):
+def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypatch):
+    """The Transformer's, whose attention kernel keeps the same on both."""
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
     )
-    model = {"attention": attention, "headwise_norm": headwise_norm, "num_kv_heads": num_kv_heads}
+    model = {"attention": "softmax", "headwise_norm": headwise_norm}
     recipe = make_recipe(model, {"precision": precision})
     with process_groups(recipe.parallel, seed=1) as topology:
         kept = bytes_kept_for_backward(build_model(recipe, topology))
-    (counted,) = memory_by_stage(recipe, world_size=1)
+    (counted,) = memory_by_stage(recipe, 1, "gpu")
     # Unfused on a CPU, SwiGLU keeps its two factors as well as its input and product.
     element = {"bf16": 2, "fp32": 4}[precision]
     unfused_swiglu = 2 * element * 160 * 2 * BATCH * LENGTH
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
-    expected = counted.activations + unfused_swiglu + probabilities
-    # Token ids, label positions and scalars.
-    assert kept == pytest.approx(expected, rel=0.004)
+    assert kept == pytest.approx(counted.activations + unfused_swiglu + probabilities, rel=0.004)
+
+
+def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
+    """Per layer and token, by hand, with h = 4 heads of 2d = 16 channels in bf16."""
+    token_layers, channels, heads = BATCH * LENGTH * 2, 64, 4
+    blocked, fused, flash = (
+        memory_by_stage(make_recipe(None, {"attention_backend": name}), 1, device)[0]
+        for name, device in (("auto", "cpu"), ("triton", "gpu"), ("flash_2call", "gpu"))
+    )
+    maps, log_sum_exps = 2 * 2 * channels, 2 * 4 * heads
+    norm_input, second_map = 4 * channels, 4 * channels
+    assert flash.activations - fused.activations == token_layers * (norm_input + second_map)
+    # What the CPU's unfused operations keep beside: three norms, SwiGLU's factors.
+    unfused = 2 * 6 * 64 + 4 * channels + 2 * 2 * 160
+    final_norm = BATCH * LENGTH * 6 * 64
+    difference = token_layers * (unfused + norm_input - maps - log_sum_exps) + final_norm
+    assert blocked.activations - fused.activations == difference
 
 
 def bytes_kept_for_backward(network: torch.nn.Module) -> int:
@@ -264,10 +291,21 @@ def bytes_kept_for_backward(network: torch.nn.Module) -> int:
     )
 
 
-def test_logits_in_bf16_are_kept_beside_their_float32_probabilities():
-    sizes = BATCH * LENGTH * VOCABULARY
-    assert memory_by_stage(make_recipe(), 1)[0].logits == 6 * sizes
-    assert memory_by_stage(make_recipe(None, {"precision": "fp32"}), 1)[0].logits == 4 * sizes
+def test_logits_and_the_output_layers_gradient_by_hand():
+    tokens, weight = BATCH * LENGTH, VOCABULARY * 64
+    # bf16: the float32 probabilities beside the logits.
+    assert memory_by_stage(make_recipe(), 1)[0].logits == 6 * tokens * VOCABULARY
+    # float32: the probabilities in the logits' place; then their gradient beside the weight's.
+    in_float32 = memory_by_stage(make_recipe(None, {"precision": "fp32"}), 1)[0].logits
+    assert in_float32 == 4 * (tokens * VOCABULARY + weight + tokens * 64)
+
+
+def test_a_chunked_loss_has_the_logits_of_a_chunk():
+    whole, chunk = (
+        memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[0].logits
+        for length in (512, 4096)
+    )
+    assert whole == chunk
 
 
 def test_data_parallel_ranks_share_the_optimizer_state():
@@ -290,10 +328,10 @@ def test_stages_and_shards_add_up_to_the_network():
     replicated = counted.norms + counted.lambda_vectors + counted.headwise_norms
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
-    assert [stage.logits for stage in stages] == [0, 0, 0, 4 * BATCH * LENGTH * VOCABULARY // 2]
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
     # One layer each, four microbatches to one in flight; the last stage has the final norm and
-    # the output layer as well.
-    layer = stages[-1].activations - BATCH * LENGTH * (2 * 4 * 64 + 4)
+    # the output layer as well, the others what they sent on.
+    layer = stages[-1].activations - BATCH * LENGTH * (2 * 4 * 64 + 4) + BATCH * LENGTH * 4 * 64
     assert [stage.activations for stage in stages[:-1]] == [4 * layer, 3 * layer, 2 * layer]
 
 

@@ -137,8 +137,9 @@ def test_json_has_everything_and_adds_up(capsys):
     assert values["layout"]["data"] == 4
     assert [stage["stage"] for stage in values["memory"]] == [0, 1]
     for stage in values["memory"]:
-        parts = {name: size for name, size in stage.items() if name not in ("stage", "total")}
-        assert sum(parts.values()) == stage["total"]
+        held = sum(stage[name] for name in ("weights", "gradients", "optimizer", "communication"))
+        backward = stage["activations"] + max(stage["logits"], stage["layer"])
+        assert held + max(backward, stage["update"]) == stage["total"]
     assert values["total_flops"] == values["tokens"] * values["flops_per_token"]["training"]
 
 

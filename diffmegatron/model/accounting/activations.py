@@ -1,0 +1,249 @@
+"""What is kept for the backward pass, and what one layer's backward pass needs beside it.
+
+``device`` says whose operations: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
+their inner results as well, and differential attention runs row-blocked.
+"""
+
+from typing import Literal
+
+from diffmegatron.config.schema import Recipe
+
+Device = Literal["gpu", "cpu"]
+BYTES = {"bf16": 2, "fp32": 4}
+FLOAT32 = 4
+
+
+def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
+    """Bytes that the layers of a pipeline stage keep, over its microbatches in flight."""
+    parallel = recipe.parallel
+    chunk_layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
+    kept = chunks_in_flight(recipe, stage, microbatches) * _chunk_bytes(
+        recipe, chunk_layers, device
+    )
+    if stage == parallel.pipeline - 1:
+        # The final norm and the output layer's input; one microbatch has come that far.
+        return round(kept + local_tokens(recipe) * _norm_and_projection_input(recipe, device))
+    # What was sent on; Megatron-core keeps it until its gradient comes back.
+    sent = _hidden_bytes(recipe) * local_tokens(recipe)
+    return round(kept + chunks_in_flight(recipe, stage, microbatches) * sent)
+
+
+def chunks_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
+    """Forward passes of a stage's chunks whose backward pass has not come yet, at most.
+
+    1F1B holds as many microbatches as there are stages from this one on. Interleaved, a rank runs
+    ahead by two chunks per later stage and by all its chunks but the last for a round of
+    microbatches (Megatron-core's get_pp_rank_microbatches, pipeline_parallel/schedules.py).
+    """
+    size, chunks = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
+    if chunks == 1:
+        return min(microbatches, size - stage)
+    ahead = 2 * (size - stage - 1) + (chunks - 1) * size
+    return min(microbatches * chunks, ahead + 1)
+
+
+def local_tokens(recipe: Recipe) -> int:
+    """Tokens of a microbatch on one context-parallel rank."""
+    training = recipe.training
+    return training.micro_batch_size * training.seq_length // recipe.parallel.context
+
+
+def layer_backward(recipe: Recipe, device: Device) -> int:
+    """Bytes beside the activations while one layer's backward pass runs.
+
+    The gradients of SwiGLU's projections and of the hidden state, one projection's weight gradient,
+    and of recomputed layers what they keep once they are run again.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    element = BYTES[recipe.training.precision]
+    ffn = model.ffn_hidden_size / parallel.tensor
+    hidden_states = element * (3 * ffn + 2 * model.hidden_size)
+    weight_gradient = element * 2 * ffn * model.hidden_size
+    again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
+    return round(local_tokens(recipe) * hidden_states + weight_gradient + again)
+
+
+def logits_bytes(recipe: Recipe) -> int:
+    """Bytes at the loss: the logits of a chunk of tokens, or the gradient of the output layer.
+
+    Vocabulary-parallel cross-entropy makes float32 probabilities of the logits, in bf16 beside
+    them; then the output layer's weight gradient stands beside the gradient of the logits.
+    """
+    model, training = recipe.model, recipe.training
+    element = BYTES[training.precision]
+    tokens = min(local_tokens(recipe), training.loss_chunk or local_tokens(recipe))
+    vocabulary = model.vocab_size / recipe.parallel.tensor
+    per_logit = FLOAT32 if training.precision == "fp32" else FLOAT32 + element
+    hidden_state = element * model.hidden_size * tokens
+    weight_gradient = element * vocabulary * model.hidden_size
+    backward = element * tokens * vocabulary + weight_gradient + hidden_state
+    return round(max(per_logit * tokens * vocabulary, backward))
+
+
+def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
+    """Bytes in the host's memory of activations that wait there."""
+    if not recipe.training.offload_activations:
+        return 0
+    return stage_activations(recipe, stage, microbatches, device)
+
+
+def _chunk_bytes(recipe: Recipe, layers: int, device: Device) -> float:
+    """What ``layers`` layers keep of one microbatch, by the recipe's recomputation."""
+    recompute = recipe.recompute
+    whole = _layer_bytes(recipe, device)
+    # Megatron-core keeps a recomputed layer's input, which sequence parallelism shards.
+    entrance = _hidden_bytes(recipe) * local_tokens(recipe)
+    if recompute.granularity != "full":
+        return layers * whole
+    if recompute.method == "uniform":
+        return -(-layers // recompute.layers) * entrance
+    return recompute.layers * entrance + (layers - recompute.layers) * whole
+
+
+def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
+    """What is there again for a while of the layers that are recomputed together."""
+    recompute = recipe.recompute
+    if recompute.granularity == "none":
+        return 0
+    if recompute.granularity == "selective":
+        return local_tokens(recipe) * _core_attention_bytes_per_token(recipe, device)
+    together = recompute.layers if recompute.method == "uniform" else 1
+    return together * _layer_bytes(recipe, device, recomputed=True)
+
+
+def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
+    """Activations of one layer on their way to or from the host's memory."""
+    return _layer_bytes(recipe, device) if recipe.training.offload_activations else 0
+
+
+def _layer_bytes(recipe: Recipe, device: Device, *, recomputed: bool = False) -> float:
+    """What one layer keeps of a microbatch: the inputs of norms and projections, attention, SwiGLU.
+
+    Args:
+        recipe: the recipe.
+        device: whose operations.
+        recomputed: the layer runs within another's recomputation, and keeps everything.
+    """
+    element, tensor = BYTES[recipe.training.precision], recipe.parallel.tensor
+    # SwiGLU keeps gate and up projection, fc2 its input; unfused also its two factors.
+    factors = 3 if device == "gpu" else 5
+    mlp = factors * element * recipe.model.ffn_hidden_size / tensor
+    attention = _projected_bytes_per_token(recipe)
+    if recomputed or recipe.recompute.granularity != "selective":
+        attention += _core_attention_bytes_per_token(recipe, device)
+    norms = 2 * _norm_and_projection_input(recipe, device)
+    return local_tokens(recipe) * (norms + attention + mlp) + _rotary_bytes(recipe)
+
+
+def _hidden_bytes(recipe: Recipe) -> float:
+    """The residual stream of one token; sequence parallelism shards it."""
+    shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
+    return BYTES[recipe.training.precision] * recipe.model.hidden_size / shards
+
+
+def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
+    """A fused RMSNorm keeps its input and one float32 per token, the projection after it its own.
+
+    Sequence parallelism shards both, as Megatron-core gathers the sequence again in the backward.
+    An unfused one keeps float32 of the normalised input, and in bf16 of the input in its place.
+    """
+    shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
+    per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
+    if device == "cpu":
+        hidden = recipe.model.hidden_size / shards
+        is_bf16 = recipe.training.precision == "bf16"
+        per_token += (2 * FLOAT32 - BYTES["bf16"] if is_bf16 else FLOAT32) * hidden
+    return per_token
+
+
+def _projected_bytes_per_token(recipe: Recipe) -> float:
+    """q, k, v and the output projection's input.
+
+    A view of the softmax twin's fused projection is its v, so that all of that projection stays
+    beside the rotated q and k.
+    """
+    queries, keys = _widths(recipe)
+    element = BYTES[recipe.training.precision]
+    if recipe.model.is_differential:
+        return element * (2 * queries + 2 * keys)
+    return element * (3 * queries + 3 * keys)
+
+
+def _core_attention_bytes_per_token(recipe: Recipe, device: Device) -> float:
+    """What the kernel and the headwise norm keep beside q, k and v."""
+    model, training = recipe.model, recipe.training
+    element = BYTES[training.precision]
+    queries, keys = _widths(recipe)
+    heads = model.num_attention_heads / recipe.parallel.tensor
+    fuses_norm = False
+    exchange = context_exchange(recipe)
+    if exchange == "ring":
+        # Per map its merged output and log-sum-exp, in float32.
+        maps = 2 if model.is_differential else 1
+        kept = maps * FLOAT32 * queries + FLOAT32 * heads
+    elif not model.is_differential:
+        # The output is the output projection's input.
+        kept = FLOAT32 * heads
+    elif device == "cpu":
+        # The row-blocked kernel starts again from q, k and v.
+        kept = 0.0
+    elif training.attention_backend == "triton":
+        # Both maps' outputs and log-sum-exps.
+        kept = 2 * element * queries + FLOAT32 * heads
+        fuses_norm = True
+    else:
+        # Flash kernels: as much, and the second map's output in float32 for lambda's gradient.
+        kept = 2 * element * queries + FLOAT32 * (heads + queries)
+    if exchange == "all_gather":
+        # The whole sequence's keys and values instead of this rank's, the values twice.
+        copies = 3 if model.is_differential else 2
+        kept += element * keys * (copies * recipe.parallel.context - 2)
+    if model.has_headwise_norm:
+        kept += _headwise_norm_bytes_per_token(recipe, device, fuses_norm=fuses_norm)
+    return kept
+
+
+def context_exchange(recipe: Recipe) -> str | None:
+    """What context-parallel ranks exchange: ``ring``, ``all_gather``, ``ulysses``; None: nothing.
+
+    The rule of ``auto`` is the schema's.
+    """
+    parallel = recipe.parallel
+    if parallel.context == 1:
+        return None
+    if parallel.context_exchange != "auto":
+        return parallel.context_exchange
+    divides = (recipe.model.num_kv_heads // parallel.tensor) % parallel.context == 0
+    return "ulysses" if divides else "ring"
+
+
+def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device, *, fuses_norm: bool) -> float:
+    """The norm's float32 input and one float32 per head; unfused the normalised input as well.
+
+    The softmax kernel keeps its own output, which in float32 is that input, so that the output
+    projection's becomes another tensor.
+    """
+    model, element = recipe.model, BYTES[recipe.training.precision]
+    queries, _ = _widths(recipe)
+    heads = model.num_attention_heads / recipe.parallel.tensor
+    normalised = FLOAT32 * queries if device == "cpu" else 0
+    if fuses_norm:
+        return FLOAT32 * heads / 2
+    if model.is_differential:
+        return FLOAT32 * (queries + heads / 2) + normalised
+    copy = 0 if element == FLOAT32 else FLOAT32 * queries
+    return copy + element * queries + FLOAT32 * heads + normalised
+
+
+def _widths(recipe: Recipe) -> tuple[float, float]:
+    """Channels of queries and of keys on one tensor-parallel rank."""
+    model, tensor = recipe.model, recipe.parallel.tensor
+    queries = model.num_attention_heads * model.head_dim / tensor
+    return queries, model.num_query_groups * model.head_dim / tensor
+
+
+def _rotary_bytes(recipe: Recipe) -> float:
+    """Sines and cosines for q and for k, which every layer keeps once per position."""
+    element = BYTES[recipe.training.precision]
+    positions = recipe.training.seq_length / recipe.parallel.context
+    return 4 * element * recipe.model.head_dim * positions

@@ -1,0 +1,227 @@
+"""Bytes per rank and part, for every layout of the schema."""
+
+from dataclasses import dataclass, replace
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import activations
+from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
+from diffmegatron.model.accounting.parameters import (
+    attention_weights,
+    headwise_norm_weights,
+    lambda_weights,
+    mlp_weights,
+)
+
+# Elements of the bucket in which ZeRO reduces gradients (reduce_bucket_size).
+REDUCE_BUCKET = 50_000_000
+# DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py), in elements.
+ALLREDUCE_BUCKET = 500_000_000
+# DeepSpeed's stage3_max_live_parameters (runtime/zero/config.py).
+LIVE_PARAMETERS = 1_000_000_000
+FLOAT64 = 8
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of a pipeline stage.
+
+    ``weights``, ``gradients``, ``optimizer`` (master weights and Adam's moments) and
+    ``communication`` (buckets and gathered weights) are held all along: DeepSpeed's allocations.
+    ``activations`` are there at the height of a step, an estimate, and with them in turn
+    ``logits`` (the loss and the output layer's gradient) and ``layer`` (one layer's backward
+    pass). ``update`` is what the optimizer needs when the activations are gone. ``host`` is what is
+    offloaded and not part of the total.
+    """
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    communication: int
+    activations: int
+    logits: int
+    layer: int
+    update: int
+    host: int
+
+    @property
+    def held(self) -> int:
+        """What is there all along."""
+        return self.weights + self.gradients + self.optimizer + self.communication
+
+    @property
+    def total(self) -> int:
+        """The peak: what is held, and the most of what comes and goes. An estimate."""
+        return self.held + max(self.activations + max(self.logits, self.layer), self.update)
+
+
+def memory_by_stage(
+    recipe: Recipe, world_size: int, device: Device = "gpu"
+) -> tuple[StageMemory, ...]:
+    """Memory of a rank of each pipeline stage.
+
+    Args:
+        recipe: the recipe.
+        world_size: number of ranks.
+        device: what the layers' operations keep differs between a GPU and a CPU.
+
+    Raises:
+        UserError: ``world_size`` does not fill the layout.
+    """
+    shards = recipe.data_parallel(world_size) * recipe.parallel.context
+    microbatches = recipe.num_microbatches(world_size)
+    return tuple(
+        _stage_memory(recipe, stage, shards, microbatches, device)
+        for stage in range(recipe.parallel.pipeline)
+    )
+
+
+def _stage_memory(
+    recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
+) -> StageMemory:
+    is_last = stage == recipe.parallel.pipeline - 1
+    kept = activations.stage_activations(recipe, stage, microbatches, device)
+    waiting = activations.offloaded_activations(recipe, stage, microbatches, device)
+    states = _states(recipe, stage, shards)
+    return replace(
+        states,
+        activations=kept - waiting,
+        logits=activations.logits_bytes(recipe) if is_last else 0,
+        layer=activations.layer_backward(recipe, device),
+        host=states.host + waiting,
+    )
+
+
+def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
+    """What DeepSpeed allocates; the few elements that align ZeRO's partitions are left out.
+
+    Args:
+        recipe: the recipe.
+        stage: of the pipeline.
+        shards: ranks that ZeRO partitions over, data x context parallel.
+    """
+    low, high = rank_parameters(recipe, stage)
+    element = BYTES[recipe.training.precision]
+    states = StageMemory(
+        stage=stage,
+        weights=element * low + FLOAT32 * high,
+        gradients=FLOAT32 * (low + high),
+        optimizer=3 * FLOAT32 * (low + high) // shards,
+        communication=element * REDUCE_BUCKET,
+        activations=0,
+        logits=0,
+        layer=0,
+        update=FLOAT32 * (low + high) // shards,
+        host=0,
+    )
+    if recipe.parallel.zero_stage == 3:
+        states = _zero_3(states, recipe, shards)
+    elif recipe.parallel.zero_stage == 2:
+        states = _zero_2(states, recipe, shards)
+    elif is_bf16_optimizer(recipe):
+        states = _bf16_zero_1(states, recipe)
+    if recipe.parallel.offload_optimizer:
+        return _offloaded(states, recipe, shards)
+    return states
+
+
+def is_bf16_optimizer(recipe: Recipe) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer and not its DeepSpeedZeroOptimizer."""
+    is_zero_1 = recipe.parallel.zero_stage == 1 and not recipe.parallel.offload_optimizer
+    return recipe.training.precision == "bf16" and is_zero_1
+
+
+def _bf16_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
+    """BF16_Optimizer (runtime/bf16_optimizer.py): all of the rank's gradients in float32.
+
+    It reduces them in bf16 copies. Before, the flat gradients of the parameter groups are laid end
+    to end until more than 500 million are together: a first group larger than that is reduced as
+    it is, and only a stage with the embedding has its matrices first.
+    """
+    elements = states.gradients // FLOAT32
+    in_place = states.stage == 0 and elements > ALLREDUCE_BUCKET
+    copied = 0 if in_place else FLOAT32 * elements
+    return replace(states, communication=0, update=BYTES["bf16"] * elements + copied)
+
+
+def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
+    """DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) with its partition of the gradients.
+
+    The norm is taken of each of them in float64; what the backward pass leaves on the parameters
+    of this partition stays until it ends.
+    """
+    elements = states.gradients // FLOAT32
+    norm = FLOAT64 * min(_vocabulary_elements(recipe), elements // shards)
+    update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
+    left = BYTES[recipe.training.precision] * elements // shards
+    return replace(states, gradients=states.gradients // shards, update=max(update, left))
+
+
+def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
+    """DeepSpeedZeroOptimizer_Stage3 (runtime/zero/stage3.py): weights in partitions as well.
+
+    A module's whole weights are gathered before it runs.
+    """
+    elements = states.gradients // FLOAT32
+    return replace(
+        states,
+        weights=states.weights // shards,
+        gradients=states.gradients // shards,
+        communication=states.communication + _gathered_bytes(recipe, elements),
+    )
+
+
+def _gathered_bytes(recipe: Recipe, elements: int) -> int:
+    """Whole weights: a layer's and the next one's, or a vocabulary matrix.
+
+    DeepSpeed lets more of them stay until their next use, up to a number of elements.
+    """
+    layer = (attention_weights(recipe.model) + mlp_weights(recipe.model)) // recipe.parallel.tensor
+    most = max(2 * layer, _vocabulary_elements(recipe), LIVE_PARAMETERS)
+    return BYTES[recipe.training.precision] * min(elements, most)
+
+
+def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
+    """Master weights and Adam's moments, and the gradients they are updated by, in host memory.
+
+    ZeRO 1 and 2 also keep there the updated partition in the run's precision and a buffer of the
+    largest parameter, of which the device has one as well. ZeRO 1 still accumulates all gradients
+    on the device in float32, and reduces them in a float32 bucket.
+    """
+    element = BYTES[recipe.training.precision]
+    partition = states.optimizer // (3 * FLOAT32)
+    gradients = FLOAT32 * partition
+    if recipe.parallel.zero_stage == 3:
+        host = states.optimizer + 2 * gradients
+        return replace(states, optimizer=0, gradients=0, update=0, host=host)
+    buffer = element * _vocabulary_elements(recipe)
+    bucket = element if recipe.parallel.zero_stage == 2 else FLOAT32
+    return replace(
+        states,
+        optimizer=0,
+        communication=bucket * REDUCE_BUCKET + buffer,
+        update=0,
+        host=states.optimizer + gradients + element * partition + buffer,
+    )
+
+
+def _vocabulary_elements(recipe: Recipe) -> int:
+    """Of one vocabulary matrix on a tensor-parallel rank: the largest parameter."""
+    return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
+
+
+def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
+    """Parameters of a rank of ``stage``: in the run's precision, and always in float32.
+
+    ZeRO 3 shares them out further.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
+    layers = model.num_layers // parallel.pipeline
+    matrices = layers * (attention_weights(model) + mlp_weights(model))
+    # A tied embedding is held by the first and by the last stage, once where they are one.
+    vocabularies = 1 if is_first and is_last and model.tied_embeddings else is_first + is_last
+    matrices += vocabularies * model.vocab_size * model.hidden_size
+    norms = (2 * layers + is_last) * model.hidden_size
+    kept_in_float32 = layers * (lambda_weights(model) + headwise_norm_weights(model))
+    return matrices // parallel.tensor + norms, kept_in_float32
