@@ -31,6 +31,7 @@ def write_event(
     verdict: Verdict,
     event: Mapping[str, Any],
     norms: Mapping[torch.nn.Parameter, float],
+    logits: Mapping[int, float],
     shards: ParameterShards,
     topology: Topology,
 ) -> None:
@@ -42,6 +43,7 @@ def write_event(
         verdict: on it.
         event: what else is known of it on every rank.
         norms: of the gradients this rank held (``ZeroEngine.held_gradient_norms``).
+        logits: the largest attention logit of each of this rank's layers.
         shards: the names of the parameters.
         topology: the ranks.
     """
@@ -49,6 +51,7 @@ def write_event(
     mine = {
         "rank": topology.rank,
         "gradient_norm_by_layer": _by_layer(named),
+        "largest_attention_logit": {f"layer_{layer:02d}": logits[layer] for layer in logits},
         "not_finite": [name for name, norm in named.items() if not math.isfinite(norm)],
     }
     ranks: list[Any] = [None] * topology.world_size

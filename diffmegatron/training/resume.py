@@ -1,8 +1,9 @@
 """Which checkpoint a run goes on from, and how its ranks take it over."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import distributed
 
@@ -85,6 +86,45 @@ def newest_good(
             "away to begin anew"
         )
     return None
+
+
+def return_point(store: CheckpointStore, topology: Topology, *, futile: bool) -> Checkpoint | None:
+    """The checkpoint that a rollback goes to, found by all ranks together.
+
+    Args:
+        store: of the run.
+        topology: the ranks.
+        futile: no step could be applied since the last rollback. An older checkpoint is taken
+            then, if there is one, and the one gone back to keeps its files under a name that no
+            start finds.
+    """
+    newest = newest_good(store, topology)
+    if not futile or newest is None:
+        return newest
+    older = newest_good(store, topology, before=int(newest.state["step"]))
+    if older is None:
+        return newest
+    if topology.is_main:
+        left = store.leave(int(newest.state["step"]))
+        log.warning("no step could be applied after a checkpoint: it is now %s", left)
+    return older
+
+
+def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
+    """One line where the recipe's ``data.sources`` are not those that the position was saved with.
+
+    Args:
+        before: the loader's state in the checkpoint; None: a new run.
+        now: the opened loader's.
+    """
+    if before is None:
+        return None
+    # The saved one has been through JSON, which knows no tuples.
+    period, saved = now["mixture"][-1], before["mixture"][-1]
+    if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
+        return None
+    listed = ", ".join(f"{source['path']} {source['weight']:g}" for source in period["sources"])
+    return f"data.sources changed: from sample {period['from_sample']} on {listed}"
 
 
 def load_snapshot(

@@ -29,10 +29,16 @@ from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.events import stopped_by_guard, write_event
 from diffmegatron.training.launcher import launched_rank
+from diffmegatron.training.logits import largest_logits
 from diffmegatron.training.metrics import MetricsWriter
 from diffmegatron.training.observations import lambdas, peak_memory
 from diffmegatron.training.progress import Progress, say
-from diffmegatron.training.resume import load_snapshot, newest_good, starting_checkpoint
+from diffmegatron.training.resume import (
+    load_snapshot,
+    mixture_change,
+    return_point,
+    starting_checkpoint,
+)
 from diffmegatron.training.run_lock import RunLock
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.signals import StopRequest
@@ -127,11 +133,13 @@ class Trainer:
         self.stopping = False
         # Why the present weights may be no good; None while the last step was finite.
         self.doubt: str | None = None
-        # Step and updates of the checkpoint that the last rollback went to.
-        self.returned_to: tuple[int, int] | None = None
+        # Of the checkpoint that the last rollback went to: as many now, and it was of no use.
+        self.updates_returned_to: int | None = None
         saved_step = None if start is None else self.step
         self.saver = Saver(self.store, self.engine, self.shards, recipe, topology, saved_step)
         self.loader = stack.enter_context(open_loader(recipe, topology, "train", position.data))
+        if topology.is_main and (change := mixture_change(position.data, self.loader.state())):
+            say(change)
         self.metrics = self._open_metrics(stack)
         self.clock = PhaseClock()
         self.progress = self._new_progress()
@@ -205,8 +213,19 @@ class Trainer:
             "lambda": lambdas(self.network, self.topology),
         }
         run_dir = Path(self.recipe.run_dir)
-        norms = self.engine.held_gradient_norms()
-        write_event(run_dir, self.step, verdict, event, norms, self.shards, self.topology)
+        norms, logits = self.engine.held_gradient_norms(), self._largest_logits()
+        write_event(run_dir, self.step, verdict, event, norms, logits, self.shards, self.topology)
+
+    def _largest_logits(self) -> dict[int, float]:
+        """Of the last batch, with the present weights: after the update if it was applied."""
+        if self.topology.context_size > 1:
+            return {}  # a rank's queries meet the other ranks' keys inside the kernels only
+        with self._pause():
+            return largest_logits(self.network, lambda: self._forward(self._last_batch()))
+
+    def _last_batch(self) -> list[Batch]:
+        size = self.recipe.training.global_batch_size
+        return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def _give_up(self, verdict: Verdict) -> NoReturn:
         self._close_save()
@@ -220,36 +239,18 @@ class Trainer:
         """
         with self._pause():
             self._close_save()
-            checkpoint = self._return_point()
+            futile = self.engine.updates == self.updates_returned_to
+            checkpoint = return_point(self.store, self.topology, futile=futile)
             if checkpoint is None:
                 self._give_up(verdict)
             position = self._resume(checkpoint)
             assert position.guard is not None
             self.guard.rolled_back(position.guard)
             self.step = self.saver.saved_step = position.step
-            self.returned_to = position.step, position.updates
+            self.updates_returned_to = position.updates
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.progress = self._new_progress()
-
-    def _return_point(self) -> Checkpoint | None:
-        """The newest good checkpoint; an older one where none of the steps after it was applied."""
-        if self.returned_to is not None:
-            step, updates = self.returned_to
-            if self.engine.updates == updates:
-                older = newest_good(self.store, self.topology, before=step)
-                if older is not None:
-                    self._leave_behind(step)
-                    return older
-        return newest_good(self.store, self.topology)
-
-    def _leave_behind(self, step: int) -> None:
-        """A start must not go on from what a rollback could not."""
-        if self.topology.is_main:
-            left = self.store.leave(step)
-            log.warning(
-                "no step could be applied after step %d: its checkpoint is now %s", step, left
-            )
 
     def _log(self, values: dict[str, float]) -> None:
         values = values | {
@@ -323,11 +324,8 @@ class Trainer:
 
     def _check_sound(self) -> None:
         """Refuse to end with weights that the last update has wrecked: no later step would tell."""
-        if self.doubt is None:
-            size = self.recipe.training.global_batch_size
-            last_batch = max(0, self.loader.consumed_samples - size)
-            if not math.isfinite(self._forward(self.loader.read_step(last_batch)).loss):
-                self.doubt = "loss of the last batch after its update is not finite"
+        if self.doubt is None and not math.isfinite(self._forward(self._last_batch()).loss):
+            self.doubt = "loss of the last batch after its update is not finite"
         if self.doubt is not None:
             self._give_up(Verdict(False, Action.STOP, self.doubt, finite=False))
 

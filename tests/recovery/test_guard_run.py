@@ -67,6 +67,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_dumped(factor, tiny_recipe, br
         rank["gradient_norm_by_layer"]
     )
     assert len(rank["not_finite"]) > 10
+    assert set(rank["largest_attention_logit"]) == {"layer_01", "layer_02"}
+    assert all(0 < logit < 100 for logit in rank["largest_attention_logit"].values())
 
 
 def test_skipping_a_step_changes_nothing_else(tiny_recipe, break_steps, tmp_path):

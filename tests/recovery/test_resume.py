@@ -9,6 +9,7 @@ import torch
 
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.data.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.training import trainer
@@ -126,3 +127,16 @@ def test_a_run_dir_that_is_a_file_is_refused(tiny_recipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         train(tiny_recipe(f"run_dir={tmp_path}/file"))
+
+
+def test_other_sources_are_said_aloud(tiny_recipe, corpus, tmp_path, capfd):
+    train(tiny_recipe("training.steps=3"))
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / f"moved{suffix}")
+    train(tiny_recipe("training.steps=4", f"data.sources=[{{path: {tmp_path}/moved}}]"))
+    assert "data.sources changed" not in capfd.readouterr().out, "the same content elsewhere"
+    prepare([Path(__file__)], tmp_path / "own", "bytes", show_progress=False)
+    other = f"{{path: {tmp_path}/own, weight: 2}}"
+    train(tiny_recipe("training.steps=5", f"data.sources=[{{path: {corpus}}}, {other}]"))
+    said = f"data.sources changed: from sample 32 on {corpus} 1, {tmp_path}/own 2"
+    assert said in capfd.readouterr().out
