@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from diffmegatron.evaluation.report import TWINS, Twin, write_report
+from diffmegatron.cli import quiet_libraries
 
 RUNS = Path("runs/quickstart")
 CONFIG = Path(__file__).parent.parent / "configs/quickstart.yaml"
@@ -25,6 +25,9 @@ CLI = ["-m", "diffmegatron"]
 
 def main() -> None:
     """Run every phase, into the present directory; stop at the first that fails."""
+    quiet_libraries()
+    from diffmegatron.evaluation.report import TWINS, Twin, write_report
+
     if any("=" not in argument for argument in sys.argv[1:]):
         sys.exit(f"{__doc__}\nusage: python tools/quickstart.py [KEY=VALUE ...]")
     if RUNS.exists():
