@@ -12,7 +12,12 @@ from diffmegatron.model.accounting.hardware import (
     find_accelerator,
     model_flops_utilization,
 )
-from diffmegatron.model.accounting.memory import REDUCE_BUCKET, StageMemory, memory_by_stage
+from diffmegatron.model.accounting.memory import (
+    REDUCE_BUCKET,
+    StageMemory,
+    memory_by_stage,
+    rank_parameters,
+)
 from diffmegatron.model.accounting.parameters import (
     Flops,
     Parameters,
@@ -32,4 +37,5 @@ __all__ = [
     "find_accelerator",
     "memory_by_stage",
     "model_flops_utilization",
+    "rank_parameters",
 ]

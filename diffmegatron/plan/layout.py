@@ -1,0 +1,66 @@
+"""How the ranks share the work, as numbers to show."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting.activations import context_exchange
+
+GIB = 2**30
+# Of a GPU's memory; CUDA, NCCL, kernels' workspaces and fragmentation take the rest.
+USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe's layout on a number of ranks; ``context_exchange`` is None without context."""
+
+    world_size: int
+    tensor: int
+    context: int
+    context_exchange: str | None
+    pipeline: int
+    virtual_pipeline: int
+    data: int
+    sequence_parallel: bool
+    zero_stage: int
+    offload_optimizer: bool
+    recompute: str
+    micro_batch_size: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, world_size: int) -> Self:
+        """The layout of a recipe.
+
+        Raises:
+            UserError: the ranks do not fill the layout, or the batch does not divide over them.
+        """
+        parallel = recipe.parallel
+        return cls(
+            world_size=world_size,
+            tensor=parallel.tensor,
+            context=parallel.context,
+            context_exchange=context_exchange(recipe),
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            data=recipe.data_parallel(world_size),
+            sequence_parallel=parallel.sequence_parallel,
+            zero_stage=parallel.zero_stage,
+            offload_optimizer=parallel.offload_optimizer,
+            recompute=_recompute_in_words(recipe),
+            micro_batch_size=recipe.training.micro_batch_size,
+            microbatches=recipe.num_microbatches(world_size),
+        )
+
+
+def ranks_in_words(count: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _recompute_in_words(recipe: Recipe) -> str:
+    recompute = recipe.recompute
+    if recompute.granularity != "full":
+        return recompute.granularity
+    return f"full, {recompute.method} {recompute.layers}"

@@ -1,0 +1,149 @@
+"""The plan of a recipe: every number at once."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.tokenizers import CL100K, CL100K_SPECIAL_TOKENS, load_tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import (
+    ACCELERATORS,
+    Flops,
+    Parameters,
+    StageMemory,
+    count_flops,
+    count_parameters,
+    memory_by_stage,
+)
+from diffmegatron.plan.advice import warnings
+from diffmegatron.plan.layout import Layout
+from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time
+from diffmegatron.plan.traffic import Traffic, count_traffic
+
+DEFAULT_HARDWARE = "H100"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe's numbers on a number of ranks; ``warnings`` are sentences.
+
+    ``num_heads`` are this twin's own: differential heads, or the Transformer's twice as many.
+    """
+
+    run_dir: str
+    attention: str
+    num_heads: int
+    twin_num_heads: int
+    layout: Layout
+    parameters: Parameters
+    steps: int
+    tokens_per_step: int
+    flops_per_token: Flops
+    memory: tuple[StageMemory, ...]
+    traffic: Traffic
+    time: Estimate
+    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def total_flops(self) -> float:
+        """Model FLOPs of the whole run."""
+        return self.tokens * self.flops_per_token.training
+
+    @property
+    def heaviest(self) -> StageMemory:
+        """The pipeline stage whose ranks need most memory."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    def to_json(self) -> str:
+        """Everything as JSON: counts, FLOPs, bytes, seconds."""
+        values = asdict(self)
+        values["parameters"] |= {
+            "total": self.parameters.total,
+            "without_embeddings": self.parameters.without_embeddings,
+        }
+        values["memory"] = [asdict(stage) | {"total": stage.total} for stage in self.memory]
+        values["traffic"] |= {"total": self.traffic.total}
+        values["time"] |= {"step": self.time.step}
+        values |= {"tokens": self.tokens, "total_flops": self.total_flops}
+        return json.dumps(values, indent=2)
+
+
+def plan_recipe(
+    recipe: Recipe, world_size: int | None = None, hardware: str = DEFAULT_HARDWARE
+) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        recipe: the recipe.
+        world_size: number of ranks; the fewest that fill the layout by default.
+        hardware: a GPU of ``ACCELERATORS``.
+
+    Raises:
+        UserError: the ranks do not fill the layout, the batch does not divide over them, the
+            vocabulary is too small for the tokenizer or the hardware is not known.
+    """
+    model, training = recipe.model, recipe.training
+    check_hardware(hardware)
+    check_vocabulary(recipe)
+    ranks = world_size if world_size is not None else recipe.parallel.model_ranks
+    layout = Layout.of(recipe, ranks)
+    memory = memory_by_stage(recipe, ranks)
+    own, twin = model.num_heads, 2 * model.num_heads
+    assumed = Assumptions()
+    return Plan(
+        run_dir=recipe.run_dir,
+        attention=model.attention,
+        num_heads=own if model.is_differential else twin,
+        twin_num_heads=twin if model.is_differential else own,
+        layout=layout,
+        parameters=count_parameters(model),
+        steps=training.total_steps,
+        tokens_per_step=training.tokens_per_step,
+        flops_per_token=count_flops(model, training.seq_length),
+        memory=memory,
+        traffic=count_traffic(recipe, ranks),
+        time=estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], assumed),
+        assumptions=assumed.sentences(hardware),
+        warnings=warnings(recipe, layout, memory, hardware),
+    )
+
+
+def check_hardware(name: str) -> None:
+    """Refuse a GPU whose numbers are not known.
+
+    Raises:
+        UserError: with those that are.
+    """
+    if name not in ACCELERATORS:
+        raise UserError(f"hardware {name!r} is not known; give one of {', '.join(ACCELERATORS)}")
+
+
+def check_vocabulary(recipe: Recipe) -> None:
+    """Refuse an embedding without a row for some of the tokenizer's ids, as ``train`` does.
+
+    A plan may be made where the tokenizer is not; then only ``train`` can tell.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    name, rows = recipe.data.tokenizer, recipe.model.vocab_size
+    try:
+        # Of cl100k_base the count is known, and its file takes half a second to read.
+        used = (
+            max(CL100K_SPECIAL_TOKENS.values()) + 1
+            if name == CL100K
+            else load_tokenizer(name).vocab_size
+        )
+    except UserError:
+        return
+    if used > rows:
+        raise UserError(
+            f"model.vocab_size {rows} is too small for the tokenizer {name!r}, which uses {used} "
+            f"ids; give at least {used}, padded to a multiple of parallel.tensor"
+        )

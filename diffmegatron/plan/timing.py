@@ -1,0 +1,200 @@
+"""How long a step takes: a roofline with every assumption in one place, and an estimate only."""
+
+from dataclasses import dataclass
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import (
+    Accelerator,
+    count_flops,
+    model_flops_utilization,
+    rank_parameters,
+)
+from diffmegatron.model.accounting.activations import BYTES, FLOAT32, context_exchange, local_tokens
+from diffmegatron.plan.traffic import count_traffic, forward_passes
+
+# The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says; shares are of the data sheet's rates.
+
+    Attributes:
+        matmul: share of peak FLOP/s that matrix products reach.
+        attention: share that attention kernels reach.
+        memory: share of memory bandwidth that element-wise operations and the optimizer reach.
+        network: bytes/s per GPU between nodes, in each direction (400 Gb/s per GPU).
+        links: share of the links' and the network's rate that collectives reach.
+        host: bytes/s per GPU to the host's memory, and of its processors within it.
+    """
+
+    matmul: float = 0.6
+    attention: float = 0.4
+    memory: float = 0.8
+    network: float = 50e9
+    links: float = 0.7
+    host: float = 25e9
+
+    def sentences(self, hardware: str) -> tuple[str, ...]:
+        """The assumptions in words."""
+        return (
+            f"{hardware} in nodes of {GPUS_PER_NODE}; matrix products at {self.matmul:.0%} of its "
+            f"dense peak, attention at {self.attention:.0%}, memory at {self.memory:.0%} of its "
+            "bandwidth",
+            f"{self.network / 1e9:g} GB/s per GPU between nodes and {self.host / 1e9:g} GB/s to "
+            f"the host; collectives reach {self.links:.0%} of links and network",
+            "ring attention overlaps its exchange with attention; nothing else overlaps",
+            "recomputation costs time and is no model FLOP; data loading, checkpoints and "
+            "stragglers are left out",
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what they are spent on, ``bubble`` a share of the pipeline's time.
+
+    ``compute`` is the busiest stage's, recomputation included; ``communication`` what is not
+    hidden behind it; ``idle`` the pipeline's bubble.
+    """
+
+    hardware: str
+    compute: float
+    communication: float
+    idle: float
+    optimizer: float
+    bubble: float
+    utilization: float
+    tokens_per_second: float
+    days: float
+
+    @property
+    def step(self) -> float:
+        """Seconds per step."""
+        return self.compute + self.communication + self.idle + self.optimizer
+
+
+def estimate_time(
+    recipe: Recipe,
+    world_size: int,
+    hardware: str,
+    accelerator: Accelerator,
+    assumed: Assumptions,
+) -> Estimate:
+    """Time of a recipe on ``world_size`` GPUs.
+
+    Raises:
+        UserError: the ranks do not fill the layout, or the batch does not divide over them.
+    """
+    microbatches = recipe.num_microbatches(world_size)
+    compute, attention = _compute(recipe, accelerator, assumed)
+    compute *= microbatches
+    in_pipeline, at_the_end = _communication(
+        recipe, world_size, accelerator, assumed, attention * microbatches
+    )
+    bubble = bubble_share(recipe, microbatches)
+    idle = bubble * (compute + in_pipeline)
+    optimizer = _optimizer(recipe, world_size, accelerator, assumed)
+    step = compute + in_pipeline + idle + at_the_end + optimizer
+    training = recipe.training
+    tokens_per_second = training.tokens_per_step / step
+    flops = count_flops(recipe.model, training.seq_length).training
+    return Estimate(
+        hardware=hardware,
+        compute=compute,
+        communication=in_pipeline + at_the_end,
+        idle=idle,
+        optimizer=optimizer,
+        bubble=bubble,
+        utilization=model_flops_utilization(tokens_per_second, flops, world_size, accelerator),
+        tokens_per_second=tokens_per_second,
+        days=training.total_steps * step / 86_400,
+    )
+
+
+def bubble_share(recipe: Recipe, microbatches: int) -> float:
+    """Idle time over working time of a stage: (p - 1) / (m v) (Narayanan et al., 2104.04473)."""
+    parallel = recipe.parallel
+    return (parallel.pipeline - 1) / (microbatches * parallel.virtual_pipeline)
+
+
+def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> tuple[float, float]:
+    """Seconds of a microbatch on the busiest stage, and of its attention alone."""
+    model, training, parallel = recipe.model, recipe.training, recipe.parallel
+    tokens = local_tokens(recipe) / parallel.tensor
+    passes = forward_passes(recipe)
+    layers = model.num_layers / parallel.pipeline
+    layer_weights = (count_flops(model, 0).forward / 2 - _vocabulary(recipe)) / model.num_layers
+    # A chunked loss computes its logits again.
+    output_passes = 4 if training.loss_chunk else 3
+    matmul = 2 * tokens * layers * layer_weights * (passes + 2)
+    matmul += 2 * tokens * _vocabulary(recipe) * output_passes
+    # Multiply-adds per pair in units of d (paper, appendix A): two maps cost more than one.
+    forward, backward = (6, 14) if model.is_differential else (4, 10)
+    if context_exchange(recipe) == "ring":
+        # Each pair of chunks is attended to again in the backward pass.
+        backward += forward
+    again = 2 if recipe.recompute.granularity != "none" else 1
+    pairs = layers * model.num_heads * training.seq_length / 2
+    attention_flops = 2 * tokens * pairs * model.head_dim * (again * forward + backward)
+    attention = attention_flops / (assumed.attention * gpu.peak_flops)
+    elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
+    return matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise, attention
+
+
+def _vocabulary(recipe: Recipe) -> int:
+    return recipe.model.vocab_size * recipe.model.hidden_size
+
+
+def _elementwise_bytes(recipe: Recipe) -> float:
+    """Norms, rotation, SwiGLU, residuals and the loss, per microbatch and stage.
+
+    Each layer reads and writes the residual stream about 12 times forward and as often backward,
+    and SwiGLU's three tensors twice.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    stream = 12 * model.hidden_size / shards
+    swiglu = 3 * model.ffn_hidden_size / parallel.tensor
+    layers = model.num_layers / parallel.pipeline
+    logits = 6 * FLOAT32 * tokens * model.vocab_size / parallel.tensor
+    return element * tokens * layers * (forward_passes(recipe) + 1) * (stream + swiglu) + logits
+
+
+def _communication(
+    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions, attention: float
+) -> tuple[float, float]:
+    """Seconds per step that nothing hides: within the pipeline's schedule, and after it.
+
+    Ranks are laid out with tensor parallel innermost, then context, data and pipeline (Megatron's
+    order), so a group reaches beyond a node once the product up to it is larger than one.
+    """
+    parallel, traffic = recipe.parallel, count_traffic(recipe, world_size)
+    inner = parallel.tensor * parallel.context
+    data = inner * recipe.data_parallel(world_size)
+
+    def seconds(size: float, span: int) -> float:
+        rate = gpu.link_bandwidth if span <= GPUS_PER_NODE else assumed.network
+        return size / (assumed.links * rate)
+
+    exchange = seconds(traffic.context, inner)
+    if context_exchange(recipe) == "ring":
+        exchange = max(0.0, exchange - attention)
+    zero = seconds(traffic.gradients + traffic.weights, data)
+    in_pipeline = seconds(traffic.tensor, parallel.tensor) + exchange
+    return in_pipeline + seconds(traffic.pipeline, world_size), zero
+
+
+def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
+    """Seconds of the update: reading and writing the states, over the host's link if offloaded."""
+    parameters = max(
+        sum(rank_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
+    )
+    partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
+    # Master weights and moments read and written, gradients read; norm and clipping go over them.
+    states = partition * (6 * FLOAT32 + 3 * FLOAT32)
+    if recipe.parallel.offload_optimizer:
+        moved = 2 * BYTES[recipe.training.precision] * partition
+        return (states + moved) / assumed.host
+    return states / (assumed.memory * gpu.memory_bandwidth)
