@@ -56,13 +56,37 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option(help="Ranks; default: the fewest that fill the layout")
     ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="GPU that times and memory are for: A100, H100, H200, B200")
+    ] = "H100",
+    search: Annotated[
+        int | None,
+        typer.Option(metavar="GPUS", help="Rank the layouts of this many GPUs instead"),
+    ] = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Run two steps of the layout, small, on this CPU instead"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")] = False,
 ) -> None:
-    """Check a recipe and print its parameters, FLOPs and memory per rank, without any GPU."""
+    """Check a recipe and say what it needs and takes, rank layouts or rehearse one, without a GPU.
+
+    Printed are parameters, FLOPs, memory and communication per rank, and an estimate of the time.
+    """
     from diffmegatron import plan as planning
     from diffmegatron.config.load import load_stages
 
-    planning.run(load_stages(config, overrides or []), gpus, as_json=as_json)
+    if rehearse and (as_json or search is not None):
+        raise UserError("--rehearse runs a layout; give it without --search and --json")
+    stages = load_stages(config, overrides or [])
+    if rehearse:
+        from diffmegatron.plan.rehearse import rehearse as rehearse_stages
+
+        rehearse_stages(stages, gpus)
+    elif search is not None:
+        planning.run_search(stages, search, hardware=hardware, as_json=as_json)
+    else:
+        planning.run(stages, gpus, hardware=hardware, as_json=as_json)
 
 
 @app.command()

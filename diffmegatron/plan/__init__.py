@@ -1,7 +1,8 @@
 """``diffmegatron plan``: what a recipe will build, run, need and take, before anything runs."""
 
-from diffmegatron.plan.command import run
-from diffmegatron.plan.summary import Layout, Plan, plan_recipe
+from diffmegatron.plan.command import run, run_search
+from diffmegatron.plan.layout import Layout
+from diffmegatron.plan.summary import Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
 
-__all__ = ["Layout", "Plan", "plan_recipe", "print_plan", "run"]
+__all__ = ["Layout", "Plan", "plan_recipe", "print_plan", "run", "run_search"]

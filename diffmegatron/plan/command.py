@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.plan.search import print_search, search, search_to_json
 from diffmegatron.plan.summary import DEFAULT_HARDWARE, plan_recipe
 from diffmegatron.plan.tables import print_plan
 
@@ -22,11 +24,42 @@ def run(
     """
     plans = [plan_recipe(recipe, world_size, hardware) for recipe in stages]
     if as_json:
-        texts = [plan.to_json() for plan in plans]
-        print(texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]")
+        _print_json([plan.to_json() for plan in plans])
         return
     console = Console()
     for plan in plans:
-        if len(stages) > 1:
-            console.rule(plan.run_dir)
+        _say_stage(stages, plan.run_dir, console)
         print_plan(plan, console)
+
+
+def run_search(
+    stages: Sequence[Recipe],
+    world_size: int,
+    *,
+    hardware: str = DEFAULT_HARDWARE,
+    as_json: bool = False,
+) -> None:
+    """Print the layouts that fit ``world_size`` GPUs, fastest first, for every stage.
+
+    Raises:
+        UserError: none fits.
+    """
+    if world_size < 1:
+        raise UserError(f"--search {world_size} names no GPUs; give a number of at least 1")
+    found = [search(recipe, world_size, hardware) for recipe in stages]
+    if as_json:
+        _print_json([search_to_json(candidates) for candidates in found])
+        return
+    console = Console()
+    for recipe, candidates in zip(stages, found, strict=True):
+        _say_stage(stages, recipe.run_dir, console)
+        print_search(candidates, world_size, hardware, console)
+
+
+def _say_stage(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:
+    if len(stages) > 1:
+        console.rule(run_dir)
+
+
+def _print_json(texts: Sequence[str]) -> None:
+    print(texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]")

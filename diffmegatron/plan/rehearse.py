@@ -1,0 +1,240 @@
+"""``plan --rehearse``: two real steps of a recipe's layout, with a tiny network, on CPU ranks.
+
+What is rehearsed is the layout: its process groups, schedule, ZeRO stage, exchange, recomputation,
+data path and checkpoint, through ``diffmegatron train`` itself. What is not: memory, speed and
+kernels of a GPU.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffmegatron.config.load import dump_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.prepare import prepare
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting.activations import context_exchange
+from diffmegatron.training.metrics import read_metrics
+
+# A laptop starts so many processes in a minute.
+MAX_RANKS = 16
+STEPS = 2
+HEAD_DIM = 8
+TIMEOUT_SECONDS = 900
+# Ids of the `bytes` tokenizer, padded.
+VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A small recipe with a layout of its own, and what of the real one it leaves out."""
+
+    recipe: Recipe
+    world_size: int
+    left_out: tuple[str, ...]
+
+
+def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
+    """Rehearse the stages of a recipe one after the other and say how each went.
+
+    Args:
+        stages: of one recipe.
+        world_size: of the real run; tells whether there is data parallelism.
+
+    Raises:
+        UserError: the layout does not work, in one sentence.
+    """
+    for recipe in stages:
+        if len(stages) > 1:
+            print(f"{recipe.run_dir}:")
+        with tempfile.TemporaryDirectory(prefix="diffmegatron_rehearsal_") as folder:
+            rehearsal = small_recipe(recipe, world_size, Path(folder))
+            for sentence in rehearsal.left_out:
+                print(f"reduced: {sentence}")
+            print(f"starting {rehearsal.world_size} CPU ranks: {_layout(rehearsal.recipe)}")
+            for loss, norm in run_ranks(rehearsal, Path(folder)):
+                print(f"  loss {loss:.4f}, gradient norm {norm:.4f}")
+        print("the layout works")
+
+
+def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
+    """The recipe's layout with the smallest network, sequence and batch that fill it.
+
+    Args:
+        recipe: the recipe.
+        world_size: of the real run; the fewest ranks that fill the layout by default.
+        folder: for a made-up corpus and the run.
+
+    Raises:
+        UserError: the real layout does not fit its ranks.
+    """
+    data_size = recipe.data_parallel(world_size or recipe.parallel.model_ranks)
+    sizes, left_out = _fewer_ranks(recipe, min(2, data_size))
+    values = recipe.model_dump(mode="json")
+    values["run_dir"] = str(folder / "run")
+    values["parallel"] |= {name: sizes[name] for name in ("tensor", "context", "pipeline")}
+    if sizes["tensor"] == 1:
+        values["parallel"]["sequence_parallel"] = False
+    if sizes["context"] == 1:
+        values["parallel"]["context_exchange"] = "auto"
+    chunk_layers = _shrink_layers(values)
+    values["model"] |= _model(recipe, sizes, chunk_layers)
+    values["training"] |= _training(recipe, sizes)
+    values["optimizer"]["schedule"] = {"kind": "constant"}
+    values["checkpoint"] |= {"start_from": None, "interval": STEPS}
+    values["data"] |= {
+        "tokenizer": "bytes",
+        "sources": [{"path": str(folder / "corpus")}],
+        "validation_fraction": 0.0,
+        "test_fraction": 0.0,
+        "upsampling": {"mode": "none"},
+        "on_exhausted": "repeat",
+        "cache_dir": None,
+    }
+    small = Recipe.model_validate(values)
+    return Rehearsal(small, math.prod(sizes.values()), tuple(left_out))
+
+
+def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
+    """Train the small recipe; loss and gradient norm of each step.
+
+    Raises:
+        UserError: it failed, with the first thing that a rank said.
+    """
+    _make_corpus(folder)
+    file = folder / "rehearsal.yaml"
+    file.write_text(dump_recipe(rehearsal.recipe))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={rehearsal.world_size}", "-m", "diffmegatron", "train"]
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*command, str(file)],
+            env=_without_launcher() | alone,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"the rehearsal was not done after {TIMEOUT_SECONDS} s; its ranks wait for each other, "
+            "or this machine is too small for as many"
+        ) from None
+    if done.returncode:
+        raise UserError(f"the layout does not work: {_reason(done.stderr)}")
+    entries = read_metrics(Path(rehearsal.recipe.run_dir))
+    return [
+        (entry["train/loss"], entry["train/grad_norm"])
+        for entry in entries
+        if "train/loss" in entry
+    ]
+
+
+def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
+    """The layout's sizes, those above 2 cut to 2 where a laptop could not start as many ranks."""
+    parallel = recipe.parallel
+    sizes = {
+        "tensor": parallel.tensor,
+        "context": parallel.context,
+        "pipeline": parallel.pipeline,
+        "data": data,
+    }
+    left_out = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if math.prod(sizes.values()) > MAX_RANKS and sizes[name] > 2:
+            left_out.append(
+                f"{name} parallel is rehearsed with 2 ranks instead of {sizes[name]}, to start no "
+                f"more than {MAX_RANKS}"
+            )
+            sizes[name] = 2
+    return sizes, left_out
+
+
+def _shrink_layers(values: dict[str, Any]) -> int:
+    """Layers of a pipeline chunk: one, or two where layers are recomputed in groups."""
+    recompute = values["recompute"]
+    if recompute["layers"] == 1:
+        return 1
+    recompute["layers"] = 2
+    return 2
+
+
+def _model(recipe: Recipe, sizes: dict[str, int], chunk_layers: int) -> dict[str, Any]:
+    """Fewest heads and channels that divide, in the recipe's ratios."""
+    model, tensor = recipe.model, sizes["tensor"]
+    shares = sizes["context"] if context_exchange(recipe) == "ulysses" else 1
+    kv_heads = tensor * shares
+    heads = kv_heads * (model.num_heads // model.num_kv_heads)
+    hidden = 2 * heads * HEAD_DIM
+    ffn = max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tensor)) * tensor
+    return {
+        "num_layers": sizes["pipeline"] * recipe.parallel.virtual_pipeline * chunk_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "vocab_size": math.ceil(VOCABULARY / tensor) * tensor,
+    }
+
+
+def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
+    """A short sequence, and two rounds of microbatches through the pipeline."""
+    training = recipe.training
+    length = 2 * sizes["context"] * sizes["tensor"] * 8
+    micro_batch = min(2, training.micro_batch_size)
+    batch = micro_batch * sizes["data"] * 2 * sizes["pipeline"]
+    chunk = None if training.loss_chunk is None else length // sizes["context"] // 2
+    return {
+        "seq_length": length,
+        "global_batch_size": batch,
+        "micro_batch_size": micro_batch,
+        "steps": STEPS,
+        "tokens": None,
+        "loss_chunk": chunk,
+        "attention_backend": "auto",
+        "log_interval": 1,
+        "eval_batches": 0,
+    }
+
+
+def _make_corpus(folder: Path) -> None:
+    """Documents of several lengths, prepared as any corpus is."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(32):
+        words = " ".join(str(number * word % 97) for word in range(20 + 40 * (number % 7)))
+        (texts / f"{number:02d}.txt").write_text(words)
+    prepare([texts], folder / "corpus", "bytes", show_progress=False)
+
+
+def _without_launcher() -> dict[str, str]:
+    """The environment without what a launcher around this process has set."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in names}
+
+
+def _reason(stderr: str) -> str:
+    """A user error that a rank printed, or the last exception, or the last line there is."""
+    lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in stderr.splitlines()]
+    told = [line.partition(": ")[2] for line in lines if re.match(r"error( \(rank \d+\))?: ", line)]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    ours = [line for line in raised if "ChildFailedError" not in line]
+    return (told or ours or raised or lines or ["its ranks said nothing"])[0]
+
+
+def _layout(recipe: Recipe) -> str:
+    parallel = recipe.parallel
+    chunks = f" of {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
+    return (
+        f"tensor {parallel.tensor}, context {parallel.context}, pipeline "
+        f"{parallel.pipeline}{chunks}, ZeRO {parallel.zero_stage}, layers {recipe.model.num_layers}"
+    )

@@ -1,0 +1,235 @@
+"""``plan --search``: the layouts of a number of GPUs that fit their memory, fastest first."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage
+from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
+from diffmegatron.plan.summary import check_hardware, check_vocabulary
+from diffmegatron.plan.tables import print_assumptions
+from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
+
+SHOWN = 10
+MICRO_BATCHES = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 4)
+# A shorter part of the sequence per rank than this is not worth an exchange.
+SHORTEST_PART = 2048
+# How many times as many GPUs are tried when none fit.
+MORE = (2, 4, 8, 16, 32)
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that the schema allows, what it needs and how long it takes.
+
+    ``overrides`` are what to add to the recipe on the command line; ``peak`` is in bytes.
+    """
+
+    overrides: tuple[str, ...]
+    layout: Layout
+    peak: int
+    time: Estimate
+
+
+def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
+    """The fastest layout of each tensor x context x pipeline that fits, fastest first.
+
+    Raises:
+        UserError: none fits, or none is valid; with the nearest.
+    """
+    check_hardware(hardware)
+    check_vocabulary(recipe)
+    available = int(USABLE_SHARE * ACCELERATORS[hardware].memory_gib * GIB)
+    fitting, nearest = _fitting(recipe, world_size, hardware, available)
+    if not fitting:
+        raise UserError(_none_fits(recipe, world_size, hardware, available, nearest))
+    best: dict[tuple[int, ...], Candidate] = {}
+    for candidate in sorted(fitting, key=lambda each: (each.time.step, each.peak)):
+        layout = candidate.layout
+        sizes = (layout.tensor, layout.context, layout.pipeline)
+        best.setdefault(sizes, candidate)
+    return list(best.values())
+
+
+def search_to_json(candidates: Sequence[Candidate]) -> str:
+    """All of them as a JSON list, fastest first."""
+    values = [asdict(each) for each in candidates]
+    for value, candidate in zip(values, candidates, strict=True):
+        value["time"] |= {"step": candidate.time.step}
+    return json.dumps(values, indent=2)
+
+
+def print_search(
+    candidates: Sequence[Candidate], world_size: int, hardware: str, console: Console
+) -> None:
+    """Print the fastest for a person: a table, and below it the overrides to paste."""
+    shown = candidates[:SHOWN]
+    title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ("", "TP", "CP", "PP", "DP", "ZeRO", "recompute", "batch", "GiB", "bubble", "step")
+    for name in (*columns, "days"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, candidate in enumerate(shown, 1):
+        table.add_row(str(number), *_cells(candidate))
+    console.print(table)
+    console.print(
+        "TP, CP, PP, DP: tensor, context, pipeline and data parallel; PP 4x2: two chunks a stage",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print("Overrides to paste:", highlight=False)
+    for number, candidate in enumerate(shown, 1):
+        line = " ".join(candidate.overrides) or "(the recipe as it is)"
+        console.print(f"{number:3d}  {line}", highlight=False, soft_wrap=True)
+    print_assumptions(Assumptions().sentences(hardware), console)
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    layout, time = candidate.layout, candidate.time
+    chunks = f"x{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    return (
+        str(layout.tensor),
+        str(layout.context),
+        f"{layout.pipeline}{chunks}",
+        str(layout.data),
+        str(layout.zero_stage),
+        layout.recompute.split(",")[0],
+        str(layout.micro_batch_size),
+        f"{candidate.peak / GIB:.1f}",
+        f"{time.bubble:.0%}",
+        f"{time.step:.2f} s",
+        f"{time.days:.2f}",
+    )
+
+
+def _fitting(
+    recipe: Recipe, world_size: int, hardware: str, available: int
+) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
+    """What fits, and of what does not the layout with the smallest peak."""
+    fitting: list[Candidate] = []
+    nearest: tuple[int, Recipe] | None = None
+    for changes, changed in _valid(recipe, world_size):
+        peak = max(stage.total for stage in memory_by_stage(changed, world_size))
+        if peak > available:
+            if nearest is None or peak < nearest[0]:
+                nearest = (peak, changed)
+            continue
+        time = estimate_time(changed, world_size, hardware, ACCELERATORS[hardware], Assumptions())
+        overrides = _overrides(recipe, changes)
+        fitting.append(Candidate(overrides, Layout.of(changed, world_size), peak, time))
+    return fitting, nearest
+
+
+def _valid(recipe: Recipe, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
+    """Every combination that the recipe's own schema and its batch allow."""
+    sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    for changes in _combinations(recipe, world_size):
+        merged = dict(sections)
+        for section, keys in changes.items():
+            merged[section] = getattr(recipe, section).model_dump() | keys
+        try:
+            changed = Recipe.model_validate(merged)
+            changed.data_parallel(world_size)
+        except (ValidationError, UserError):
+            continue
+        yield changes, changed
+
+
+def _combinations(recipe: Recipe, world_size: int) -> Iterator[Changes]:
+    """Layouts that fill the ranks, as changes of the recipe's sections."""
+    layers = recipe.model.num_layers
+    for tensor, context, pipeline in _sizes(recipe, world_size):
+        for chunks in CHUNKS if pipeline > 1 else (1,):
+            if layers % (pipeline * chunks):
+                continue
+            for zero_stage in (1,) if pipeline > 1 else (1, 2, 3):
+                for granularity in ("none", "full"):
+                    for batch in MICRO_BATCHES:
+                        parallel = {
+                            "tensor": tensor,
+                            "context": context,
+                            "context_exchange": "auto",
+                            "pipeline": pipeline,
+                            "virtual_pipeline": chunks,
+                            "sequence_parallel": tensor > 1,
+                            "zero_stage": zero_stage,
+                        }
+                        recompute = {"granularity": granularity, "method": "uniform", "layers": 1}
+                        yield {
+                            "parallel": parallel,
+                            "recompute": recompute,
+                            "training": {"micro_batch_size": batch},
+                        }
+
+
+def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
+    """Tensor within a node x context x pipeline, that divide the ranks and the network."""
+    layers, length = recipe.model.num_layers, recipe.training.seq_length
+    for tensor in range(1, GPUS_PER_NODE + 1):
+        if GPUS_PER_NODE % tensor or recipe.model.num_kv_heads % tensor:
+            continue
+        for context in CONTEXTS:
+            if context > 1 and length // context < SHORTEST_PART:
+                continue
+            for pipeline in range(1, layers + 1):
+                if layers % pipeline == 0 and world_size % (tensor * context * pipeline) == 0:
+                    yield tensor, context, pipeline
+
+
+def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
+    """``section.key=value`` of what differs from the recipe."""
+    return tuple(
+        f"{section}.{key}={str(value).lower()}"
+        for section, keys in changes.items()
+        for key, value in keys.items()
+        if getattr(getattr(recipe, section), key) != value
+    )
+
+
+def _none_fits(
+    recipe: Recipe,
+    world_size: int,
+    hardware: str,
+    available: int,
+    nearest: tuple[int, Recipe] | None,
+) -> str:
+    """One sentence on why, and what would."""
+    if nearest is None:
+        why = _why(recipe, world_size)
+        return f"no layout fills {ranks_in_words(world_size)} with this recipe: {why}"
+    peak, changed = nearest
+    layout = Layout.of(changed, world_size)
+    sentence = (
+        f"no layout of {ranks_in_words(world_size)} fits {USABLE_SHARE:.0%} of {hardware}'s "
+        f"{ACCELERATORS[hardware].memory_gib:g} GiB; the nearest, tensor {layout.tensor} x "
+        f"context {layout.context} x pipeline {layout.pipeline} with ZeRO {layout.zero_stage} "
+        f"and recompute {layout.recompute.split(',')[0]}, lacks {(peak - available) / GIB:.1f} GiB"
+    )
+    for more in MORE:
+        if _fitting(recipe, more * world_size, hardware, available)[0]:
+            return f"{sentence}, and {more * world_size} GPUs would do"
+    return sentence
+
+
+def _why(recipe: Recipe, world_size: int) -> str:
+    """What the plainest layout on these ranks is refused for."""
+    plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
+    sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    try:
+        Recipe.model_validate(sections | plain).data_parallel(world_size)
+    except UserError as error:
+        return str(error)
+    return "tensor, context and pipeline sizes that divide it do not divide the ranks"
