@@ -41,7 +41,7 @@ def main() -> None:
         chosen = [f"model.attention={twin}", f"run_dir={RUNS}/{twin}"]
         run(seconds, f"train {twin}", *torchrun(), "train", str(CONFIG), *overrides(), *chosen)
     for twin in TWINS:
-        checkpoint = max((RUNS / twin / "checkpoints").iterdir())
+        checkpoint = max((RUNS / twin / "checkpoints").glob("step_????????"))
         run(seconds, f"export {twin}", *CLI, "export", str(checkpoint), f"{RUNS}/{twin}/hf")
     started = announce("report")
     twins = [Twin(name, RUNS / name, RUNS / name / "hf") for name in TWINS]

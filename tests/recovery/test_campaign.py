@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
     command = [sys.executable, str(ROOT / "tools/fault_campaign.py"), "--kills=1", "--stops=1"]
-    command += ["--steps=40", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
+    command += ["--steps=120", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280
     )

@@ -40,7 +40,17 @@ def test_slurm_requeues_what_is_to_go_on(status, restarts, requeued, tmp_path):
     assert result.returncode == (0 if requeued else status)
 
 
-def test_sigterm_saves_and_exits_with_75(tiny_recipe, tmp_path):
+def a_signal_to_the_script(script: subprocess.Popen) -> None:
+    script.send_signal(signal.SIGTERM)
+
+
+def ctrl_c(script: subprocess.Popen) -> None:
+    """What a terminal does: every process of the job gets it."""
+    os.killpg(script.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("stop", [a_signal_to_the_script, ctrl_c])
+def test_asked_to_stop_the_script_saves_and_exits_with_75(stop, tiny_recipe, tmp_path):
     recipe = tiny_recipe("training.steps=100000", "training.eval_batches=0")
     run_dir = Path(recipe.run_dir)
     environment = os.environ | {
@@ -52,13 +62,18 @@ def test_sigterm_saves_and_exits_with_75(tiny_recipe, tmp_path):
     command += ["training.steps=100000", "training.eval_batches=0", "checkpoint.interval=100000"]
     with (tmp_path / "log").open("w") as log:
         script = subprocess.Popen(
-            command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         deadline = time.monotonic() + 120
         while not any("train/loss" in entry for entry in read_metrics(run_dir)):
             assert script.poll() is None and time.monotonic() < deadline, log_of(tmp_path)
             time.sleep(0.2)
-        script.send_signal(signal.SIGTERM)
+        stop(script)
         assert script.wait(timeout=90) == 75, log_of(tmp_path)
     (step,) = CheckpointStore(run_dir).complete()
     state = json.loads((CheckpointStore(run_dir).path(step) / "state.json").read_text())

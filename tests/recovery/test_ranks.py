@@ -160,24 +160,27 @@ def test_the_event_names_the_rank_and_the_layer(out):
     assert math.isfinite(guilty["gradient_norm_by_layer"]["layer_02"])
 
 
-@pytest.mark.parametrize(
-    "name", ["nan-data", "nan-zero2", "nan-zero3", "nan-tensor", "nan-pipeline"]
-)
-def test_after_the_skip_all_layouts_are_the_same_run(name, out, monkeypatch, tmp_path):
-    def broken(real, calls):
-        def wrapper(engine, microbatches, topology):
-            calls.append(1)
-            loss = real(engine, microbatches, topology)
-            if len(calls) == 5:
-                next(engine.network.parameters()).grad *= math.nan
-            return loss
+@pytest.fixture(scope="module")
+def skipped(out: Path) -> list[float]:
+    """The losses of one process that skips its fifth step."""
+    real, calls = trainer.forward_backward, []
 
-        return wrapper
+    def broken(engine, microbatches, topology):
+        calls.append(1)
+        loss = real(engine, microbatches, topology)
+        if len(calls) == 5:
+            next(engine.network.parameters()).grad *= math.nan
+        return loss
 
-    monkeypatch.setattr(trainer, "forward_backward", broken(trainer.forward_backward, []))
-    train(load_recipe(out / "tiny.yaml", [*SHORT, f"run_dir={tmp_path}"]))
-    expected = series(tmp_path, "train/loss")
-    assert series(out / name, "train/loss") == pytest.approx(expected, rel=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "forward_backward", broken)
+        train(load_recipe(out / "tiny.yaml", [*SHORT, f"run_dir={out / 'skipped'}"]))
+    return series(out / "skipped", "train/loss")
+
+
+@pytest.mark.parametrize("name", [name for name in NANS if "bf16" not in name])
+def test_after_the_skip_all_layouts_are_the_same_run(name, out, skipped):
+    assert series(out / name, "train/loss") == pytest.approx(skipped, rel=1e-6)
 
 
 def test_a_write_that_fails_on_one_rank_is_reported_and_tried_again(out):
