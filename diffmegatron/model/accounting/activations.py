@@ -57,7 +57,7 @@ def layer_backward(recipe: Recipe, device: Device) -> int:
     model, parallel = recipe.model, recipe.parallel
     element = BYTES[recipe.training.precision]
     ffn = model.ffn_hidden_size / parallel.tensor
-    hidden_states = element * (3 * ffn + 2 * model.hidden_size)
+    hidden_states = element * (2 * ffn + 2 * model.hidden_size)
     weight_gradient = element * 2 * ffn * model.hidden_size
     again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
     return round(local_tokens(recipe) * hidden_states + weight_gradient + again)

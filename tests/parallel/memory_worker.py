@@ -1,0 +1,80 @@
+"""One launch of ranks that measures a training step's memory under several layouts.
+
+Started by :mod:`tests.parallel.test_memory` through torchrun: ``memory_worker.py OUT NAME ...``
+with names of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes the bytes that its
+tensors take at most, in the step's forward and backward passes and in its update, and between
+steps, to ``OUT/NAME.RANK.json``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.build import build_model
+from diffmegatron.optim import zero
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.training.step import forward_backward
+from tests.parallel.allocated import AllocatedTensors, living_storages
+from tests.parallel.test_memory import BUCKET, make_recipe
+
+
+def measure(recipe: Recipe) -> dict[str, int]:
+    """Bytes of this rank's tensors during the second step, when Adam's moments exist."""
+    known = living_storages()
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        network = build_model(recipe, topology)
+        with ZeroEngine(network, recipe, topology) as engine:
+            batches = microbatches(recipe, topology)
+            forward_backward(engine, batches, topology)
+            engine.step(1e-3, allow=lambda _: True)
+            with AllocatedTensors(known) as allocated:
+                held = allocated.now
+                forward_backward(engine, batches, topology)
+                backward = allocated.peak
+                allocated.reset()
+                engine.step(1e-3, allow=lambda _: True)
+            return {"held": held, "backward": backward, "update": allocated.peak}
+
+
+def microbatches(recipe: Recipe, topology) -> list[Batch]:
+    """This rank's part of made-up microbatches, as many as a step has."""
+    training = recipe.training
+    size, length = training.micro_batch_size, training.seq_length // topology.context_size
+    tokens = torch.arange(size * length).reshape(size, length) % 300
+    batch = Batch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(size, length),
+        position_ids=torch.arange(length).expand(size, -1).contiguous(),
+        document_ids=None,
+    )
+    count = recipe.num_microbatches(topology.world_size)
+    return [batch] * count
+
+
+def main() -> None:
+    """Measure every layout named on the command line."""
+    out, *names = sys.argv[1:]
+    config = zero.engine_config
+
+    def with_small_bucket(recipe: Recipe) -> dict:
+        values = config(recipe)
+        values["zero_optimization"]["reduce_bucket_size"] = BUCKET
+        return values
+
+    zero.engine_config = with_small_bucket
+    distributed.init_process_group("gloo")
+    for name in names:
+        values = measure(make_recipe(name))
+        Path(out, f"{name}.{distributed.get_rank()}.json").write_text(json.dumps(values))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

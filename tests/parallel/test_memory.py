@@ -1,0 +1,130 @@
+"""Memory as `plan` counts it against the tensors that ranks allocate in a training step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import StageMemory, memory, memory_by_stage
+
+# The real bucket of 50 million elements would hide a small network's tensors.
+BUCKET = 1_000_000
+BF16 = {"precision": "bf16"}
+SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+OFFLOAD = {"offload_optimizer": True}
+
+# name: (ranks, changes of the recipe's sections)
+LAYOUTS: dict[str, tuple[int, dict]] = {
+    "alone-fp32": (1, {}),
+    "alone-softmax": (1, {"model": {"attention": "softmax"}, "training": BF16}),
+    "recompute-groups": (1, {"recompute": {"granularity": "full", "layers": 2}}),
+    "recompute-block": (
+        1,
+        {"training": BF16, "recompute": {"granularity": "full", "method": "block", "layers": 2}},
+    ),
+    "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 64}}),
+    "tensor": (2, {"parallel": {"tensor": 2}, "training": BF16}),
+    "sequence": (2, {"parallel": SEQUENCE, "training": BF16}),
+    "zero1": (2, {"training": BF16}),
+    "zero2": (2, {"parallel": {"zero_stage": 2}, "training": BF16}),
+    "zero2-fp32": (2, {"parallel": {"zero_stage": 2}}),
+    "zero3": (2, {"parallel": {"zero_stage": 3}, "training": BF16}),
+    "zero1-offload": (2, {"parallel": OFFLOAD, "training": BF16}),
+    "zero3-offload": (2, {"parallel": OFFLOAD | {"zero_stage": 3}, "training": BF16}),
+    "pipeline": (2, {"parallel": {"pipeline": 2}, "training": BF16}),
+    "pipeline-fp32": (2, {"parallel": {"pipeline": 2}}),
+    "interleaved": (2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "training": BF16}),
+    "ring": (2, {"parallel": {"context": 2, "context_exchange": "ring"}, "training": BF16}),
+    "all-gather": (
+        2,
+        {"parallel": {"context": 2, "context_exchange": "all_gather"}, "training": BF16},
+    ),
+    "ulysses": (2, {"parallel": {"context": 2, "context_exchange": "ulysses"}, "training": BF16}),
+}
+
+
+def make_recipe(name: str) -> Recipe:
+    """Activations, weights and logits of one order of magnitude, so that none hides another."""
+    _, changes = LAYOUTS[name]
+    model = {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_heads": 4,
+        "ffn_hidden_size": 704,
+        "vocab_size": 4096,
+    }
+    training = {"seq_length": 512, "global_batch_size": 4, "steps": 4, "precision": "fp32"}
+    return Recipe.model_validate(
+        {
+            "run_dir": "unused",
+            "model": model | changes.get("model", {}),
+            "data": {"sources": [{"path": "unused"}]},
+            "training": training | changes.get("training", {}),
+            "optimizer": {"lr": 1e-3},
+            "parallel": changes.get("parallel", {}),
+            "recompute": changes.get("recompute", {}),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what every rank of every layout measured."""
+    out = tmp_path_factory.mktemp("memory")
+    for ranks in (1, 2):
+        names = [name for name, (size, _) in LAYOUTS.items() if size == ranks]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", "-m", "tests.parallel.memory_worker"]
+        done = subprocess.run(
+            [*command, str(out), *names],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch):
+    """Makes the memory of a rank as `plan` counts it."""
+    monkeypatch.setattr(memory, "REDUCE_BUCKET", BUCKET)
+
+    def count(name: str, rank: int) -> StageMemory:
+        recipe, (ranks, _) = make_recipe(name), LAYOUTS[name]
+        # Megatron-core places the pipeline's stages last, on the slowest links.
+        stage = rank if recipe.parallel.pipeline > 1 else 0
+        return memory_by_stage(recipe, ranks, "cpu")[stage]
+
+    return count
+
+
+RANKS = [(name, rank) for name, (ranks, _) in LAYOUTS.items() for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("name", "rank"), RANKS)
+def test_the_peak_is_the_plans(name, rank, measured, counted):
+    values, stage = read(measured, name, rank), counted(name, rank)
+    peak = max(values["backward"], values["update"])
+    # On a CPU the host's memory is where everything is.
+    assert stage.total + stage.host == pytest.approx(peak, rel=0.07)
+
+
+@pytest.mark.parametrize(("name", "rank"), RANKS)
+def test_activations_and_logits_are_the_plans(name, rank, measured, counted):
+    """Without what is held all along, which would hide an error in them."""
+    values, stage = read(measured, name, rank), counted(name, rank)
+    passing = values["backward"] - stage.held - stage.host
+    expected = stage.activations + max(stage.logits, stage.layer)
+    assert expected == pytest.approx(passing, rel=0.15)
+
+
+def read(folder: Path, name: str, rank: int) -> dict[str, int]:
+    return json.loads((folder / f"{name}.{rank}.json").read_text())
