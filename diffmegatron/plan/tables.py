@@ -111,7 +111,7 @@ def _time_table(plan: Plan) -> Table:
         ("step", f"{time.step:.3f} s"),
         ("tokens per second", f"{time.tokens_per_second:,.0f}"),
         ("model FLOPs utilization", f"{time.utilization:.0%}"),
-        ("the run", f"{time.days:.3g} days"),
+        ("the run", _duration(time.days)),
     ]
     return _table(f"Time on {time.hardware} (estimate)", ("per step", ""), rows, totals)
 
@@ -147,6 +147,10 @@ def _product(layout: Layout) -> str:
 def _heads(plan: Plan) -> str:
     twin = "Transformer" if plan.attention == "differential" else "differential"
     return f"{plan.num_heads} heads; its {twin} twin has {plan.twin_num_heads}"
+
+
+def _duration(days: float) -> str:
+    return f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours"
 
 
 def _gigabytes(size: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diffmegatron.config.load import load_recipe
+from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import memory_by_stage
@@ -119,6 +119,46 @@ def test_the_table_shows_every_number():
 def test_the_twins_table_counts_its_own_heads():
     text = printed(plan_recipe(load("model.attention=softmax"), 2))
     assert "softmax, 24 heads; its differential twin has 12" in text
+
+
+def test_json_counts_the_twins_own_heads(capsys):
+    for attention, own, twin in (("differential", 12, 24), ("softmax", 24, 12)):
+        run([load(f"model.attention={attention}")], 2, as_json=True)
+        values = json.loads(capsys.readouterr().out)
+        assert (values["num_heads"], values["twin_num_heads"]) == (own, twin)
+
+
+def test_the_stages_of_a_recipe_are_told_apart(capsys):
+    run(load_stages(CONFIGS / "diff_3b_math.yaml"), as_json=True)
+    named = [values["run_dir"] for values in json.loads(capsys.readouterr().out)]
+    assert named == ["runs/diff_3b_math/continuation", "runs/diff_3b_math/reasoning"]
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
+    with pytest.raises(UserError, match=r"vocab_size 100276 is too small .* uses 100277 ids"):
+        plan_recipe(load("model.vocab_size=100276"), 2)
+
+
+def test_hardware_that_is_not_known_is_refused():
+    with pytest.raises(UserError, match="'V100' is not known; give one of H100 PCIe, "):
+        plan_recipe(load(), 2, "V100")
+
+
+def test_memory_is_judged_by_the_hardware_named():
+    assert plan_recipe(load(), 1, "H200").warnings == ()
+
+
+def test_useless_recomputation_is_said_to_be_so():
+    warnings = plan_recipe(load("recompute.granularity=selective"), 2).warnings
+    assert any("saves little" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_table_is_cut_off(width):
+    recipe = load("parallel.tensor=4", "parallel.context=2", "parallel.sequence_parallel=true")
+    text = printed(plan_recipe(recipe, 64), width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_tied_output_layer_is_said_to_be_tied():

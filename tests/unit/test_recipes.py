@@ -9,6 +9,7 @@ from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.plan import plan_recipe
+from diffmegatron.plan.rehearse import small_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "base")
@@ -148,11 +149,70 @@ def test_the_350b_run_is_the_1t_run_cut_short():
     assert long == short
 
 
-# 64K tokens on one rank need context parallelism or recomputation, which are not there yet.
+# Layouts of named numbers of GPUs, for a pair each.
+AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
+    f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
+}
+
+
+@pytest.mark.parametrize("twin", ["diff", "transformer"])
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_recipes_at_scale_fit_h100_without_a_warning(name, twin):
+    recipe = load(f"at_scale/{twin}_{name}")
+    plan = plan_recipe(recipe, AT_SCALE[name])
+    assert plan.warnings == ()
+    assert plan.heaviest.total < 0.9 * 80 * 2**30
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_recipes_at_scale_are_pairs_of_the_papers_runs(name):
+    own, twin = (load(f"at_scale/{each}_{name}").model_dump() for each in ("diff", "transformer"))
+    size = name.removesuffix("_64gpus").removesuffix("_256gpus")
+    papers = {"3b": "diff_3b_350b", "3b_64k": "diff_3b_64k"}.get(size, f"scaling/diff_{size}")
+    paper = load(papers).model_dump()
+    for values in (own, twin, paper):
+        values.pop("run_dir")
+        values["checkpoint"].pop("start_from")
+    assert twin["model"].pop("attention") == "softmax"
+    assert own["model"].pop("attention") == paper["model"].pop("attention") == "differential"
+    assert own == twin
+    for values in (own, paper):
+        # How it is computed may differ, what is learnt not.
+        values.pop("parallel")
+        values["training"].pop("loss_chunk")
+    assert own == paper
+
+
+def test_the_64k_recipe_shares_a_sequence_over_a_node():
+    recipe = load("at_scale/diff_3b_64k_64gpus")
+    assert recipe.parallel.context == 8
+    assert recipe.training.seq_length == 65_536
+    logits = plan_recipe(recipe, 64).heaviest.logits
+    assert logits < 65_536 / 8 * 100_288 * 6
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"quickstart"}))
+def test_every_recipe_has_a_rehearsal_that_its_layout_allows(name, tmp_path):
+    for recipe in load_stages(CONFIGS / f"{name}.yaml"):
+        ranks = AT_SCALE.get(name.rpartition("/")[2].partition("_")[2])
+        rehearsal = small_recipe(recipe, ranks, tmp_path)
+        small = rehearsal.recipe
+        assert small.data_parallel(rehearsal.world_size) in (1, 2)
+        assert rehearsal.world_size <= 16
+        kept = ("zero_stage", "virtual_pipeline", "sequence_parallel", "offload_optimizer")
+        for key in kept:
+            assert getattr(small.parallel, key) == getattr(recipe.parallel, key)
+        assert small.training.precision == recipe.training.precision
+        assert small.data.reset_attention_mask == recipe.data.reset_attention_mask
+
+
+# 64K tokens do not fit one rank; at_scale/ has the layout for them.
 LONG = {f"{twin}_3b_{stage}" for twin in ("diff", "transformer") for stage in ("64k", "math")}
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - LONG - {"quickstart"}))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in set(NAMES) - LONG - {"quickstart"} if "at_scale" not in name)
+)
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
     """The 3B recipes say two data-parallel ranks; the others fit on the fewest there are."""
     ranks = 2 if name in THREE_BILLION else None

@@ -1,0 +1,142 @@
+"""Communication, bubble and time of a plan, by hand."""
+
+import pytest
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import ACCELERATORS
+from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
+from diffmegatron.plan.traffic import count_traffic
+
+LAYERS, HIDDEN, LENGTH, BATCH = 8, 512, 1024, 32
+# bf16: a microbatch's hidden state.
+STATE = 2 * HIDDEN * LENGTH
+
+
+def make_recipe(**sections: dict) -> Recipe:
+    model = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 32,
+        "ffn_hidden_size": 1024,
+        "vocab_size": 4096,
+    }
+    training = {"seq_length": LENGTH, "global_batch_size": BATCH, "steps": 100}
+    return Recipe.model_validate(
+        {
+            "run_dir": "unused",
+            "model": model,
+            "data": {"sources": [{"path": "unused"}]},
+            "training": training | sections.pop("training", {}),
+            "optimizer": {"lr": 1e-3},
+        }
+        | sections
+    )
+
+
+def estimate(recipe: Recipe, ranks: int, hardware: str = "H100"):
+    return estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], Assumptions())
+
+
+def test_one_rank_sends_nothing():
+    assert count_traffic(make_recipe(), 1).total == 0
+
+
+def test_tensor_parallel_sums_twice_a_layer_and_direction():
+    """All-reduces send 2 (4 - 1) / 4 of what they sum; embedding and output layer one each."""
+    sent = count_traffic(make_recipe(parallel={"tensor": 4}), 4)
+    assert sent.tensor == BATCH * (4 * LAYERS + 2) * 2 * 3 / 4 * STATE
+    assert sent.total == sent.tensor
+
+
+def test_sequence_parallel_gathers_the_inputs_again_in_the_backward_pass():
+    """Each all-reduce as two halves, and a gather before both weight gradients of a layer."""
+    layout = {"tensor": 4, "sequence_parallel": True}
+    sent = count_traffic(make_recipe(parallel=layout), 4).tensor
+    assert sent == BATCH * (2 * (4 * LAYERS + 2) + 2 * LAYERS) * 3 / 4 * STATE
+
+
+def test_recomputing_repeats_the_forward_passes_exchange():
+    plain, again = (
+        count_traffic(make_recipe(parallel={"tensor": 4}, recompute={"granularity": each}), 4)
+        for each in ("none", "full")
+    )
+    assert again.tensor - plain.tensor == BATCH * LAYERS * 2 * 2 * 3 / 4 * STATE
+
+
+def test_context_parallel_exchanges_by_kind():
+    """4 ranks of 256 tokens; keys and values of 2 x 4 heads of 32, queries of 2 x 8."""
+    tokens, pair, queries = LENGTH // 4, 2 * 2 * 4 * 32, 2 * 8 * 32
+    sent = {
+        name: count_traffic(
+            make_recipe(parallel={"context": 4, "context_exchange": name}), 4
+        ).context
+        for name in ("ring", "all_gather", "ulysses")
+    }
+    times = BATCH * LAYERS * tokens
+    assert sent["all_gather"] == times * 2 * 3 * 2 * pair
+    assert sent["ring"] == times * (2 * 3 * 2 * pair + 4 * 4 * pair)
+    assert sent["ulysses"] == times * 2 * 2 * (pair + 2 * queries) * 3 / 4
+
+
+def test_a_stage_in_the_middle_sends_both_ways():
+    assert count_traffic(make_recipe(parallel={"pipeline": 2}), 2).pipeline == BATCH * STATE
+    assert count_traffic(make_recipe(parallel={"pipeline": 4}), 4).pipeline == 2 * BATCH * STATE
+    interleaved = {"pipeline": 4, "virtual_pipeline": 2}
+    assert count_traffic(make_recipe(parallel=interleaved), 4).pipeline == 4 * BATCH * STATE
+
+
+def test_zero_reduces_every_microbatch_from_stage_2_on():
+    first, second, third = (
+        count_traffic(make_recipe(parallel={"zero_stage": stage}), 8) for stage in (1, 2, 3)
+    )
+    assert first.gradients == 2 * first.weights
+    # 32 sequences are 4 microbatches on each of 8 ranks.
+    assert second.gradients == 4 * first.gradients
+    assert second.weights == first.weights
+    assert third.gradients == pytest.approx(4 * first.gradients / 2)
+    assert third.weights == pytest.approx(2 * 4 * first.weights)
+
+
+def test_the_bubble_is_the_papers():
+    """(p - 1) / (m v) of Narayanan et al., arXiv 2104.04473, section 2.2."""
+    layout = {"pipeline": 4, "virtual_pipeline": 2}
+    assert bubble_share(make_recipe(parallel=layout), 8) == 3 / 16
+    assert estimate(make_recipe(parallel=layout), 4).bubble == 3 / 64
+
+
+def test_recomputation_costs_time_and_no_utilization_of_its_own():
+    plain, again = (
+        estimate(make_recipe(recompute={"granularity": each}), 1) for each in ("none", "full")
+    )
+    # Matrix products and attention: one more forward pass beside a forward and a backward one.
+    assert 1.2 < again.compute / plain.compute < 1.4
+    assert again.utilization == pytest.approx(plain.utilization * plain.step / again.step)
+
+
+def test_a_step_is_the_sum_of_its_parts_and_the_run_of_its_steps():
+    time = estimate(make_recipe(parallel={"pipeline": 4}), 16)
+    assert time.step == time.compute + time.communication + time.idle + time.optimizer
+    assert time.days == pytest.approx(100 * time.step / 86_400)
+    assert time.tokens_per_second == pytest.approx(BATCH * LENGTH / time.step)
+
+
+def test_a_network_between_nodes_is_slower_than_links_within():
+    """The same 8 data-parallel ranks, each of two tensor-parallel ones: a node, or two of them."""
+    alone = estimate(make_recipe(), 8)
+    across = estimate(make_recipe(), 16)
+    assert across.communication > 5 * alone.communication
+
+
+def test_faster_hardware_is_faster():
+    recipe = make_recipe()
+    steps = [estimate(recipe, 1, name).step for name in ("A100", "H100", "B200")]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_offloading_the_optimizer_costs_time():
+    plain, away = (
+        estimate(make_recipe(parallel={"offload_optimizer": each}), 1) for each in (False, True)
+    )
+    assert away.optimizer > 10 * plain.optimizer
