@@ -1,5 +1,6 @@
 """Process groups: who this rank is, and which ranks share which part of the work."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ def process_groups(
         timeout: how long a collective may wait.
     """
     device = _device()
-    with without_cuda(), default_group(timeout):
+    with without_cuda(), default_group(timeout), _ending_new_groups():
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
@@ -177,6 +178,28 @@ def process_groups(
             yield _topology(device)
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def _ending_new_groups() -> Iterator[None]:
+    """End the groups that are made inside, whoever makes them.
+
+    Megatron's ``destroy_model_parallel`` only forgets its forty groups: torch keeps them and their
+    threads, fifty a layout with gloo, until the default group ends, and a network keeps the groups
+    it was built with for as long as it waits in reference cycles for the collector.
+    """
+    known = set(_groups())
+    try:
+        yield
+    finally:
+        for group in [each for each in _groups() if each not in known]:
+            distributed.destroy_process_group(group)
+        gc.collect()
+
+
+def _groups() -> list[ProcessGroup]:
+    """Every process group this rank belongs to, in the order of their making; torch lists none."""
+    return list(distributed.distributed_c10d._world.pg_map)
 
 
 def _device() -> torch.device:
