@@ -1,6 +1,7 @@
 """One step of training or evaluation over this rank's microbatches."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -8,13 +9,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from diffmegatron.data.loader import Batch
-from diffmegatron.model.network import Network
+from diffmegatron.model.network import Chunk, Network
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology
+from diffmegatron.training.offload import offloaded_activations
+
+ForwardContext = Callable[[], AbstractContextManager[object]]
 
 
 def forward_backward(
-    engine: ZeroEngine, microbatches: Sequence[Batch], topology: Topology
+    engine: ZeroEngine,
+    microbatches: Sequence[Batch],
+    topology: Topology,
+    *,
+    offload_activations: bool = False,
 ) -> Tensor:
     """Accumulate the gradients of a step.
 
@@ -27,12 +35,14 @@ def forward_backward(
     count = _count(microbatches, topology)
     # DeepSpeed averages over data x context parallel ranks what is to be summed.
     weight = topology.data_size * topology.context_size / count
+    offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if topology.pipeline_size > 1:
-        losses = _pipeline(engine.network, microbatches, topology, weight)
+        losses = _pipeline(engine.network, microbatches, topology, weight, offloaded)
     else:
         losses = []
         for batch in microbatches:
-            loss = summed_loss(engine, batch)
+            with offloaded():
+                loss = summed_loss(engine, batch)
             engine.backward(loss * weight)
             losses.append(loss.detach())
     return _mean_over_ranks(losses, count, topology)
@@ -42,7 +52,7 @@ def forward_backward(
 def forward_only(network: Network, microbatches: Sequence[Batch], topology: Topology) -> Tensor:
     """Mean loss of a global batch without gradients; 0-dim float32, the same on every rank."""
     if topology.pipeline_size > 1:
-        losses = _pipeline(network, microbatches, topology, None)
+        losses = _pipeline(network, microbatches, topology, None, nullcontext)
     else:
         losses = [summed_loss(network, batch) for batch in microbatches]
     return _mean_over_ranks(losses, _count(microbatches, topology), topology)
@@ -75,6 +85,7 @@ def _pipeline(
     microbatches: Sequence[Batch],
     topology: Topology,
     weight: Tensor | None,
+    forward_context: ForwardContext,
 ) -> list[Tensor]:
     """Megatron's 1F1B schedule, interleaved where the network has several chunks.
 
@@ -96,7 +107,7 @@ def _pipeline(
     iterators = [iter(microbatches) for _ in chunks]
     is_interleaved = len(chunks) > 1
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, scale),
+        forward_step_func=partial(_forward_step, scale, forward_context),
         data_iterator=iterators if is_interleaved else iterators[0],
         model=chunks if is_interleaved else chunks[0],
         num_microbatches=len(microbatches),
@@ -107,9 +118,13 @@ def _pipeline(
     return [output["loss"] for output in outputs]
 
 
-def _forward_step(scale: Tensor | None, microbatches, network: Network):  # type: ignore[no-untyped-def]
+def _forward_step(  # type: ignore[no-untyped-def]
+    scale: Tensor | None, forward_context: ForwardContext, microbatches, chunk: Chunk
+):
     batch: Batch = next(microbatches)
-    return _token_losses(network, batch), partial(_scheduled_loss, batch.loss_mask, scale)
+    with forward_context():
+        losses = _token_losses(chunk, batch)
+    return losses, partial(_scheduled_loss, batch.loss_mask, scale)
 
 
 def _scheduled_loss(

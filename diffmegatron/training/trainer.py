@@ -168,7 +168,12 @@ class Trainer:
         with self.clock("data"):
             microbatches = on_this_rank(next(self.loader), topology)
         with self.clock("forward_backward"):
-            loss = forward_backward(self.engine, microbatches, topology)
+            loss = forward_backward(
+                self.engine,
+                microbatches,
+                topology,
+                offload_activations=recipe.training.offload_activations,
+            )
         judgement = Judgement(self.guard, partial(self._agree, loss))
         with self.clock("update"):
             self.engine.step(rate, judgement.allow)

@@ -18,6 +18,9 @@ class PlainEngine:
 
     network: torch.nn.Module
 
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.network(*args, **kwargs)
+
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 

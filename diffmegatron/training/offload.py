@@ -1,0 +1,36 @@
+"""Activations in the host's memory between the forward and the backward pass."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_PIN = torch.cuda.is_available()
+
+
+def offloaded_activations(
+    network: torch.nn.Module, *, enabled: bool
+) -> AbstractContextManager[object]:
+    """While it is open, what autograd saves for the backward pass goes to the host and comes back.
+
+    Weights stay where they are: torch's own ``save_on_cpu`` would copy each matrix with every
+    microbatch.
+    """
+    if not enabled:
+        return nullcontext()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+
+    def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if saved.untyped_storage().data_ptr() in weights:
+            return saved
+        host = torch.empty_like(saved, device="cpu", pin_memory=_PIN)
+        return saved.device, host.copy_(saved, non_blocking=_PIN)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=_PIN)
+
+    return saved_tensors_hooks(pack, unpack)
