@@ -1,11 +1,7 @@
-"""Every layout is the same run: initial weights, losses, gradient norms, saved weights.
+"""Every layout is the same run: initial weights, losses, gradients, saved weights."""
 
-Each number of ranks is one launch that trains all its layouts; the reference is one process.
-"""
-
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,99 +9,92 @@ import torch
 
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.config.load import load_recipe
 from diffmegatron.hf.from_checkpoint import export_checkpoint
-from diffmegatron.training.metrics import read_metrics
-from diffmegatron.training.trainer import train
 from tests.conftest import TINY
-from tests.parallel.worker import initial_hash
+from tests.parallel.matrix import (
+    LAYOUTS,
+    MODELS,
+    STEPS,
+    Layout,
+    gradient_difference,
+    loss_difference,
+    run_layouts,
+    run_models,
+    series,
+)
 
-TIED = "model.tied_embeddings=true"
-SOFTMAX = "model.attention=softmax"
-BF16 = "training.precision=bf16"
-TENSOR, SEQUENCE = "parallel.tensor=2", "parallel.sequence_parallel=true"
-
-# name: (ranks, overrides); the first word of the name says which single process it must equal.
-LAYOUTS = {
-    "plain-tensor": (2, [TENSOR]),
-    "plain-sequence": (2, [TENSOR, SEQUENCE]),
-    "plain-data": (2, ["parallel.zero_stage=1"]),
-    "plain-zero2": (2, ["parallel.zero_stage=2"]),
-    "plain-pipeline": (2, ["parallel.pipeline=2"]),
-    "tied-pipeline": (2, [TIED, "parallel.pipeline=2"]),
-    "softmax-sequence": (2, [SOFTMAX, TENSOR, SEQUENCE]),
-    "bf16-tensor": (2, [BF16, TENSOR, SEQUENCE]),
-    "bf16-data": (2, [BF16, "parallel.zero_stage=1"]),
-    "plain-tensor-data": (4, [TENSOR, SEQUENCE, "parallel.zero_stage=2"]),
-    "tied-tensor-pipeline": (4, [TIED, TENSOR, "parallel.pipeline=2"]),
-}
-MODELS = {"plain": [], "tied": [TIED], "softmax": [SOFTMAX], "bf16": [BF16]}
-# bf16 rounds every activation to 2^-9 and the layouts sum in other orders; over 20 updates the
+# bf16 rounds every activation to 2^-9 and the layouts sum in other orders; over the updates the
 # losses part by what that makes of the weights.
-TOLERANCE = {"plain": 1e-5, "tied": 1e-5, "softmax": 1e-5, "bf16": 2e-2}
+LOSS_TOLERANCE = {"bf16": 1e-3}
+GRADIENT_TOLERANCE = {"bf16": 2e-2}
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+
+
+def named(name: str) -> Layout:
+    return next(layout for layout in LAYOUTS if layout.name == name)
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the finished run of every layout and of every single process."""
+def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the finished run of every single process."""
     out = tmp_path_factory.mktemp("layouts")
     file = out / "tiny.yaml"
     file.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
-    for name, overrides in MODELS.items():
-        recipe = load_recipe(file, [*overrides, f"run_dir={out}/{name}"])
-        train(recipe)
-        (out / name / "initial.txt").write_text(initial_hash(recipe))
-    for ranks in (2, 4):
-        layouts = [
-            f"{name}:{','.join(overrides)}"
-            for name, (size, overrides) in LAYOUTS.items()
-            if size == ranks
-        ]
-        launch(ranks, [str(file), str(out), *layouts])
+    run_models(file, out)
     return out
 
 
-def launch(ranks: int, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "tests.parallel.worker", *arguments]
-    result = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+@pytest.fixture(scope="module")
+def run(models: Path) -> Callable[[Layout], Path]:
+    """The folder with a layout's finished run; the first of its number of ranks launches all."""
+
+    @cache
+    def launched(ranks: int) -> None:
+        run_layouts(models / "tiny.yaml", models, ranks)
+
+    def folder(layout: Layout) -> Path:
+        launched(layout.ranks)
+        return models / layout.name
+
+    return folder
 
 
-def series(run_dir: Path, name: str) -> list[float]:
-    return [entry[name] for entry in read_metrics(run_dir) if name in entry]
+@each_layout
+def test_initial_weights_are_the_same_bits(layout, run, models):
+    expected = (models / layout.model / "initial.txt").read_text()
+    assert (run(layout) / "initial.txt").read_text() == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_initial_weights_are_the_same_bits(layout, runs):
-    model = layout.split("-")[0]
-    assert (runs / layout / "initial.txt").read_text() == (runs / model / "initial.txt").read_text()
+@each_layout
+def test_losses_are_the_same(layout, run, models):
+    difference = loss_difference(run(layout), models / layout.model)
+    assert difference < LOSS_TOLERANCE.get(layout.model, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("metric", ["train/loss", "train/grad_norm", "valid/loss"])
-def test_curves_are_the_same(layout, metric, runs):
-    model = layout.split("-")[0]
-    expected = series(runs / model, metric)
-    assert len(expected) == (20 if metric.startswith("train") else 2)
-    scale = 10 if metric == "train/grad_norm" else 1
-    tolerance = TOLERANCE[model] * scale
-    assert series(runs / layout, metric) == pytest.approx(expected, rel=tolerance, abs=tolerance)
+@each_layout
+def test_gathered_gradients_are_the_same(layout, run, models):
+    of_all, of_one_tensor = gradient_difference(run(layout), models / layout.model)
+    assert of_all < GRADIENT_TOLERANCE.get(layout.model, 1e-5)
+    if layout.model != "bf16":
+        assert of_one_tensor < 1e-3
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("bf16")])
-def test_saved_weights_are_the_same(layout, runs):
-    expected = open_last(runs / layout.split("-")[0])
-    saved = open_last(runs / layout)
-    assert sorted(saved.names()) == sorted(expected.names())
+@each_layout
+@pytest.mark.parametrize("metric", ["train/grad_norm", "valid/loss"])
+def test_gradient_norm_and_held_out_loss_are_the_same(layout, metric, run, models):
+    expected = series(models / layout.model, metric)
+    assert len(expected) == (STEPS if metric.startswith("train") else 2)
+    # The norm of a step on which the weights sit at a kink of the loss moves more than they do.
+    tolerance = 2e-2 if layout.model == "bf16" else 1e-4
+    assert series(run(layout), metric) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.model != "bf16"], ids=lambda each: each.name
+)
+def test_saved_weights_are_the_same(layout, run, models):
+    expected, saved = open_last(models / layout.model), open_last(run(layout))
     for name in expected.names():
         # Adam divides by the gradient's own size: where that is rounding noise, an element may
         # move by a part of the learning rate (3e-3) in either direction.
@@ -114,19 +103,38 @@ def test_saved_weights_are_the_same(layout, runs):
         )
 
 
-@pytest.mark.parametrize("layout", ["plain", "plain-tensor-data", "tied-tensor-pipeline"])
-def test_any_layout_exports(layout, runs, tmp_path):
-    latest = CheckpointStore(runs / layout).latest()
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bf16_keeps_lambda_in_float32_under_every_zero_stage(zero, run, models):
+    folder = run(named(f"bf16:dp2-zero-{zero}"))
+    tensors = open_checkpoint(folder / "checkpoints" / "step_00000001").tensors
+    value = tensors.whole("weight", "decoder.layers.0.self_attention.core_attention.lambda_q1")
+    assert not torch.equal(value, value.bfloat16().float())
+    metric = "attn/lambda_layer_01"
+    # Rounded to bf16 the four vectors would give a lambda that is off by 1e-3 and more at once.
+    assert series(folder, metric)[0] == pytest.approx(series(models / "bf16", metric)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa:tp2+spxdp2-zero-3", "tied:tp2xpp2", "deep:tp2xpp2-interleavedxcp2-ring"]
+)
+def test_any_layout_exports(name, run, tmp_path):
+    latest = CheckpointStore(run(named(name))).latest()
     difference = export_checkpoint(latest, tmp_path / "hf")
     assert difference.relative < 1e-5
 
 
-@pytest.mark.parametrize("metric", ["attn/lambda_layer_01", "attn/lambda_layer_02"])
-@pytest.mark.parametrize("layout", ["plain-tensor", "plain-pipeline", "tied-tensor-pipeline"])
-def test_lambda_is_logged_for_every_layer_of_every_stage(layout, metric, runs):
-    expected = series(runs / layout.split("-")[0], metric)
-    assert len(expected) == 20
-    assert series(runs / layout, metric) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("name", ["deep:pp2-interleaved", "deep:tp2+spxpp2-interleaved"])
+@pytest.mark.parametrize("layer", [1, 2, 3, 4])
+def test_lambda_is_logged_for_every_layer_of_every_chunk(layer, name, run, models):
+    metric = f"attn/lambda_layer_{layer:02d}"
+    expected = series(models / "deep", metric)
+    assert len(expected) == STEPS
+    assert series(run(named(name)), metric) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_matrix_reaches_every_model_and_size():
+    assert {layout.model for layout in LAYOUTS} == set(MODELS)
+    assert {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
 
 
 def open_last(run_dir: Path):

@@ -1,6 +1,6 @@
 """One launch of ranks that trains a tiny recipe under several layouts, one after the other.
 
-Started by :mod:`tests.parallel.test_layouts` through torchrun:
+Started by :mod:`tests.parallel.matrix` through torchrun:
 ``worker.py RECIPE OUT NAME=override,override ...``; every layout's run goes to OUT/NAME, and the
 hash of its gathered initial weights to OUT/NAME/initial.txt.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     recipe_file, out, *layouts = sys.argv[1:]
     distributed.init_process_group("gloo")
     for layout in layouts:
-        name, _, overrides = layout.partition(":")
+        name, _, overrides = layout.partition("=")
         recipe = load_recipe(recipe_file, [*overrides.split(","), f"run_dir={out}/{name}"])
         digest = initial_hash(recipe)
         train(recipe)

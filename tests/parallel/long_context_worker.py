@@ -1,0 +1,112 @@
+"""A tiny network on one long sequence that context-parallel ranks share.
+
+Started by :mod:`tests.parallel.test_long_context` through torchrun: ``long_context_worker.py
+EXCHANGE LENGTH,LENGTH ...``. Each argument after the first is a sequence: the lengths of its
+documents. For each rank 0 prints one line of JSON: the loss, the gradient's norm, and the most that
+its tensors took in the forward and backward passes beyond the weights.
+"""
+
+import json
+import sys
+
+import torch
+from torch import distributed
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.build import build_model
+from diffmegatron.parallel.topology import Topology, default_group, process_groups
+from diffmegatron.training.batches import on_this_rank
+from diffmegatron.training.step import summed_loss
+from tests.parallel.allocated import AllocatedTensors, living_storages
+
+
+def long_recipe(length: int, context: int, exchange: str) -> Recipe:
+    """One layer with one differential head of 8 channels a map, and a loss in chunks."""
+    return Recipe.model_validate(
+        {
+            "run_dir": "unused",
+            "model": {
+                "num_layers": 1,
+                "hidden_size": 16,
+                "num_heads": 1,
+                "ffn_hidden_size": 32,
+                "vocab_size": 320,
+            },
+            "data": {"tokenizer": "bytes", "sources": [{"path": "unused"}]},
+            "training": {
+                "seq_length": length,
+                "global_batch_size": 1,
+                "steps": 1,
+                "precision": "fp32",
+                "loss_chunk": 2048,
+            },
+            "optimizer": {"lr": 1e-3},
+            "parallel": {"context": context, "context_exchange": exchange},
+        }
+    )
+
+
+def measure(recipe: Recipe, documents: list[int]) -> dict[str, float]:
+    """The step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
+    known = living_storages()
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        (batch,) = on_this_rank([_sequence(documents)], topology)
+        with AllocatedTensors(known) as allocated:
+            held = allocated.now
+            loss = summed_loss(network, batch)
+            loss.backward()
+            peak = allocated.peak - held
+        return {
+            "loss": _sum(loss.detach(), topology),
+            "gradient_norm": _gradient_norm(network, topology),
+            "peak_mib": peak / 2**20,
+        }
+
+
+def _sequence(documents: list[int]) -> Batch:
+    length = sum(documents)
+    numbers = torch.arange(len(documents), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(320, (1, length + 1), generator=generator)
+    return Batch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.full((1, length), 1 / length),
+        position_ids=torch.arange(length)[None],
+        document_ids=(
+            numbers.repeat_interleave(torch.tensor(documents))[None] if documents[1:] else None
+        ),
+    )
+
+
+def _sum(value: torch.Tensor, topology: Topology) -> float:
+    distributed.all_reduce(value, group=topology.data_group)
+    return value.item()
+
+
+def _gradient_norm(network: torch.nn.Module, topology: Topology) -> float:
+    squares = torch.zeros(())
+    for parameter in network.parameters():
+        assert parameter.grad is not None
+        distributed.all_reduce(parameter.grad, group=topology.data_group)
+        squares += parameter.grad.square().sum()
+    return squares.sqrt().item()
+
+
+def main() -> None:
+    """Measure every sequence named on the command line."""
+    exchange, *sequences = sys.argv[1:]
+    with default_group():
+        ranks = distributed.get_world_size()
+        for sequence in sequences:
+            documents = [int(length) for length in sequence.split(",")]
+            recipe = long_recipe(sum(documents), ranks, exchange if ranks > 1 else "auto")
+            result = measure(recipe, documents)
+            if distributed.get_rank() == 0:
+                print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""65,536 tokens on four context-parallel ranks; a rank's memory falls with their number."""
+
+import json
+
+import pytest
+
+from tests.parallel.matrix import launch
+
+SHORT, LONG = 8192, 65536
+# A quarter of the (query, key) pairs of one document; each goes over the edge of some rank's chunk.
+DOCUMENTS = "20000,12768,24576,8192"
+
+
+def measured(ranks: int, exchange: str, *sequences: str) -> list[dict[str, float]]:
+    """What ``long_context_worker`` prints; one document of all tokens for each plain length."""
+    output = launch(ranks, "tests.parallel.long_context_worker", [exchange, *sequences])
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, float]:
+    return measured(1, "ring", str(SHORT))[0]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, float]]:
+    return measured(4, "ring", str(SHORT), DOCUMENTS)
+
+
+def test_ranks_compute_what_one_does(one_rank, four_ranks):
+    for name in ("loss", "gradient_norm"):
+        assert four_ranks[0][name] == pytest.approx(one_rank[name], rel=1e-5)
+
+
+def test_memory_falls_as_one_over_the_ranks(one_rank, four_ranks):
+    assert four_ranks[0]["peak_mib"] < one_rank["peak_mib"] / 4 * 1.25
+
+
+def test_a_sequence_of_64k_goes_through(four_ranks):
+    short, long = four_ranks
+    # Untrained, over 320 words: log 320 is 5.77.
+    assert long["loss"] == pytest.approx(5.77, abs=0.3)
+    assert long["gradient_norm"] > 0
+    assert long["peak_mib"] < short["peak_mib"] * LONG / SHORT * 1.25
