@@ -1,0 +1,57 @@
+"""The parts of a sequence that context-parallel ranks hold, against Megatron-core's."""
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+
+from diffmegatron.attention.context.zigzag import (
+    rank_chunks,
+    shard_sequence,
+    to_rank_order,
+    to_sequence_order,
+)
+from diffmegatron.attention.core import row_boundaries
+from diffmegatron.parallel.cpu import without_cuda
+
+
+class Group:
+    """What Megatron asks of a process group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_are_those_of_megatrons_rotary_embeddings(size):
+    positions = torch.arange(48).view(48, 1, 1, 1)
+    for rank in range(size):
+        with without_cuda():
+            expected = get_pos_emb_on_this_cp_rank(positions, 0, Group(rank, size))
+        assert torch.equal(shard_sequence(positions, 0, rank, size), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_meets_as_many_causal_pairs(size):
+    pairs = [sum(number + 1 for number in rank_chunks(rank, size)) for rank in range(size)]
+    assert set(pairs) == {2 * size + 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_orders_are_each_others_inverse(size):
+    whole = torch.arange(12 * size).view(-1, 2)
+    by_rank = torch.cat([shard_sequence(whole, 0, rank, size) for rank in range(size)])
+    assert torch.equal(to_sequence_order(by_rank, size), whole)
+    assert torch.equal(to_rank_order(whole, size), by_rank)
+
+
+def test_documents_of_each_row_begin_at_zero():
+    documents = torch.tensor([0, 3, 8, 10, 16], dtype=torch.int32)
+    first, second = row_boundaries(documents, rows=2)
+    assert first.tolist() == [0, 3, 8]
+    assert second.tolist() == [0, 2, 8]
