@@ -27,7 +27,6 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
         {"training": BF16, "recompute": {"granularity": "full", "method": "block", "layers": 2}},
     ),
     "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 64}}),
-    "tensor": (2, {"parallel": {"tensor": 2}, "training": BF16}),
     "sequence": (2, {"parallel": SEQUENCE, "training": BF16}),
     "zero1": (2, {"training": BF16}),
     "zero2": (2, {"parallel": {"zero_stage": 2}, "training": BF16}),
