@@ -12,6 +12,9 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from tests.conftest import TINY
 from tests.parallel.matrix import (
+    BEGIN,
+    DOCS,
+    END,
     LAYOUTS,
     MODELS,
     STEPS,
@@ -135,6 +138,13 @@ def test_lambda_is_logged_for_every_layer_of_every_chunk(layer, name, run, model
 def test_the_matrix_reaches_every_model_and_size():
     assert {layout.model for layout in LAYOUTS} == set(MODELS)
     assert {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
+
+
+def test_the_docs_show_every_layout():
+    shown = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = [f"| {layout.words} | {layout.model} | {layout.ranks} | same" for layout in LAYOUTS]
+    assert [row for row in rows if row not in shown] == []
+    assert len(shown.strip().splitlines()) == len(rows) + 2
 
 
 def open_last(run_dir: Path):
