@@ -171,6 +171,30 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     )
 
 
+def vocabulary_size(name_or_path: str) -> int:
+    """How many ids a tokenizer uses; of cl100k_base known without its file, half a second to read.
+
+    Raises:
+        UserError: as :func:`load_tokenizer`.
+    """
+    if name_or_path == CL100K:
+        return max(CL100K_SPECIAL_TOKENS.values()) + 1
+    return load_tokenizer(name_or_path).vocab_size
+
+
+def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
+    """Refuse an embedding of ``rows`` without one for each of the ``used`` ids of a tokenizer.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    if used > rows:
+        raise UserError(
+            f"model.vocab_size {rows} is too small for the tokenizer {tokenizer!r}, which uses "
+            f"{used} ids; give at least {used}, padded to a multiple of parallel.tensor"
+        )
+
+
 def find_cl100k() -> Path:
     """Where ``cl100k_base.tiktoken`` lies: ``DIFFMEGATRON_TIKTOKEN`` or tiktoken's cache.
 

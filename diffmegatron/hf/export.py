@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from diffmegatron.config.schema import ModelConfig, Recipe
-from diffmegatron.data.tokenizers import Tokenizer
+from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.hf.configuration import to_hf_config
 from diffmegatron.hf.layout import Weights, table, to_hf
@@ -64,11 +64,7 @@ def write_export(
             weights and recipe do not agree, or the tokenizer does not convert exactly.
     """
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
-    if tokenizer.vocab_size > recipe.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size {recipe.model.vocab_size} is too small for the tokenizer "
-            f"{tokenizer.name!r}; it must be at least {tokenizer.vocab_size}"
-        )
+    check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.vocab_size)
     with _appearing_whole(out) as directory:
         config.save_pretrained(directory)
         _generation_config(tokenizer.end_of_document).save_pretrained(directory)

@@ -14,7 +14,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage
 from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
-from diffmegatron.plan.summary import check_hardware, check_vocabulary
+from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
 
@@ -50,7 +50,7 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
         UserError: none fits, or none is valid; with the nearest.
     """
     check_hardware(hardware)
-    check_vocabulary(recipe)
+    check_recipe_vocabulary(recipe)
     available = int(USABLE_SHARE * ACCELERATORS[hardware].memory_gib * GIB)
     fitting, nearest = _fitting(recipe, world_size, hardware, available)
     if not fitting:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.tokenizers import CL100K, CL100K_SPECIAL_TOKENS, load_tokenizer
+from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import (
     ACCELERATORS,
@@ -90,7 +90,7 @@ def plan_recipe(
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)
-    check_vocabulary(recipe)
+    check_recipe_vocabulary(recipe)
     ranks = world_size if world_size is not None else recipe.parallel.model_ranks
     layout = Layout.of(recipe, ranks)
     memory = memory_by_stage(recipe, ranks)
@@ -124,7 +124,7 @@ def check_hardware(name: str) -> None:
         raise UserError(f"hardware {name!r} is not known; give one of {', '.join(ACCELERATORS)}")
 
 
-def check_vocabulary(recipe: Recipe) -> None:
+def check_recipe_vocabulary(recipe: Recipe) -> None:
     """Refuse an embedding without a row for some of the tokenizer's ids, as ``train`` does.
 
     A plan may be made where the tokenizer is not; then only ``train`` can tell.
@@ -132,18 +132,8 @@ def check_vocabulary(recipe: Recipe) -> None:
     Raises:
         UserError: with both sizes.
     """
-    name, rows = recipe.data.tokenizer, recipe.model.vocab_size
     try:
-        # Of cl100k_base the count is known, and its file takes half a second to read.
-        used = (
-            max(CL100K_SPECIAL_TOKENS.values()) + 1
-            if name == CL100K
-            else load_tokenizer(name).vocab_size
-        )
+        used = vocabulary_size(recipe.data.tokenizer)
     except UserError:
         return
-    if used > rows:
-        raise UserError(
-            f"model.vocab_size {rows} is too small for the tokenizer {name!r}, which uses {used} "
-            f"ids; give at least {used}, padded to a multiple of parallel.tensor"
-        )
+    check_vocabulary(recipe.data.tokenizer, used, recipe.model.vocab_size)

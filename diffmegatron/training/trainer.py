@@ -16,7 +16,7 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
-from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.model.build import build_model
 from diffmegatron.model.shards import parameter_shards
@@ -65,7 +65,8 @@ def train(recipe: Recipe) -> bool:
             stopped the run.
     """
     recipe.data_parallel(world_size())
-    check_vocabulary(recipe)
+    used = load_tokenizer(recipe.data.tokenizer).vocab_size
+    check_vocabulary(recipe.data.tokenizer, used, recipe.model.vocab_size)
     run_dir = Path(recipe.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir {run_dir} is a file; give a directory, or a path that is free")
@@ -90,21 +91,6 @@ def train_stages(recipes: Sequence[Recipe]) -> bool:
     """
     with default_group():
         return all(train(recipe) for recipe in recipes)
-
-
-def check_vocabulary(recipe: Recipe) -> None:
-    """Refuse a model whose embedding has no row for some of the tokenizer's ids.
-
-    Raises:
-        UserError: with both sizes.
-    """
-    used = load_tokenizer(recipe.data.tokenizer).vocab_size
-    if used > recipe.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size {recipe.model.vocab_size} is too small for the tokenizer "
-            f"{recipe.data.tokenizer!r}, which uses {used} ids; give at least {used}, padded to a "
-            "multiple of parallel.tensor"
-        )
 
 
 class Trainer:
