@@ -24,9 +24,9 @@ def break_steps(monkeypatch):
     def install(calls: set[int], factor: float) -> list[int]:
         real, count = trainer.forward_backward, [0]
 
-        def broken(engine, microbatches, topology):
+        def broken(engine, *arguments, **options):
             count[0] += 1
-            loss = real(engine, microbatches, topology)
+            loss = real(engine, *arguments, **options)
             if count[0] in calls:
                 for parameter in engine.network.parameters():
                     parameter.grad *= factor

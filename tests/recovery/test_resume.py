@@ -92,7 +92,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tiny_recipe, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tiny_recipe, monkeypatch, capfd):
     real = trainer.forward_backward
-    monkeypatch.setattr(trainer, "forward_backward", lambda *a: real(*a) * math.nan)
+    monkeypatch.setattr(
+        trainer, "forward_backward", lambda *a, **options: real(*a, **options) * math.nan
+    )
     recipe = tiny_recipe()
     with pytest.raises(UserError, match=r"loss is inf .*at step 3, after 3 skipped.* optimizer.lr"):
         train(recipe)

@@ -35,11 +35,11 @@ def signalling(function, call: int, number: int):
     """``function``, with a signal to this process during its ``call``-th call (from 1)."""
     count = [0]
 
-    def wrapper(*arguments):
+    def wrapper(*arguments, **options):
         count[0] += 1
         if count[0] == call:
             os.kill(os.getpid(), number)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return wrapper
 

@@ -39,13 +39,13 @@ def nan_gradient(call: int) -> Callable[[Any], Any]:
     def make(forward_backward: Any) -> Any:
         calls = [0]
 
-        def wrapper(engine: Any, microbatches: Any, topology: Any) -> torch.Tensor:
+        def wrapper(engine: Any, *arguments: Any, **options: Any) -> torch.Tensor:
             calls[0] += 1
             if calls[0] != call:
-                return forward_backward(engine, microbatches, topology)
+                return forward_backward(engine, *arguments, **options)
             parameter = next(p for n, p in engine.network.named_parameters() if "layers" in n)
             hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
-            loss = forward_backward(engine, microbatches, topology)
+            loss = forward_backward(engine, *arguments, **options)
             hook.remove()
             return loss
 
@@ -60,11 +60,11 @@ def failing(times: int) -> Callable[[Any], Any]:
     def make(write_pieces: Any) -> Any:
         left = [times]
 
-        def wrapper(*arguments: Any) -> Any:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
             if left[0]:
                 left[0] -= 1
                 raise OSError(28, "No space left on device")
-            return write_pieces(*arguments)
+            return write_pieces(*arguments, **options)
 
         return wrapper
 
@@ -77,11 +77,11 @@ def signalled(call: int) -> Callable[[Any], Any]:
     def make(forward_backward: Any) -> Any:
         calls = [0]
 
-        def wrapper(*arguments: Any) -> Any:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
             calls[0] += 1
             if calls[0] == call:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return forward_backward(*arguments)
+            return forward_backward(*arguments, **options)
 
         return wrapper
 
