@@ -150,7 +150,7 @@ def guard_cost(engine, guard, batches, topology) -> dict[str, float]:  # type: i
     passes, rests = [], []
     for _ in range(7):
         loss = forward_backward(engine, batches, topology)
-        passes.append(timed(lambda: held_norms(engine._optimizer, engine.network)))
+        passes.append(timed(lambda: held_norms(engine._partition, engine.network)))
         norm = torch.tensor(1.0)
         rests.append(timed(lambda: judge(guard, loss, norm, topology)))  # noqa: B023
         engine.step(1e-3, lambda _: False)

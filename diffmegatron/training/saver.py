@@ -56,6 +56,7 @@ class Saver:
         self._recipe, self._topology = recipe, topology
         self._copy = HostCopy()
         self._write: _Write | None = None
+        self._pruning: threading.Thread | None = None
         self._position: Position | None = None
         self._sound = False
         self._started = self._stalled = 0.0
@@ -103,9 +104,10 @@ class Saver:
         return {}
 
     def wait(self) -> None:
-        """Wait for this rank's thread."""
-        if self._write is not None:
-            self._write.join()
+        """Wait for this rank's threads."""
+        for thread in (self._write, self._pruning):
+            if thread is not None:
+                thread.join()
 
     def close(self) -> dict[str, float]:
         """End the open save: make it count if its weights are known to be sound, else drop it."""
@@ -152,7 +154,7 @@ class Saver:
         self.saved_step = position.step
         if self._topology.is_main:
             say(f"saved {self._store.path(position.step)}")
-            self._prune(position.step)
+            self._begin_pruning(position.step)
         now = time.perf_counter()
         return {
             "ckpt/stall_seconds": self._stalled + now - waiting,
@@ -187,10 +189,20 @@ class Saver:
             log.error("checkpoint of step %d failed: %s", position.step, problem)
         return {"ckpt/failed": self._failed}
 
+    def _begin_pruning(self, saved_step: int) -> None:
+        """In a thread: to unlink gigabytes takes as long as to copy them off the device."""
+        if self._recipe.checkpoint.keep_last is None:
+            return
+        if self._pruning is not None:
+            self._pruning.join()
+        # No daemon: a run that ends waits for it.
+        self._pruning = threading.Thread(
+            target=self._prune, args=(saved_step,), name="checkpoint-prune"
+        )
+        self._pruning.start()
+
     def _prune(self, saved_step: int) -> None:
         policy = self._recipe.checkpoint
-        if policy.keep_last is None:
-            return
         try:
             # Of what lies beyond this save the run has gone back, or it is damaged.
             steps = [step for step in self._store.complete() if step <= saved_step]

@@ -145,6 +145,7 @@ class Trainer:
             if self.step % self.recipe.checkpoint.interval == 0 or self.saver.is_due_again:
                 self._save()
         self._save_at_the_end()
+        self.saver.wait()
         return self.step == training.total_steps
 
     def _train_step(self) -> dict[str, float]:
@@ -230,6 +231,7 @@ class Trainer:
         """
         with self._pause():
             self._close_save()
+            self.saver.wait()
             futile = self.engine.updates == self.updates_returned_to
             checkpoint = return_point(self.store, self.topology, futile=futile)
             if checkpoint is None:
