@@ -191,22 +191,22 @@ class Saver:
 
     def _begin_pruning(self, saved_step: int) -> None:
         """In a thread: to unlink gigabytes takes as long as to copy them off the device."""
-        if self._recipe.checkpoint.keep_last is None:
+        keep_last = self._recipe.checkpoint.keep_last
+        if keep_last is None:
             return
         if self._pruning is not None:
             self._pruning.join()
         # No daemon: a run that ends waits for it.
         self._pruning = threading.Thread(
-            target=self._prune, args=(saved_step,), name="checkpoint-prune"
+            target=self._prune, args=(saved_step, keep_last), name="checkpoint-prune"
         )
         self._pruning.start()
 
-    def _prune(self, saved_step: int) -> None:
-        policy = self._recipe.checkpoint
+    def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
             # Of what lies beyond this save the run has gone back, or it is damaged.
             steps = [step for step in self._store.complete() if step <= saved_step]
-            for step in superfluous(steps, policy.keep_last, policy.keep_every):
+            for step in superfluous(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
         except OSError as error:
             log.error("cannot remove an old checkpoint: %s", error)
