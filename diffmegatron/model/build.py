@@ -151,9 +151,22 @@ def _check_backend(recipe: Recipe, topology: Topology) -> None:
             dtype,
             recipe.model.head_dim,
             importable_libraries(),
+            needed_features(recipe),
         )
     except ValueError as error:
         raise UserError(f"training.attention_{error}") from None
+
+
+def needed_features(recipe: Recipe) -> frozenset[str]:
+    """What the core attention will ask of its kernel, in the words of ``select.FEATURES``."""
+    needs = {"documents"} if recipe.data.reset_attention_mask else set()
+    if recipe.parallel.context > 1:
+        exchange = context_exchange(recipe)
+        if exchange == "ring":
+            needs |= {"lse", "offsets"}
+        elif exchange == "all_gather" and needs:
+            needs.add("offsets")
+    return frozenset(needs)
 
 
 def lambda_by_layer(network: Network) -> dict[int, float]:

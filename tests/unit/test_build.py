@@ -1,0 +1,43 @@
+"""What building a network refuses before any step."""
+
+import pytest
+
+from diffmegatron.errors import UserError
+from diffmegatron.model.build import build_model, needed_features
+from diffmegatron.parallel.topology import process_groups
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        ([], set()),
+        (["data.reset_attention_mask=true", "data.reset_position_ids=true"], {"documents"}),
+        (["parallel.context=2", "parallel.context_exchange=ring"], {"lse", "offsets"}),
+        (["parallel.context=2", "parallel.context_exchange=all_gather"], set()),
+        (
+            [
+                "parallel.context=2",
+                "parallel.context_exchange=all_gather",
+                "data.reset_attention_mask=true",
+                "data.reset_position_ids=true",
+            ],
+            {"documents", "offsets"},
+        ),
+        (["parallel.context=2", "parallel.context_exchange=ulysses"], set()),
+    ],
+)
+def test_a_layout_says_what_it_asks_of_the_kernel(tiny_recipe, overrides, needs):
+    assert needed_features(tiny_recipe(*overrides)) == needs
+
+
+def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_recipe):
+    recipe = tiny_recipe(
+        "parallel.context=2",
+        "parallel.context_exchange=ring",
+        "training.attention_backend=sdpa_4call",
+    )
+    with (
+        process_groups(tiny_recipe().parallel, seed=1) as topology,
+        pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot return log-sum"),
+    ):
+        build_model(recipe, topology)
