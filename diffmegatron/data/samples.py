@@ -87,11 +87,13 @@ class SourceSamples:
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         """A damaged file has ids without a row in the embedding, which ends a GPU's process."""
-        ids = self.corpus.manifest.tokenizer.vocab_size
-        if tokens.min() < 0 or tokens.max() >= ids:
+        ids = self.corpus.vocab_size
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= ids:
             raise UserError(
-                f"{self.corpus.prefix}.bin holds token id {tokens.max()}, but its tokenizer has "
-                f"ids 0 to {ids - 1}; the file is damaged, copy or prepare it again"
+                f"{self.corpus.prefix}.bin holds token id {smallest if smallest < 0 else largest}, "
+                f"but its tokenizer has ids 0 to {ids - 1}; the file is damaged, copy or prepare "
+                "it again"
             )
 
     def _learnt(self, pieces: Pieces, filled: int) -> np.ndarray | None:

@@ -41,6 +41,11 @@ class Corpus:
         return len(self.lengths)
 
     @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer uses, from 0 on."""
+        return self.manifest.tokenizer.vocab_size
+
+    @property
     def end_of_document(self) -> int:
         """The id that ends every document."""
         return self.manifest.tokenizer.end_of_document

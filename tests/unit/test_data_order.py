@@ -241,6 +241,7 @@ class _Corpus(SimpleNamespace):
             offsets=(ends - sizes) * tokens.itemsize,
             tokens=tokens,
             end_of_document=END,
+            vocab_size=len(tokens),
             is_fine_tuning=False,
         )
 
