@@ -216,6 +216,10 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "enabled": True,
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
+        if recipe.parallel.zero_stage == 1:
+            # Once a step, over what all microbatches added up in float32: rounded to bf16 before
+            # the sum over hundreds of ranks, as by default, that would have been for nothing.
+            config["communication_data_type"] = "fp32"
     return config
 
 

@@ -112,16 +112,17 @@ def _pipeline(recipe: Recipe) -> float:
 
 
 def _zero(recipe: Recipe, shards: int, microbatches: int) -> tuple[float, float]:
-    """Gradients reduced and weights gathered, in the run's precision.
+    """Gradients reduced and weights gathered, in the run's precision but for ZeRO 1's gradients.
 
-    ZeRO 1 reduces once per step, 2 and 3 every microbatch; 1 and 2 gather the updated weights, 3
-    gathers them for each forward and each backward pass. Reductions are all-reduces but for ZeRO 3.
+    ZeRO 1 reduces once per step and in float32, 2 and 3 every microbatch; 1 and 2 gather the
+    updated weights, 3 gathers them for each forward and each backward pass. Reductions are
+    all-reduces but for ZeRO 3.
     """
     share = (shards - 1) / shards
     whole = max(sum(rank_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline))
     size = share * BYTES[recipe.training.precision] * whole
     if recipe.parallel.zero_stage == 1:
-        return 2 * size, size
+        return 2 * share * FLOAT32 * whole, size
     if recipe.parallel.zero_stage == 2:
         return 2 * size * microbatches, size
     return size * microbatches, 2 * size * microbatches

@@ -6,6 +6,7 @@ their inner results as well, and differential attention runs row-blocked.
 
 from typing import Literal
 
+from diffmegatron.config.layout import context_exchange as chosen_exchange
 from diffmegatron.config.schema import Recipe
 
 Device = Literal["gpu", "cpu"]
@@ -204,17 +205,8 @@ def _core_attention_bytes_per_token(recipe: Recipe, device: Device) -> float:
 
 
 def context_exchange(recipe: Recipe) -> str | None:
-    """What context-parallel ranks exchange: ``ring``, ``all_gather``, ``ulysses``; None: nothing.
-
-    The rule of ``auto`` is the schema's.
-    """
-    parallel = recipe.parallel
-    if parallel.context == 1:
-        return None
-    if parallel.context_exchange != "auto":
-        return parallel.context_exchange
-    divides = (recipe.model.num_kv_heads // parallel.tensor) % parallel.context == 0
-    return "ulysses" if divides else "ring"
+    """What context-parallel ranks exchange; None where nothing is."""
+    return None if recipe.parallel.context == 1 else chosen_exchange(recipe)
 
 
 def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device, *, fuses_norm: bool) -> float:

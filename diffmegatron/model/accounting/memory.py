@@ -134,14 +134,14 @@ def is_bf16_optimizer(recipe: Recipe) -> bool:
 def _bf16_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
     """BF16_Optimizer (runtime/bf16_optimizer.py): all of the rank's gradients in float32.
 
-    It reduces them in bf16 copies. Before, the flat gradients of the parameter groups are laid end
-    to end until more than 500 million are together: a first group larger than that is reduced as
-    it is, and only a stage with the embedding has its matrices first.
+    It reduces them in float32, as it is told to. Before, the flat gradients of the parameter groups
+    are laid end to end until more than 500 million are together: a first group larger than that is
+    reduced as it is, and only a stage with the embedding has its matrices first.
     """
     elements = states.gradients // FLOAT32
     in_place = states.stage == 0 and elements > ALLREDUCE_BUCKET
     copied = 0 if in_place else FLOAT32 * elements
-    return replace(states, communication=0, update=BYTES["bf16"] * elements + copied)
+    return replace(states, communication=0, update=copied)
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
