@@ -1,0 +1,74 @@
+"""Memory as `plan` counts it against a GPU's allocator. Nothing here has run yet."""
+
+import pytest
+import torch
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.model.build import build_model
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.training.batches import on_this_rank
+from diffmegatron.training.step import forward_backward
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
+)
+
+LENGTH = 4096
+
+
+def make_recipe(attention: str, **recompute: object) -> Recipe:
+    """A few layers of the 3B shape."""
+    return Recipe.model_validate(
+        {
+            "run_dir": "unused",
+            "model": {
+                "attention": attention,
+                "num_layers": 4,
+                "hidden_size": 3072,
+                "num_heads": 12,
+                "ffn_hidden_size": 8192,
+                "vocab_size": 32768,
+            },
+            "data": {"sources": [{"path": "unused"}]},
+            "training": {
+                "seq_length": LENGTH,
+                "global_batch_size": 2,
+                "steps": 4,
+                "attention_backend": "triton" if attention == "differential" else "auto",
+            },
+            "optimizer": {"lr": 1e-4},
+            "recompute": recompute,
+        }
+    )
+
+
+def peak_of_a_step(recipe: Recipe) -> int:
+    """Bytes that the allocator had given out at most, in a step after the moments exist."""
+    tokens = torch.randint(32768, (1, LENGTH + 1))
+    batch = Batch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(1, LENGTH),
+        position_ids=torch.arange(LENGTH)[None],
+        document_ids=None,
+    )
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        with ZeroEngine(network, recipe, topology) as engine:
+            batches = on_this_rank([batch, batch], topology)
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                forward_backward(engine, batches, topology)
+                engine.step(1e-4, allow=lambda _: True)
+            return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("attention", ["differential", "softmax"])
+@pytest.mark.parametrize("recompute", [{}, {"granularity": "full"}], ids=["kept", "recomputed"])
+def test_peak_memory_is_the_plans(attention, recompute):
+    recipe = make_recipe(attention, **recompute)
+    (stage,) = memory_by_stage(recipe, 1, "gpu")
+    assert stage.total == pytest.approx(peak_of_a_step(recipe), rel=0.1)
