@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
 )
 
-LENGTH = 4096
+# So many sequences at once that the layers keep more than the update needs.
+LENGTH, SEQUENCES = 4096, 6
 
 
 def make_recipe(attention: str, **recompute: object) -> Recipe:
@@ -35,7 +36,8 @@ def make_recipe(attention: str, **recompute: object) -> Recipe:
             "data": {"sources": [{"path": "unused"}]},
             "training": {
                 "seq_length": LENGTH,
-                "global_batch_size": 2,
+                "micro_batch_size": SEQUENCES,
+                "global_batch_size": 2 * SEQUENCES,
                 "steps": 4,
                 "attention_backend": "triton" if attention == "differential" else "auto",
             },
@@ -47,12 +49,12 @@ def make_recipe(attention: str, **recompute: object) -> Recipe:
 
 def peak_of_a_step(recipe: Recipe) -> int:
     """Bytes that the allocator had given out at most, in a step after the moments exist."""
-    tokens = torch.randint(32768, (1, LENGTH + 1))
+    tokens = torch.randint(32768, (SEQUENCES, LENGTH + 1))
     batch = Batch(
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
-        loss_mask=torch.ones(1, LENGTH),
-        position_ids=torch.arange(LENGTH)[None],
+        loss_mask=torch.ones(SEQUENCES, LENGTH),
+        position_ids=torch.arange(LENGTH).expand(SEQUENCES, -1),
         document_ids=None,
     )
     with process_groups(recipe.parallel, seed=1) as topology:
