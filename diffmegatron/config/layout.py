@@ -18,6 +18,7 @@ def check_layout(recipe: "Recipe") -> None:
     _check_tensor(recipe)
     _check_context(recipe)
     _check_pipeline(recipe)
+    _check_recompute(recipe)
 
 
 def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
@@ -129,11 +130,24 @@ def _check_pipeline(recipe: "Recipe") -> None:
             f"parallel.virtual_pipeline {parallel.virtual_pipeline}; the nearest number of chunks "
             f"per stage is {_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
         )
-    recompute = recipe.recompute
-    if recompute.granularity == "full" and recompute.layers > layers // chunks:
+
+
+def _check_recompute(recipe: "Recipe") -> None:
+    """Megatron-core's ``uniform`` goes beyond the last layer if its groups do not come out even."""
+    recompute, parallel = recipe.recompute, recipe.parallel
+    layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
+    if recompute.granularity != "full":
+        return
+    if recompute.method == "block" and recompute.layers > layers:
         raise ValueError(
-            f"recompute.layers {recompute.layers} is more than the {layers // chunks} layers of a "
-            f"pipeline chunk; give at most {layers // chunks}"
+            f"recompute.layers {recompute.layers} is more than the {layers} layers of a pipeline "
+            f"chunk; give at most {layers}"
+        )
+    if recompute.method == "uniform" and layers % recompute.layers:
+        raise ValueError(
+            f"recompute.layers {recompute.layers} does not divide the {layers} layers of a "
+            "pipeline chunk into equal groups; the nearest that does is "
+            f"{_nearest_divisor(layers, recompute.layers)}"
         )
 
 
