@@ -1,9 +1,9 @@
 """A tiny network on one long sequence that context-parallel ranks share.
 
 Started by :mod:`tests.parallel.test_long_context` through torchrun: ``long_context_worker.py
-EXCHANGE LENGTH,LENGTH ...``. Each argument after the first is a sequence: the lengths of its
-documents. For each rank 0 prints one line of JSON: the loss, the gradient's norm, and the most that
-its tensors took in the forward and backward passes beyond the weights.
+EXCHANGE LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the loss, the
+gradient's norm, and the most that its tensors took in the forward and backward passes beyond the
+weights.
 """
 
 import json
@@ -47,12 +47,12 @@ def long_recipe(length: int, context: int, exchange: str) -> Recipe:
     )
 
 
-def measure(recipe: Recipe, documents: list[int]) -> dict[str, float]:
+def measure(recipe: Recipe) -> dict[str, float]:
     """The step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
     known = living_storages()
     with process_groups(recipe.parallel, seed=1) as topology:
         network = build_model(recipe, topology)
-        (batch,) = on_this_rank([_sequence(documents)], topology)
+        (batch,) = on_this_rank([_sequence(recipe.training.seq_length)], topology)
         with AllocatedTensors(known) as allocated:
             held = allocated.now
             loss = summed_loss(network, batch)
@@ -65,9 +65,7 @@ def measure(recipe: Recipe, documents: list[int]) -> dict[str, float]:
         }
 
 
-def _sequence(documents: list[int]) -> Batch:
-    length = sum(documents)
-    numbers = torch.arange(len(documents), dtype=torch.int32)
+def _sequence(length: int) -> Batch:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(320, (1, length + 1), generator=generator)
     return Batch(
@@ -75,9 +73,7 @@ def _sequence(documents: list[int]) -> Batch:
         labels=tokens[:, 1:],
         loss_mask=torch.full((1, length), 1 / length),
         position_ids=torch.arange(length)[None],
-        document_ids=(
-            numbers.repeat_interleave(torch.tensor(documents))[None] if documents[1:] else None
-        ),
+        document_ids=None,
     )
 
 
@@ -96,14 +92,13 @@ def _gradient_norm(network: torch.nn.Module, topology: Topology) -> float:
 
 
 def main() -> None:
-    """Measure every sequence named on the command line."""
-    exchange, *sequences = sys.argv[1:]
+    """Measure every length named on the command line."""
+    exchange, *lengths = sys.argv[1:]
     with default_group():
         ranks = distributed.get_world_size()
-        for sequence in sequences:
-            documents = [int(length) for length in sequence.split(",")]
-            recipe = long_recipe(sum(documents), ranks, exchange if ranks > 1 else "auto")
-            result = measure(recipe, documents)
+        for length in lengths:
+            recipe = long_recipe(int(length), ranks, exchange if ranks > 1 else "auto")
+            result = measure(recipe)
             if distributed.get_rank() == 0:
                 print(json.dumps(result), flush=True)
 

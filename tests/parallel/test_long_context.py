@@ -7,12 +7,10 @@ import pytest
 from tests.parallel.matrix import launch
 
 SHORT, LONG = 8192, 65536
-# A quarter of the (query, key) pairs of one document; each goes over the edge of some rank's chunk.
-DOCUMENTS = "20000,12768,24576,8192"
 
 
 def measured(ranks: int, exchange: str, *sequences: str) -> list[dict[str, float]]:
-    """What ``long_context_worker`` prints; one document of all tokens for each plain length."""
+    """What ``long_context_worker`` prints of each sequence."""
     output = launch(ranks, "tests.parallel.long_context_worker", [exchange, *sequences])
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
@@ -24,7 +22,7 @@ def one_rank() -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, float]]:
-    return measured(4, "ring", str(SHORT), DOCUMENTS)
+    return measured(4, "ring", str(SHORT), str(LONG))
 
 
 def test_ranks_compute_what_one_does(one_rank, four_ranks):
