@@ -10,7 +10,7 @@ class RMSNorm(torch.nn.Module):
 
     Megatron's own fallback, ``WrappedTorchNorm``, refuses sequence parallelism; under it this
     weight sees only its rank's part of the sequence, which the ``sequence_parallel`` mark tells
-    :func:`diffmegatron.model.build.reduce_sequence_parallel_gradients`.
+    :func:`diffmegatron.model.build.build_model`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

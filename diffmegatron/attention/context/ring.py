@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from diffmegatron.attention.context.zigzag import rank_chunks
+from diffmegatron.attention.kernels import merge_maps
 
 # query [s, b, heads, d], key, value -> the maps' (q, k, v), rows first: [b, s, heads, width]
 SplitMaps = Callable[[Tensor, Tensor, Tensor], list[tuple[Tensor, Tensor, Tensor]]]
@@ -58,18 +59,15 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tup
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pair: Tensor, ring: Ring) -> tuple[Tensor, ...]:
-        merged: dict[int, list[_Merged]] = {}
+        merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source, arrived in _circulate(pair, ring.group):
             for meeting in _meetings(query, arrived, source, ring.group):
                 parts = _attend(meeting, ring)
-                if meeting.half not in merged:
-                    merged[meeting.half] = [_Merged(*part) for part in parts]
-                else:
-                    for total, part in zip(merged[meeting.half], parts, strict=True):
-                        total.add(*part)
-        maps = range(len(merged[0]))
-        outs = [torch.cat([merged[half][m].out for half in (0, 1)], dim=1) for m in maps]
-        lses = [torch.cat([merged[half][m].lse for half in (0, 1)], dim=1) for m in maps]
+                before = merged.get(meeting.half)
+                merged[meeting.half] = parts if before is None else _merge(before, parts)
+        both = zip(merged[0], merged[1], strict=True)
+        maps = [[torch.cat(halves, dim=1) for halves in zip(*two, strict=True)] for two in both]
+        outs, lses = [out for out, _ in maps], [lse for _, lse in maps]
         ctx.save_for_backward(query, pair, *outs, *lses)
         ctx.ring = ring
         return tuple(outs)
@@ -157,19 +155,14 @@ def _meeting_gradient(
     return dquery, dpair
 
 
-class _Merged:
-    """Attention over the chunks met so far."""
-
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out, lse
-
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        """Take in another chunk's."""
-        total = torch.logaddexp(self.lse, lse)
-        # A row that has met no key so far: its zeros may weigh anything but NaN.
-        finite = total.masked_fill(total == -torch.inf, 0.0)
-        mine, theirs = ((x - finite).exp().unsqueeze(-1) for x in (self.lse, lse))
-        self.out, self.lse = self.out * mine + out * theirs, total
+def _merge(
+    before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Every map's attention over the chunks met before and one more."""
+    return [
+        merge_maps([out, new_out], [lse, new_lse])
+        for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
+    ]
 
 
 def _by_half(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[list[Tensor]]:

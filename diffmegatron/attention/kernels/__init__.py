@@ -2,7 +2,7 @@
 
 from .api import attention_with_lse, diff_attention, softmax_attention
 from .norm import HeadwiseNorm
-from .partial import PartialAttention, merge_partial
+from .partial import PartialAttention, merge_maps, merge_partial
 from .select import backend_table
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "attention_with_lse",
     "backend_table",
     "diff_attention",
+    "merge_maps",
     "merge_partial",
     "softmax_attention",
 ]

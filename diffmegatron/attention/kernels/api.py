@@ -14,7 +14,6 @@ from .validate import (
     autocast_dtype,
     build_mask,
     check_diff_inputs,
-    check_layout,
     check_softmax_inputs,
 )
 
@@ -178,7 +177,7 @@ def attention_with_lse(
         ValueError: as `diff_attention`.
     """
     is_narrow = v.shape[-1] == q.shape[-1]
-    check_layout(q=q, k=k, v=v, value_width=1 if is_narrow else 2)
+    check_softmax_inputs(q, k, v, value_width=1 if is_narrow else 2)
     mask = build_mask(
         q.shape[1],
         k.shape[1],

@@ -44,12 +44,13 @@ def merge_partial(*partials: PartialAttention) -> PartialAttention:
     shapes = [list(partial.out1.shape) for partial in partials]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"partials have out1 of shapes {shapes}; they must be of the same queries")
-    out1, lse1 = _merge([p.out1 for p in partials], [p.lse1 for p in partials])
-    out2, lse2 = _merge([p.out2 for p in partials], [p.lse2 for p in partials])
+    out1, lse1 = merge_maps([p.out1 for p in partials], [p.lse1 for p in partials])
+    out2, lse2 = merge_maps([p.out2 for p in partials], [p.lse2 for p in partials])
     return PartialAttention(out1, out2, lse1, lse2)
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """One map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over a union of key chunks."""
     chunk_lse = torch.stack(lses)
     largest = chunk_lse.detach().amax(0)
     # In a row that sees no key all of these are -inf: finite stand-ins keep NaN out of the

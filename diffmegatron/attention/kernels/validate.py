@@ -28,9 +28,12 @@ def check_diff_inputs(
         raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {q1.device}")
 
 
-def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless the shapes, dtypes and devices are those of `softmax_attention`."""
-    check_layout(q=q, k=k, v=v, value_width=1)
+def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor, value_width: int = 1) -> None:
+    """Raise ValueError unless shapes, dtypes and devices are those of one map.
+
+    `value_width` is v's, in widths of a query.
+    """
+    check_layout(q=q, k=k, v=v, value_width=value_width)
     _check_same_kind(q=q, k=k, v=v)
 
 
