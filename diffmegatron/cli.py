@@ -163,7 +163,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     Exit status 75: asked to stop by a signal or the job's time limit, saved, to be started again.
     """
     from diffmegatron.config.load import load_stages
-    from diffmegatron.training.launcher import check_launcher
+    from diffmegatron.parallel.launcher import check_launcher
     from diffmegatron.training.signals import EXIT_STOPPED
 
     stages = load_stages(config, overrides or [])
@@ -185,7 +185,7 @@ def export(
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
     from diffmegatron.checkpoint.manifest import read_manifest
-    from diffmegatron.training.launcher import check_launcher
+    from diffmegatron.parallel.launcher import check_launcher
 
     check_launcher()
     read_manifest(checkpoint)

@@ -141,11 +141,6 @@ def fail_together(problem: str | None) -> None:
             raise UserError(f"{found} (rank {rank})" if len(problems) > 1 else found)
 
 
-def world_size() -> int:
-    """Ranks of this run as the launcher announced them; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextmanager
 def process_groups(
     parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT

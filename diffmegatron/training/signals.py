@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from diffmegatron.training.launcher import launched_rank
+from diffmegatron.parallel.launcher import launched_rank
 
 log = logging.getLogger(__name__)
 

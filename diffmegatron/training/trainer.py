@@ -23,12 +23,12 @@ from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import Topology, default_group, process_groups, world_size
+from diffmegatron.parallel.launcher import launched_rank, world_size
+from diffmegatron.parallel.topology import Topology, default_group, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.events import stopped_by_guard, write_event
-from diffmegatron.training.launcher import launched_rank
 from diffmegatron.training.logits import largest_logits
 from diffmegatron.training.metrics import MetricsWriter
 from diffmegatron.training.observations import lambdas, peak_memory

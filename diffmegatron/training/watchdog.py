@@ -9,7 +9,7 @@ from typing import Self
 
 from diffmegatron.config.recovery import WatchdogConfig
 from diffmegatron.errors import UserError
-from diffmegatron.training.launcher import launched_rank
+from diffmegatron.parallel.launcher import launched_rank
 
 STACKS = "stacks"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from diffmegatron.errors import UserError
-from diffmegatron.training.launcher import check_launcher, launched_rank
+from diffmegatron.parallel.launcher import check_launcher, launched_rank
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 

@@ -12,6 +12,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """Ranks of this run as the launcher announced them; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def check_launcher() -> None:
     """Refuse an environment that speaks of several ranks but does not let them meet.
 
