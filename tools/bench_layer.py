@@ -6,8 +6,8 @@ and output layer are part of what is timed, as in a training step, with one voca
 Two depths give the time per layer, and from it the estimated ratio at the recipe's full depth.
 Writes NAME.json and NAME.md to benchmarks/results/.
 
-    python tools/bench_layer.py                                     # on a GPU: the 3B shape, 4K
-    python tools/bench_layer.py --small                   # a CPU: narrower, 1K, float32
+    python tools/bench_layer.py training.attention_backend=triton   # on a GPU: the 3B shape, 4K
+    python tools/bench_layer.py --small                             # a CPU: narrower, 1K, float32
 """
 
 import argparse
@@ -72,9 +72,14 @@ def measure(full: Recipe, layers: int, repetitions: int) -> dict[str, dict]:
     seconds: dict[str, list[float]] = {twin: [] for twin in TWINS}
     memory: dict[str, int | None] = {}
     with process_groups(full.parallel, full.training.seed) as topology:
-        steps = {twin: prepare(twin_of(full, twin, layers), topology) for twin in TWINS}
-        for twin, step in steps.items():
-            memory[twin] = peak_memory(step, topology)
+        steps = {}
+        for twin in TWINS:
+            held_by_the_other = (
+                torch.cuda.memory_allocated() if topology.device.type == "cuda" else 0
+            )
+            steps[twin] = prepare(twin_of(full, twin, layers), topology)
+            peak = peak_memory(steps[twin], topology)
+            memory[twin] = None if peak is None else peak - held_by_the_other
         for _ in range(repetitions):
             for twin, step in steps.items():
                 synchronize(topology)

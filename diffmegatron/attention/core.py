@@ -31,7 +31,7 @@ from diffmegatron.attention.context.ring import Ring, ring_attention
 from diffmegatron.attention.context.ulysses import ulysses_attention
 from diffmegatron.attention.kernels import (
     HeadwiseNorm,
-    attention_with_lse,
+    Maps,
     diff_attention,
     softmax_attention,
 )
@@ -82,6 +82,7 @@ class _CoreAttention(MegatronModule):
         self.context_group = pg_collection.cp if pg_collection is not None else None
         self.norm = HeadNorm(model.head_norm_dim) if model.has_headwise_norm else None
         self.norm_eps = model.norm_eps
+        self.norm_scale = 1.0
 
     def forward(
         self,
@@ -133,26 +134,12 @@ class _CoreAttention(MegatronModule):
 
     def _ring(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         assert self.context_group is not None
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, query_start: int, key_start: int
-        ) -> tuple[Tensor, Tensor]:
-            return attention_with_lse(
-                q,
-                k,
-                v,
-                causal=self.causal,
-                softmax_scale=self.softmax_scale,
-                backend=self.backend,
-                cu_seqlens=documents,
-                query_offset=query_start,
-                key_offset=key_start,
-            )
-
-        maps = ring_attention(
-            query, key, value, Ring(self.context_group, self._maps_of_parts, attend)
+        ring = Ring(
+            self.context_group, self._maps_of_parts, self.softmax_scale, self.backend, documents
         )
-        return self._merge_heads(self._join(maps), query)
+        heads = ring_attention(query, key, value, self.current_lambda(), ring)
+        norm = self._headwise_norm()
+        return self._merge_heads(heads if norm is None else norm.apply_to(heads), query)
 
     @abstractmethod
     def _attend(
@@ -166,14 +153,12 @@ class _CoreAttention(MegatronModule):
         """Heads of queries that end where the keys end; documents with an offset are of one row."""
 
     @abstractmethod
-    def _maps(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The twin's softmax maps, (q, k, v) of each, from rows [b, s, heads, d]."""
+    def _maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
+        """The twin's softmax maps, from rows [b, s, heads, d]."""
 
     @abstractmethod
-    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
-        """The heads [b, s, heads, width] from each map's product with the values."""
+    def current_lambda(self) -> Tensor | None:
+        """lambda of this layer, a 0-dim float32 tensor; None where there is one map."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
         """Keep this module's parameters in float32 when the model around it is cast to bf16.
@@ -187,9 +172,7 @@ class _CoreAttention(MegatronModule):
 
         return super()._apply(keep_float32, recurse)
 
-    def _maps_of_parts(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _maps_of_parts(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
         return self._maps(*(x.transpose(0, 1) for x in (query, key, value)))
 
     @staticmethod
@@ -217,10 +200,10 @@ class _CoreAttention(MegatronModule):
             parameter = exact + (parameter - parameter.detach())
         return copy_to_tensor_model_parallel_region(parameter, group=self.tensor_group)
 
-    def _headwise_norm(self, scale: float) -> HeadwiseNorm | None:
+    def _headwise_norm(self) -> HeadwiseNorm | None:
         if self.norm is None:
             return None
-        return HeadwiseNorm(self._replicated(self.norm.weight), self.norm_eps, scale)
+        return HeadwiseNorm(self._replicated(self.norm.weight), self.norm_eps, self.norm_scale)
 
 
 class DifferentialCoreAttention(_CoreAttention):
@@ -232,6 +215,7 @@ class DifferentialCoreAttention(_CoreAttention):
     def __init__(self, *args: object, model: ModelConfig, **kwargs: object) -> None:
         super().__init__(*args, model=model, **kwargs)  # type: ignore[arg-type]
         self.lambda_init = lambda_init(model.lambda_init, self.layer_number)
+        self.norm_scale = 1.0 - self.lambda_init
         for name in LAMBDA_VECTORS:
             vector = torch.nn.Parameter(torch.zeros(model.head_dim, dtype=torch.float32))
             self.register_parameter(name, vector)
@@ -250,7 +234,7 @@ class DifferentialCoreAttention(_CoreAttention):
         query_offset: int | None = None,
     ) -> Tensor:
         rows = (self._rows(x, documents) for x in (query, key, value))
-        (q1, k1, v), (q2, k2, _) = self._maps(*rows)
+        (q1, q2), (k1, k2), v = self._maps(*rows)
         heads = diff_attention(
             q1,
             k1,
@@ -263,32 +247,24 @@ class DifferentialCoreAttention(_CoreAttention):
             backend=self.backend,
             cu_seqlens=documents,
             query_offset=query_offset,
-            norm=self._headwise_norm(1.0 - self.lambda_init),
+            norm=self._headwise_norm(),
         )
         return self._merge_heads(heads, query)
 
-    def _maps(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
         # (h_kv, 2, r, d) -> two of (h, d); (h_kv, 2, d) -> two of (h_kv, d), or one of (h_kv, 2d)
         kv_heads = key.shape[2] // 2
         q1, q2 = query.unflatten(2, (kv_heads, 2, -1)).unbind(3)
         k1, k2 = key.unflatten(2, (kv_heads, 2)).unbind(3)
         v = value.unflatten(2, (kv_heads, 2)).flatten(3)
-        return [(q1.flatten(2, 3), k1, v), (q2.flatten(2, 3), k2, v)]
-
-    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
-        out1, out2 = maps
-        heads = out1 - self.current_lambda() * out2
-        norm = self._headwise_norm(1.0 - self.lambda_init)
-        return heads if norm is None else norm.apply_to(heads)
+        return Maps((q1.flatten(2, 3), q2.flatten(2, 3)), (k1, k2), v)
 
 
 class SoftmaxCoreAttention(_CoreAttention):
     """softmax(Q K^T / sqrt(d)) V per head: the Transformer of the pair, through the same calls.
 
-    The recipe's backend is one of differential attention; this one's maps are computed by torch's
-    attention, and on a ring, which needs log-sum-exps, by the first backend that returns them.
+    The recipe's backend is one of differential attention; this one's map is computed by torch's
+    attention, but for a ring's chunks of packed documents, for which torch has no kernel.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -310,17 +286,14 @@ class SoftmaxCoreAttention(_CoreAttention):
             cu_seqlens=documents,
             query_offset=query_offset,
         )
-        return self._merge_heads(self._join((heads,)), query)
+        norm = self._headwise_norm()
+        return self._merge_heads(heads if norm is None else norm.apply_to(heads), query)
 
-    def _maps(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(query, key, value)]
+    def current_lambda(self) -> None:
+        """None: one map."""
 
-    def _join(self, maps: tuple[Tensor, ...]) -> Tensor:
-        (heads,) = maps
-        norm = self._headwise_norm(1.0)
-        return heads if norm is None else norm.apply_to(heads)
+    def _maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
+        return Maps((query,), (key,), value)
 
 
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:

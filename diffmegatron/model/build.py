@@ -163,7 +163,7 @@ def needed_features(recipe: Recipe) -> frozenset[str]:
     if recipe.parallel.context > 1:
         exchange = context_exchange(recipe)
         if exchange == "ring":
-            needs |= {"lse", "offsets"}
+            needs |= {"chunks", "masked chunks", "offsets"} if needs else {"chunks"}
         elif exchange == "all_gather" and needs:
             needs.add("offsets")
     return frozenset(needs)

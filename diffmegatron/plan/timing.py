@@ -131,9 +131,6 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> tuple[fl
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     # Multiply-adds per pair in units of d (paper, appendix A): two maps cost more than one.
     forward, backward = (6, 14) if model.is_differential else (4, 10)
-    if context_exchange(recipe) == "ring":
-        # Each pair of chunks is attended to again in the backward pass.
-        backward += forward
     again = 2 if recipe.recompute.granularity != "none" else 1
     pairs = layers * model.num_heads * training.seq_length / 2
     attention_flops = 2 * tokens * pairs * model.head_dim * (again * forward + backward)

@@ -27,3 +27,39 @@ def test_bench_checkpoint(tmp_path):
     report = json.loads(out.read_text())
     assert report["checkpoint_bytes"] > 12 * report["parameters"]
     assert not (tmp_path / "scratch").exists()
+
+
+def test_bench_attention(tmp_path):
+    run(
+        "bench_attention.py", "--device", "cpu", "--dtype", "float32", "--lengths", 64, 128,
+        "--heads", 2, "--head-dim", 16, "--repetitions", 1, "--name", tmp_path / "report",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report["lengths"]) == {"64", "128"}
+    for rows in report["lengths"].values():
+        assert set(rows) == {"transformer_sdpa", "reference", "blocked", "sdpa_4call"}
+        assert all(row["both_s"] > 0 for row in rows.values())
+    assert "| 128 | blocked |" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_bench_chunks(tmp_path):
+    run(
+        "bench_chunks.py", "--device", "cpu", "--dtype", "float32", "--chunk", 64, "--heads", 2,
+        "--head-dim", 16, "--repetitions", 1, "--name", tmp_path / "report",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report["seconds"]) == {"own chunk", "earlier chunk"}
+    for rows in report["seconds"].values():
+        assert {"transformer backward", "blocked differentiated", "sdpa_4call backward"} < set(rows)
+
+
+def test_bench_layer(tmp_path):
+    run(
+        "bench_layer.py", "--small", "--layers", 1, 2, "--repetitions", 1,
+        "--name", tmp_path / "report", "--", "model.hidden_size=64", "model.num_heads=2",
+        "model.head_dim=16", "model.ffn_hidden_size=64", "training.seq_length=64",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report
+    assert (tmp_path / "report.md").exists()

@@ -9,8 +9,14 @@ import torch
 
 from diffmegatron.attention.kernels import (
     HeadwiseNorm,
+    Maps,
+    WholeAttention,
+    attention_with_lse,
     backend_table,
+    chunk_attention,
+    chunk_gradients,
     diff_attention,
+    merge_maps,
     merge_partial,
     softmax_attention,
     triton_config,
@@ -152,6 +158,56 @@ def test_triton_partial_results_merge():
         return merge_partial(*partials).output(lambda_)
 
     assert_equals_blocked(inputs, merged)
+
+
+@pytest.mark.parametrize(
+    ("backend", "count"),
+    [("triton", 2), ("sdpa_4call", 2), ("sdpa_4call", 1)],
+    ids=["triton", "sdpa_4call", "softmax"],
+)
+def test_chunks_of_keys_add_up_to_the_whole(backend, count):
+    """The second of two ranks of a ring: one chunk of keys before its queries, and its own."""
+    q1, k1, q2, k2, v, lambda_ = (x.detach() for x in draw_inputs(1024, keys=2048))
+    if count == 1:
+        v, lambda_ = v[..., :128], None
+    queries, all_keys = (q1, q2)[:count], (k1, k2)[:count]
+    places = [
+        (slice(0, 1024), {"causal": False, "query_offset": 1024, "key_offset": 0}),
+        (slice(1024, 2048), {"causal": True, "query_offset": 1024, "key_offset": 1024}),
+    ]
+    chunks = [Maps(queries, tuple(k[:, keys] for k in all_keys), v[:, keys]) for keys, _ in places]
+    parts = [
+        chunk_attention(maps, backend=backend, **options)
+        for maps, (_, options) in zip(chunks, places, strict=True)
+    ]
+    merged = [
+        merge_maps(*map(list, zip(*of_map, strict=True))) for of_map in zip(*parts, strict=True)
+    ]
+    (out, _), *rest = merged
+    out2 = rest[0][0] if rest else None
+    out = out if out2 is None else out - lambda_ * out2
+    whole = WholeAttention(out, out2, tuple(lse for _, lse in merged))
+    grad = torch.randn_like(out)
+    found = [
+        chunk_gradients(grad.to(v.dtype), maps, lambda_, whole, backend=backend, **options)
+        for maps, (_, options) in zip(chunks, places, strict=True)
+    ]
+    exact = [x.float().requires_grad_() for x in (*queries, *all_keys, v)]
+    e_queries, e_keys, e_v = exact[:count], exact[count : 2 * count], exact[-1]
+    if count == 1:
+        expected = attention_with_lse(e_queries[0], e_keys[0], e_v, backend="blocked")[0]
+    else:
+        pairs = (e_queries[0], e_keys[0], e_queries[1], e_keys[1])
+        expected = diff_attention(*pairs, e_v, lambda_, backend="blocked")
+    tolerance = TOLERANCE[torch.bfloat16]
+    assert relative_error(out, expected) < tolerance
+    wanted = torch.autograd.grad(expected, exact, grad.to(v.dtype).float())
+    first, second = found
+    actual = [a + b for a, b in zip(first.queries, second.queries, strict=True)]
+    actual += [torch.cat(both, 1) for both in zip(first.keys, second.keys, strict=True)]
+    actual.append(torch.cat([first.v, second.v], 1))
+    for gradient, right in zip(actual, wanted, strict=True):
+        assert relative_error(gradient, right) < tolerance
 
 
 def test_triton_norm_epilogue():

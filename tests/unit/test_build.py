@@ -12,7 +12,16 @@ from diffmegatron.parallel.topology import process_groups
     [
         ([], set()),
         (["data.reset_attention_mask=true", "data.reset_position_ids=true"], {"documents"}),
-        (["parallel.context=2", "parallel.context_exchange=ring"], {"lse", "offsets"}),
+        (["parallel.context=2", "parallel.context_exchange=ring"], {"chunks"}),
+        (
+            [
+                "parallel.context=2",
+                "parallel.context_exchange=ring",
+                "data.reset_attention_mask=true",
+                "data.reset_position_ids=true",
+            ],
+            {"documents", "offsets", "chunks", "masked chunks"},
+        ),
         (["parallel.context=2", "parallel.context_exchange=all_gather"], set()),
         (
             [
@@ -34,10 +43,12 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
     recipe = tiny_recipe(
         "parallel.context=2",
         "parallel.context_exchange=ring",
+        "data.reset_attention_mask=true",
+        "data.reset_position_ids=true",
         "training.attention_backend=sdpa_4call",
     )
     with (
         process_groups(tiny_recipe().parallel, seed=1) as topology,
-        pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot return log-sum"),
+        pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"),
     ):
         build_model(recipe, topology)

@@ -1,10 +1,9 @@
 """Ring attention: keys and values travel from rank to rank and meet each rank's queries.
 
-Liu et al., arXiv 2310.01889, for any number of softmax maps. A map's attention over the whole
-sequence is merged exactly from its attention over each pair of chunks by their log-sum-exps; while
-one part is attended to, the next is on its way. A rank keeps its own keys and values only: in the
-backward pass they travel again, and their gradients with them, and each chunk's attention is
-computed again on the way.
+Liu et al., arXiv 2310.01889, for one softmax map or differential attention's two. Attention over
+the whole sequence is merged exactly from that of each pair of chunks, by the maps' log-sum-exps;
+while one part is attended to, the next is on its way. A rank keeps its own keys and values only: in
+the backward pass they travel again, and their gradients with them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +16,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from diffmegatron.attention.context.zigzag import rank_chunks
-from diffmegatron.attention.kernels import merge_maps
+from diffmegatron.attention.kernels import (
+    Maps,
+    WholeAttention,
+    chunk_attention,
+    chunk_gradients,
+    merge_maps,
+)
 
-# query [s, b, heads, d], key, value -> the maps' (q, k, v), rows first: [b, s, heads, width]
-SplitMaps = Callable[[Tensor, Tensor, Tensor], list[tuple[Tensor, Tensor, Tensor]]]
-# (q, k, v, first query position, first key position) -> (out [b, s, h, e], log-sum-exp [b, s, h])
-AttendPair = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+# query [s, b, heads, d], key, value -> the maps, rows first: [b, s, heads, width]
+SplitMaps = Callable[[Tensor, Tensor, Tensor], Maps]
 
 
 @dataclass(frozen=True)
@@ -32,66 +35,77 @@ class Ring:
     Attributes:
         group: the context-parallel ranks.
         split: takes a part of query, key and value apart into maps.
-        attend: causal attention of one map between two chunks, by their global positions; float32
-            and differentiable.
+        softmax_scale: factor of the scores; None for 1/sqrt(d).
+        backend: what computes a pair of chunks, as in `chunk_attention`.
+        documents: boundaries of the sequence's documents, [documents + 1] integers, or None.
     """
 
     group: ProcessGroup
     split: SplitMaps
-    attend: AttendPair
+    softmax_scale: float | None
+    backend: str
+    documents: Tensor | None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, ...]:
-    """Causal attention of this rank's queries over the whole sequence, map by map.
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor | None, ring: Ring
+) -> Tensor:
+    """Causal attention of this rank's queries over the whole sequence.
 
     Args:
         query: [s, b, heads, d], this rank's zigzag part.
         key: [s, b, kv heads, d], likewise; value has the same shape.
+        lambda_: 0-dim; None where there is one map.
         ring: who takes part, and what the maps are.
 
     Returns:
-        One float32 [b, s, h, e] per map.
+        [b, s, h, e], the first map's values less lambda times the second's, in ``query``'s dtype.
     """
-    outs: tuple[Tensor, ...] = _RingAttention.apply(query, torch.stack([key, value]), ring)
-    return outs
+    out: Tensor = _RingAttention.apply(query, torch.stack([key, value]), lambda_, ring)
+    return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, pair: Tensor, ring: Ring) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, query: Tensor, pair: Tensor, lambda_: Tensor | None, ring: Ring
+    ) -> Tensor:
         merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source, arrived in _circulate(pair, ring.group):
             for meeting in _meetings(query, arrived, source, ring.group):
-                parts = _attend(meeting, ring)
+                parts = chunk_attention(meeting.maps(ring), **meeting.options(ring))
                 before = merged.get(meeting.half)
                 merged[meeting.half] = parts if before is None else _merge(before, parts)
-        both = zip(merged[0], merged[1], strict=True)
-        maps = [[torch.cat(halves, dim=1) for halves in zip(*two, strict=True)] for two in both]
-        outs, lses = [out for out, _ in maps], [lse for _, lse in maps]
-        ctx.save_for_backward(query, pair, *outs, *lses)
+        outs, lses = _both_halves(merged)
+        out, *rest = outs
+        if lambda_ is not None:
+            out = out - lambda_.to(out.dtype) * rest[0]
+        whole = WholeAttention(
+            out.to(query.dtype), rest[0].to(query.dtype) if rest else None, tuple(lses)
+        )
+        ctx.save_for_backward(query, pair, lambda_, whole.out, whole.out2, *whole.lses)
         ctx.ring = ring
-        return tuple(outs)
+        return whole.out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, pair, *saved = ctx.saved_tensors
-        ring = ctx.ring
-        outs, lses = saved[: len(grads)], saved[len(grads) :]
-        halves = [
-            [(grad, out, lse) for grad, out, lse in zip(*parts, strict=True)]
-            for parts in zip(*(_by_half(tensors) for tensors in (grads, outs, lses)), strict=True)
-        ]
-        query_grad = torch.zeros_like(query, dtype=outs[0].dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, pair, lambda_, out, out2, *lses = ctx.saved_tensors
+        ring, whole = ctx.ring, WholeAttention(out, out2, tuple(lses))
+        query_grad = torch.zeros_like(query, dtype=lses[0].dtype)
         travelling = _TravellingGradient(ring.group)
         for source, arrived in _circulate(pair, ring.group):
-            pair_grad = torch.zeros_like(arrived, dtype=outs[0].dtype)
+            pair_grad = torch.zeros_like(arrived, dtype=lses[0].dtype)
             for meeting in _meetings(query, arrived, source, ring.group):
-                dquery, dpair = _meeting_gradient(meeting, halves[meeting.half], ring)
+                dquery, dpair = _meeting_gradient(meeting, grad, lambda_, whole, ring)
                 query_grad.chunk(2)[meeting.half].add_(dquery)
                 pair_grad.chunk(2, dim=1)[meeting.their_half].add_(dpair)
             travelling.add_and_pass_on(pair_grad)
-        return query_grad.to(query.dtype), travelling.arrived_home().to(pair.dtype), None
+        dpair = travelling.arrived_home().to(pair.dtype)
+        dlambda = None
+        if lambda_ is not None:
+            dlambda = -whole.row_sums(grad, lambda_)[1].sum().to(lambda_.dtype)
+        return query_grad.to(query.dtype), dpair, dlambda, None
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,21 @@ class _Meeting:
     their_half: int
     query_start: int
     key_start: int
+
+    def maps(self, ring: Ring) -> Maps:
+        return ring.split(self.query, *self.pair)
+
+    def options(self, ring: Ring) -> dict[str, Any]:
+        """What the kernels are told of where the two chunks lie."""
+        return {
+            # An earlier chunk has no later keys, and kernels are faster without a mask.
+            "causal": self.query_start == self.key_start,
+            "softmax_scale": ring.softmax_scale,
+            "backend": ring.backend,
+            "cu_seqlens": ring.documents,
+            "query_offset": self.query_start,
+            "key_offset": self.key_start,
+        }
 
 
 def _meetings(query: Tensor, pair: Tensor, source: int, group: ProcessGroup) -> Iterator[_Meeting]:
@@ -120,38 +149,24 @@ def _meetings(query: Tensor, pair: Tensor, source: int, group: ProcessGroup) -> 
                 )  # fmt: skip
 
 
-def _attend(meeting: _Meeting, ring: Ring) -> list[tuple[Tensor, Tensor]]:
-    key, value = meeting.pair
-    return [
-        ring.attend(*tensors, meeting.query_start, meeting.key_start)
-        for tensors in ring.split(meeting.query, key, value)
-    ]
-
-
 def _meeting_gradient(
-    meeting: _Meeting, merged: list[tuple[Tensor, Tensor, Tensor]], ring: Ring
+    meeting: _Meeting, grad: Tensor, lambda_: Tensor | None, whole: WholeAttention, ring: Ring
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a meeting's query chunk and of its keys and values.
+    """Gradients of a meeting's query chunk and of its keys and values, from the whole's ``grad``.
 
-    With w = exp(lse_part - lse) the merged output is the sum of w out_part, so a part's output has
-    gradient w dout, and its log-sum-exp w dout . (out_part - out).
-
-    Args:
-        meeting: the chunks.
-        merged: (dout, out, lse) of the query chunk, map by map.
-        ring: how the part was computed.
+    Those of the maps go back to where ``ring.split`` took the maps from.
     """
     query, pair = (x.detach().requires_grad_() for x in (meeting.query, meeting.pair))
     with torch.enable_grad():
-        again = _Meeting(query, pair, 0, 0, meeting.query_start, meeting.key_start)
-        parts = _attend(again, ring)
-    tensors, gradients = [], []
-    for (part_out, part_lse), (grad, out, lse) in zip(parts, merged, strict=True):
-        weight = (part_lse.detach() - lse).exp()
-        of_out = weight.unsqueeze(-1) * grad
-        tensors += [part_out, part_lse]
-        gradients += [of_out, (of_out * (part_out.detach() - out)).sum(-1)]
-    dquery, dpair = torch.autograd.grad(tensors, [query, pair], gradients)
+        maps = ring.split(query, *pair)
+    half_grad = grad.chunk(2, dim=1)[meeting.half]
+    half_whole = whole.halves()[meeting.half]
+    gradients = chunk_gradients(half_grad, maps, lambda_, half_whole, **meeting.options(ring))
+    dquery, dpair = torch.autograd.grad(
+        [*maps.queries, *maps.keys, maps.v],
+        [query, pair],
+        [*gradients.queries, *gradients.keys, gradients.v],
+    )
     return dquery, dpair
 
 
@@ -165,9 +180,16 @@ def _merge(
     ]
 
 
-def _by_half(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[list[Tensor]]:
-    """[b, s, ...] of every map as the two halves, each a list over the maps."""
-    return [[tensor.chunk(2, dim=1)[half] for tensor in tensors] for half in (0, 1)]
+def _both_halves(
+    merged: dict[int, list[tuple[Tensor, Tensor]]],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outs, log-sum-exps), each map's from both halves of this rank's rows."""
+    first, second = ([list(x) for x in zip(*merged[half], strict=True)] for half in (0, 1))
+    outs, lses = (
+        [torch.cat(halves, dim=1) for halves in zip(*two, strict=True)]
+        for two in zip(first, second, strict=True)
+    )
+    return outs, lses
 
 
 def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:

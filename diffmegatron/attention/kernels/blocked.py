@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masking import AttentionMask
+from .partial import Maps, WholeAttention, map_factors
 from .row_blocks import (
     attention_map,
     block_scores,
@@ -54,6 +55,54 @@ def attention_with_lse(
     """As `diffmegatron.attention.kernels.attention_with_lse`."""
     out, lse = _BlockedSoftmaxAttention.apply(q, k, v, softmax_scale, mask)
     return out, lse
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `diffmegatron.attention.kernels.chunk_gradients`."""
+    batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
+    queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
+    keys, v_ = [group_keys(k) for k in maps.keys], group_keys(maps.v)
+    grad_ = group_queries(grad, kv_heads)
+    rows_of = [
+        [group_queries(x.unsqueeze(-1), kv_heads) for x in of_each_map]
+        for of_each_map in (whole.lses, whole.row_sums(grad, lambda_))
+    ]
+    factors = map_factors(lambda_, like=v_)
+    dqs, dks = [torch.zeros_like(q) for q in queries], [torch.zeros_like(k) for k in keys]
+    dv = torch.zeros_like(v_)
+    for heads, rows, seen in row_blocks(queries[0], mask):
+        dout = grad_[heads, :, rows].flatten(1, 2)
+        dmap = dout @ v_[heads, seen].mT
+        combined = torch.zeros_like(dmap)
+        for q, k, lse, sums, factor, dq, dk in zip(
+            queries, keys, *rows_of, factors, dqs, dks, strict=True
+        ):
+            q_block, k_block = q[heads, :, rows], k[heads, seen]
+            scores = block_scores(q_block, k_block, mask, rows, seen)
+            row_lse, row_sums = (x[heads, :, rows].flatten(1, 2) for x in (lse, sums))
+            # A row that sees no key at all has -inf here, and so have its scores.
+            weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
+            weights.mul_(factor)
+            combined += weights
+            dscores = weights.mul_(dmap - row_sums)
+            product = dscores @ k_block
+            dq[heads, :, rows] = product.view_as(q_block)
+            dk[heads, seen].baddbmm_(dscores.mT, q_block.flatten(1, 2))
+        dv[heads, seen].baddbmm_(combined.mT, dout)
+    dtype = maps.v.dtype
+    return Maps(
+        tuple(ungroup_queries(dq * softmax_scale, batch).to(dtype) for dq in dqs),
+        tuple(ungroup_keys(dk, batch).to(dtype) for dk in dks),
+        ungroup_keys(dv, batch).to(dtype),
+    )
 
 
 class _BlockedDiffAttention(torch.autograd.Function):

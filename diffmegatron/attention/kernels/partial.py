@@ -11,6 +11,65 @@ import torch
 from torch import Tensor
 
 
+class Maps(NamedTuple):
+    """Softmax maps and the values they share; or the gradients of all of these.
+
+    Attributes:
+        queries: `[b, s, h, d]` of one map, or of differential attention's two.
+        keys: as many `[b, t, h_kv, d]`.
+        v: `[b, t, h_kv, d]` with one map, `[b, t, h_kv, 2d]` with two.
+    """
+
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    v: Tensor
+
+
+def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
+    """What each map counts for in the output, 1 and -lambda, in the dtype of ``like``."""
+    one = like.new_ones(())
+    return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
+
+
+class WholeAttention(NamedTuple):
+    """Attention over all keys, from which each chunk of them finds its part of the gradients.
+
+    Attributes:
+        out: `[b, s, h, e]`, the one map's output, or `out1 - lambda out2`.
+        out2: the second map's output, or None with one map.
+        lses: `[b, s, h]` per map, its log-sum-exp over all keys.
+    """
+
+    out: Tensor
+    out2: Tensor | None
+    lses: tuple[Tensor, ...]
+
+    def outs(self, lambda_: Tensor | None) -> tuple[Tensor, ...]:
+        """Each map's own output, in `out`'s dtype."""
+        if self.out2 is None or lambda_ is None:
+            return (self.out,)
+        return (self.out + lambda_.to(self.out.dtype) * self.out2, self.out2)
+
+    def halves(self) -> tuple["WholeAttention", "WholeAttention"]:
+        """The first half of the rows, and the second."""
+        outs, lses = self.out.chunk(2, dim=1), [lse.chunk(2, dim=1) for lse in self.lses]
+        outs2 = (None, None) if self.out2 is None else self.out2.chunk(2, dim=1)
+        first, second = (
+            WholeAttention(outs[half], outs2[half], tuple(lse[half] for lse in lses))
+            for half in (0, 1)
+        )
+        return first, second
+
+    def row_sums(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
+        """D_i = rowsum(grad * out_i) `[b, s, h]` of each map, in the log-sum-exps' dtype."""
+        wide = grad.to(self.lses[0].dtype)
+        sums = (wide * self.out).sum(-1)
+        if self.out2 is None or lambda_ is None:
+            return (sums,)
+        sums2 = (wide * self.out2).sum(-1)
+        return (sums + lambda_.to(sums.dtype) * sums2, sums2)
+
+
 class PartialAttention(NamedTuple):
     """Both maps' attention over some of the keys, before lambda joins them.
 

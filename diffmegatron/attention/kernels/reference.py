@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .masking import AttentionMask
+from .partial import Maps, WholeAttention, map_factors
 
 
 def diff_attention(
@@ -41,6 +42,40 @@ def attention_with_lse(
     weights = _attention_map(q, k, softmax_scale, mask)
     out = torch.einsum("bhst,bthe->bshe", weights, v)
     return out, _log_sum_exp(q, k, softmax_scale, mask)
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `diffmegatron.attention.kernels.chunk_gradients`, by autograd through the weights.
+
+    The log-sum-exp of the whole is a constant of the chunk; what it would have carried is the row
+    sum D, which is subtracted.
+    """
+    dtype = torch.promote_types(maps.v.dtype, torch.float32)
+    factors = map_factors(lambda_, like=whole.lses[0])
+    sums = whole.row_sums(grad, lambda_)
+    # Rows that see no key anywhere: exp of their -inf would be inf, and NaN in the gradients.
+    lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
+    count = len(maps.queries)
+    queries, keys, v = leaves[:count], leaves[count:-1], leaves[-1]
+    with torch.enable_grad():
+        values = torch.einsum("bshe,bthe->bhst", grad.to(dtype), _repeat_kv(v, grad.shape[2]))
+        total = torch.zeros((), dtype=dtype, device=grad.device)
+        for q, k, lse, row_sums, factor in zip(queries, keys, lses, sums, factors, strict=True):
+            scores, empty = _masked_scores(q, k, softmax_scale, mask)
+            weights = (scores - lse.transpose(1, 2)[..., None]).exp().masked_fill(empty, 0.0)
+            of_row = values - row_sums.transpose(1, 2)[..., None]
+            total = total + (factor * weights * of_row).sum()
+    gradients = [g.to(maps.v.dtype) for g in torch.autograd.grad(total, leaves)]
+    return Maps(tuple(gradients[:count]), tuple(gradients[count:-1]), gradients[-1])
 
 
 def _attention_map(q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask) -> Tensor:

@@ -5,7 +5,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .masking import AttentionMask
+from .partial import Maps, WholeAttention, map_factors
 from .two_maps import four_calls
+
+aten = torch.ops.aten
 
 
 def diff_attention(
@@ -32,6 +35,118 @@ def softmax_attention(
 ) -> Tensor:
     """One call: `[b, s, h, d]`, `[b, t, h_kv, d]` twice `-> [b, s, h, d]`."""
     return _attend(q, k, v, softmax_scale, _hidden(mask, q.device), mask.causal)
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """One map by torch's flash kernels, V in pieces as wide as Q. Not differentiable.
+
+    Shapes as in `diffmegatron.attention.kernels.attention_with_lse`, under a mask of which
+    `is_causal` says all.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = q.transpose(1, 2), _per_query_head(k, q.shape[2])
+    outs = []
+    for values in _pieces(v, q.shape[1], q.shape[3]):
+        out, lse = _flash(q, k, values, mask.causal, softmax_scale)[:2]
+        outs.append(out)
+    return torch.cat(outs, -1).transpose(1, 2).to(dtype), lse.transpose(1, 2).to(dtype)
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `diffmegatron.attention.kernels.chunk_gradients`, by torch's flash kernels.
+
+    They take the output and the log-sum-exp that the weights come from: those of the whole, as in
+    torch's own context parallelism. Each piece of V adds its own rowsum(dO * O) to dS, so that the
+    pieces' gradients of q and k add up.
+    """
+    batch, length, kv_heads, _ = maps.v.shape
+    heads, width = grad.shape[2], maps.queries[0].shape[3]
+    factors = map_factors(lambda_, like=whole.lses[0])
+    dqs, dks = [], []
+    dv = maps.v.new_zeros(batch, heads, length, maps.v.shape[3])
+    for q, k, out, lse, factor in zip(
+        maps.queries, maps.keys, whole.outs(lambda_), whole.lses, factors, strict=True
+    ):
+        q, k = q.transpose(1, 2), _per_query_head(k, heads)
+        dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+        dout = (factor * grad).to(q.dtype)
+        row_lse = lse.transpose(1, 2).contiguous()
+        pieces = zip(
+            *(_pieces(x, heads, width) for x in (maps.v, dout, out.to(q.dtype))),
+            dv.split(width, -1),
+            strict=True,
+        )
+        for values, piece_grad, piece_out, dvalues in pieces:
+            found = _flash_gradients(
+                piece_grad, q, k, values, piece_out, row_lse, mask.causal, softmax_scale
+            )
+            for total, part in zip((dq, dk, dvalues), found, strict=True):
+                total += part
+        dqs.append(dq.transpose(1, 2))
+        dks.append(_per_kv_head(dk, kv_heads))
+    return Maps(tuple(dqs), tuple(dks), _per_kv_head(dv, kv_heads))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """(out, log-sum-exp, ...) of `[b, h, length, d]`, as the device's flash kernel returns them."""
+    outputs: tuple[Tensor, ...]
+    if q.is_cuda:
+        outputs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    else:
+        outputs = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return outputs
+
+
+def _flash_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if q.is_cuda:
+        # The random state and the packed lengths belong to dropout and nested tensors: unused.
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused, scale=scale
+        )
+    else:
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    return gradients
+
+
+def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
+    """`[b, length, heads or kv heads, n width]` as n of `[b, heads, length, width]`."""
+    return list(_per_query_head(x, heads).split(width, -1))
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    """`[b, t, h_kv, e] -> [b, h, t, e]`: the kernel's backward returns what GQA needs summed."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
+    """`[b, h, t, e] -> [b, t, h_kv, e]`: the sum over the query heads that shared a kv head."""
+    return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 
 def _attend(

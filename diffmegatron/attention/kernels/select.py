@@ -6,7 +6,8 @@ where it should be taken unasked.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, util
 from types import ModuleType
@@ -20,14 +21,17 @@ logger = logging.getLogger(__name__)
 
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-NO_OFFSETS_NOR_LSE = frozenset({"offsets", "lse"})
+CHUNKS = frozenset({"chunks", "masked chunks"})
+WHOLE_SEQUENCES_ONLY = frozenset({"offsets", "lse"}) | CHUNKS
 
 # What a call may need beyond plain causal or full attention.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
-    "lse": "return log-sum-exps",
+    "lse": "return log-sum-exps that can be differentiated",
     "narrow": "take values as wide as the queries",
+    "chunks": "attend to a sequence chunk by chunk",
+    "masked chunks": "attend chunk by chunk within packed documents",
 }
 
 
@@ -36,11 +40,12 @@ class Backend:
     """What one implementation can compute.
 
     Attributes:
-        module: module of this package that holds its `diff_attention` and, unless it lacks
-            "lse", its `attention_with_lse`.
+        module: module of this package that holds its `diff_attention`; its `attention_with_lse`
+            unless it lacks "lse" and "chunks"; its `chunk_gradients` unless it lacks "chunks".
         devices, dtypes, head_dims: what it takes; None means any.
         library: name of the library it needs beside torch, or None.
         lacks: what it cannot do, out of `FEATURES`.
+        chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
         fuses_norm: its `diff_attention` takes a `norm` and applies it in its epilogue.
         note: one clause on what it is, shown as the reason of a choice.
     """
@@ -52,6 +57,7 @@ class Backend:
     head_dims: tuple[int, ...] | None = None
     library: str | None = None
     lacks: frozenset[str] = frozenset()
+    chunk_dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
     fuses_norm: bool = False
 
     def load(self) -> ModuleType:
@@ -79,7 +85,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=SIXTEEN_BITS,
         head_dims=(32, 64, 96, 128),
         library="flex_head_fa",
-        lacks=NO_OFFSETS_NOR_LSE,
+        lacks=WHOLE_SEQUENCES_ONLY,
     ),
     "flash_4call": Backend(
         "flash_4call",
@@ -88,12 +94,14 @@ BACKENDS: dict[str, Backend] = {
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
         library="flash_attn",
-        lacks=NO_OFFSETS_NOR_LSE,
+        lacks=WHOLE_SEQUENCES_ONLY,
     ),
     "sdpa_4call": Backend(
         "sdpa",
-        "four calls of torch's scaled_dot_product_attention: 8d forward, 20d backward",
-        lacks=frozenset({"lse"}),
+        "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
+        # torch's flash kernels return log-sum-exps, and take no mask but a causal one.
+        lacks=frozenset({"lse", "masked chunks"}),
+        chunk_dtypes={"cuda": SIXTEEN_BITS},
     ),
     "flex": Backend(
         "flex",
@@ -102,7 +110,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=(*SIXTEEN_BITS, torch.float32),
         head_dims=(16, 32, 64, 128),
         library="triton",
-        lacks=frozenset({"lse"}),
+        lacks=frozenset({"lse"}) | CHUNKS,
     ),
 }
 
@@ -112,6 +120,9 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("blocked",),
     "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
 }
+# One map with values as wide as its queries is the Transformer twin's: torch's attention is made
+# for it.
+NARROW_ORDER = ("sdpa_4call", "blocked")
 
 
 @cache
@@ -154,6 +165,10 @@ def why_not(
         return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {head_dim}"
     if missing := sorted(needs & backend.lacks):
         return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
+    in_chunks = backend.chunk_dtypes.get(device, (dtype,))
+    if "chunks" in needs and dtype not in in_chunks:
+        names = ", ".join(map(_dtype_name, in_chunks))
+        return f"takes {names} chunk by chunk on {device}, got {_dtype_name(dtype)}"
     return None
 
 
@@ -180,7 +195,8 @@ def choose_backend(
     """
     if backend == "auto":
         passed_over: list[str] = []
-        for name in AUTO_ORDER.get(device, ("blocked",)):
+        order = NARROW_ORDER if "narrow" in needs else AUTO_ORDER.get(device, ("blocked",))
+        for name in order:
             reason = why_not(name, device, dtype, head_dim, libraries, needs)
             if reason is None:
                 return name, "; ".join([BACKENDS[name].note, *passed_over])
@@ -205,7 +221,8 @@ def resolve_backend(
     libraries = importable_libraries()
     name, reason = choose_backend(backend, device, dtype, head_dim, libraries, needs)
     logger.info(
-        "differential attention on %s, %s, d=%d: %s (%s)",
+        "%s attention on %s, %s, d=%d: %s (%s)",
+        "softmax" if "narrow" in needs else "differential",
         device,
         _dtype_name(dtype),
         head_dim,

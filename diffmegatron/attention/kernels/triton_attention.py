@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .masking import AttentionMask
 from .norm import HeadwiseNorm
+from .partial import Maps, WholeAttention
 from .triton_config import (
     Blocks,
     default_one_pass,
@@ -79,6 +80,27 @@ def attention_with_lse(
     """As `diffmegatron.attention.kernels.attention_with_lse`, with v `[b, t, h_kv, 2d]`."""
     out, lse = _TritonSoftmaxAttention.apply(q, k, v, _problem(q, softmax_scale, mask, None, None))
     return out, lse
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `diffmegatron.attention.kernels.chunk_gradients`, with v `[b, t, h_kv, 2d]`."""
+    q1, q2 = _same_strides(*maps.queries)
+    k1, k2 = _same_strides(*maps.keys)
+    v, grad = (_same_strides(x)[0] for x in (maps.v, grad.to(maps.v.dtype)))
+    lse1, lse2 = (_by_head(lse * LOG2_E) for lse in whole.lses)
+    sums1, sums2 = (_by_head(sums) for sums in whole.row_sums(grad, lambda_))
+    problem = _problem(q1, softmax_scale, mask, None, None)
+    return _launch_backward(
+        (q1, k1, q2, k2, v), grad, lambda_, (lse1, lse2), (sums1, sums2), problem
+    )
 
 
 def _problem(
@@ -145,7 +167,7 @@ class _TritonDiffAttention(torch.autograd.Function):
                 width=width, M=ROW_SUMS_ROWS, D=triton.next_power_of_2(width), MAPS=2,
                 NORM=norm_weight is not None, ACCUMULATE=_accumulate(q1), num_warps=8,
             )  # fmt: skip
-        dq1, dk1, dq2, dk2, dv = _launch_backward(
+        (dq1, dq2), (dk1, dk2), dv = _launch_backward(
             (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), (sums1, sums2), ctx.problem
         )
         dlambda = -sums2.sum().to(lambda_.dtype)
@@ -176,7 +198,7 @@ class _TritonSoftmaxAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         sums = ((grad_out * out).sum(-1) - grad_lse).transpose(1, 2).contiguous()
         grad = grad_out.to(v.dtype).contiguous()
-        dq, dk, _, _, dv = _launch_backward(
+        (dq,), (dk,), dv = _launch_backward(
             (q, k, q, k, v), grad, None, (lse, None), (sums, None), ctx.problem
         )
         return dq, dk, dv, None
@@ -219,23 +241,22 @@ def _launch_backward(
     lses: tuple[Tensor, Tensor | None],
     sums: tuple[Tensor, Tensor | None],
     problem: Problem,
-) -> tuple[Tensor | None, ...]:
-    """dq1, dk1, dq2, dk2, dv; without lambda_ the second map's are None."""
+) -> Maps:
+    """The gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     key_length, kv_heads = k1.shape[1:3]
     maps = 1 if lambda_ is None else 2
     # A lone map has lambda 0, which the kernel reads but does not use.
     lambda_ = sums[0].new_zeros(()) if lambda_ is None else lambda_
-    absent = [None] * (2 - maps)
     if problem.one_pass:
         padded = triton.cdiv(length, 4) * 4
-        dqs = [sums[0].new_zeros(batch, heads, width, padded) for _ in range(maps)] + absent
+        dqs = [sums[0].new_zeros(batch, heads, width, padded) for _ in range(maps)]
     else:
         dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
-        dqs += absent
-    dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)] + absent
+    dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    absent = [None] * (2 - maps)
     is_packed = problem.mask.cu_seqlens is not None
     none = (None, None)
     sizes = (
@@ -245,22 +266,24 @@ def _launch_backward(
     )  # fmt: skip
     with _on_device(q1):
         blocks = key_value_blocks(width, q1.dtype, problem.tma)
+        summed = [*_transposed_dq(dqs, blocks, problem), *absent] if problem.one_pass else none
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
-            *dks, dv, *(_transposed_dq(dqs, blocks, problem) if problem.one_pass else none),
+            *dks, *absent, dv, *summed,
             *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
             ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [None if dq is None else _finish_dq(dq, q1, problem) for dq in dqs]
+            dqs = [_finish_dq(dq, q1, problem) for dq in dqs]
         else:
             blocks = query_blocks(width, q1.dtype, problem.tma)
             query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums, *dqs,
+                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
+                *dqs, *absent,
                 *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
                 **_constants(q1, blocks, problem, maps),
             )  # fmt: skip
-    return dqs[0], dks[0], dqs[1], dks[1], dv
+    return Maps(tuple(dqs), tuple(dks), dv)
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
@@ -277,19 +300,12 @@ def _finish_dq(dq: Tensor, q: Tensor, problem: Problem) -> Tensor:
     return (by_row * problem.softmax_scale).to(q.dtype).contiguous()
 
 
-def _transposed_dq(dqs: list[Tensor | None], blocks: Blocks, problem: Problem) -> list[Any]:
+def _transposed_dq(dqs: list[Tensor], blocks: Blocks, problem: Problem) -> list[Any]:
     """Where the one-pass kernel adds dQ up: pointers or tensor descriptors."""
     if not problem.tma:
         return list(dqs)
-    return [
-        None
-        if dq is None
-        else TensorDescriptor(
-            dq, list(dq.shape), list(dq.stride()),
-            [1, 1, triton.next_power_of_2(dq.shape[2]), blocks.M],
-        )
-        for dq in dqs
-    ]  # fmt: skip
+    block = [1, 1, triton.next_power_of_2(dqs[0].shape[2]), blocks.M]
+    return [TensorDescriptor(dq, list(dq.shape), list(dq.stride()), block) for dq in dqs]
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -348,3 +364,8 @@ def _accumulate(q: Tensor) -> tl.dtype:
 def _on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, not on the tensors'."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _by_head(rows: Tensor) -> Tensor:
+    """`[b, s, h]` as the kernels' contiguous `[b, h, s]`."""
+    return rows.transpose(1, 2).contiguous()

@@ -179,9 +179,9 @@ def _core_attention_bytes_per_token(recipe: Recipe, device: Device) -> float:
     fuses_norm = False
     exchange = context_exchange(recipe)
     if exchange == "ring":
-        # Per map its merged output and log-sum-exp, in float32.
+        # The merged output, of two maps the second one's too, and each map's log-sum-exp.
         maps = 2 if model.is_differential else 1
-        kept = maps * FLOAT32 * queries + FLOAT32 * heads
+        kept = maps * element * queries + FLOAT32 * heads
     elif not model.is_differential:
         # The output is the output projection's input.
         kept = FLOAT32 * heads

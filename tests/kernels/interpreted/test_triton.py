@@ -10,7 +10,9 @@ from loops import loop_diff_attention, make_inputs, relative_error
 
 from diffmegatron.attention.kernels import (
     HeadwiseNorm,
+    Maps,
     PartialAttention,
+    WholeAttention,
     merge_partial,
     reference,
     triton_attention,
@@ -194,6 +196,36 @@ def test_partial_results_merge_to_the_whole():
     grads = torch.autograd.grad(merged.square().sum(), inputs)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
     assert_close((merged, grads), (expected, wanted), 1e-12)
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 7, 26, 40])], ids=["one", "documents"])
+def test_chunks_of_keys_add_up_to_the_whole(bounds, one_pass, monkeypatch):
+    monkeypatch.setattr(triton_attention, "default_one_pass", lambda *_: one_pass)
+    inputs = make_inputs(rows=20, keys=40, heads=2, kv_heads=1, width=16)
+    q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
+    mask = mask_of(inputs, query_offset=20, cu_seqlens=bounds)
+    expected = reference.diff_attention(*inputs, softmax_scale=0.25, mask=mask)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).double()
+    wanted = torch.autograd.grad(expected, inputs[:5], grad)
+    (out1, lse1), (out2, lse2) = (
+        reference.attention_with_lse(q, k, v, softmax_scale=0.25, mask=mask)
+        for q, k in ((q1, k1), (q2, k2))
+    )
+    whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
+    dqs, keys_and_values = [torch.zeros_like(q1) for _ in range(2)], []
+    for start, stop in ((0, 25), (25, 40)):
+        keys = [x[:, start:stop] for x in (k1, k2, v)]
+        part = mask_of([q1, keys[0]], query_offset=20, key_offset=start, cu_seqlens=bounds)
+        found = triton_attention.chunk_gradients(
+            grad, Maps((q1, q2), (keys[0], keys[1]), keys[2]), lambda_, whole,
+            softmax_scale=0.25, mask=part,
+        )  # fmt: skip
+        dqs = [total + dq for total, dq in zip(dqs, found.queries, strict=True)]
+        keys_and_values.append([*found.keys, found.v])
+    dk1, dk2, dv = (torch.cat(parts, 1) for parts in zip(*keys_and_values, strict=True))
+    for actual, right in zip((dqs[0], dk1, dqs[1], dk2, dv), wanted, strict=True):
+        assert relative_error(actual, right) < 1e-12
 
 
 def test_strided_and_misaligned_inputs():

@@ -1,0 +1,127 @@
+"""Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
+
+The forward gives each map's part with its log-sum-exp, to be merged with the other chunks' by
+`merge_maps`. The backward of a chunk needs no forward of its own: with the log-sum-exps and the row
+sums D of the *whole* attention, a map's weights are exp(scores - lse), and the chunks' gradients
+add up (Liu et al., arXiv 2310.01889, section 3). Both maps meet there, as in the unbroken backward:
+10d multiply-adds per pair and head (14d where a backend's form says so) instead of the 20d of
+differentiating each map's part.
+"""
+
+import torch
+from torch import Tensor
+
+from .masking import AttentionMask
+from .partial import Maps, WholeAttention
+from .select import Backend, resolve_backend
+from .validate import build_mask, check_diff_inputs, check_softmax_inputs
+
+
+def chunk_attention(
+    maps: Maps,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> list[tuple[Tensor, Tensor]]:
+    """Each map's attention over these keys alone. Not differentiable: see `chunk_gradients`.
+
+    Args:
+        maps: the chunks of queries and of keys and values.
+        causal, softmax_scale, backend, cu_seqlens, query_offset, key_offset: as in
+            `diff_attention`. A chunk of keys that all come first is best called not causal.
+
+    Returns:
+        Per map out `[b, s, h, e]`, zeros in a row that sees no key, and log of the sum of
+        exp(scores) `[b, s, h]`, -inf in such a row; both fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
+    """
+    _check(maps, None)
+    mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
+    chosen = _resolve(maps, mask, backend).load()
+    scale = _scale(maps, softmax_scale)
+    with torch.no_grad():
+        return [
+            chosen.attention_with_lse(q, k, maps.v, softmax_scale=scale, mask=mask)
+            for q, k in zip(maps.queries, maps.keys, strict=True)
+        ]
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> Maps:
+    """What a chunk of keys adds to the gradients.
+
+    That of lambda is not among them: it is minus the sum of `whole.row_sums(...)[1]`.
+
+    Args:
+        grad: `[b, s, h, e]`, of `whole.out`.
+        maps: as in `chunk_attention`, called with the same options.
+        lambda_: 0-dim floating-point tensor with two maps, None with one.
+        whole: the merged result of these queries over all keys.
+
+    Returns:
+        The gradients of `maps`, in its dtype.
+
+    Raises:
+        ValueError: as `chunk_attention`.
+    """
+    _check(maps, lambda_)
+    mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
+    chosen = _resolve(maps, mask, backend).load()
+    gradients: Maps = chosen.chunk_gradients(
+        grad, maps, lambda_, whole, softmax_scale=_scale(maps, softmax_scale), mask=mask
+    )
+    return gradients
+
+
+def _check(maps: Maps, lambda_: Tensor | None) -> None:
+    if len(maps.queries) == 2:
+        (q1, q2), (k1, k2) = maps.queries, maps.keys
+        check_diff_inputs(q1, k1, q2, k2, maps.v, q1.new_zeros(()) if lambda_ is None else lambda_)
+    else:
+        (q,), (k,) = maps.queries, maps.keys
+        check_softmax_inputs(q, k, maps.v)
+
+
+def _mask(
+    maps: Maps, causal: bool, cu_seqlens: Tensor | None, query_offset: int | None, key_offset: int
+) -> AttentionMask:
+    return build_mask(
+        maps.queries[0].shape[1],
+        maps.keys[0].shape[1],
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+
+
+def _resolve(maps: Maps, mask: AttentionMask, backend: str) -> Backend:
+    needs = mask.features | {"chunks"}
+    if mask.features:
+        needs |= {"masked chunks"}
+    if len(maps.queries) == 1:
+        needs |= {"narrow"}
+    q = maps.queries[0]
+    return resolve_backend(backend, q.device.type, q.dtype, q.shape[3], needs)
+
+
+def _scale(maps: Maps, softmax_scale: float | None) -> float:
+    width: int = maps.queries[0].shape[3]
+    return width**-0.5 if softmax_scale is None else softmax_scale

@@ -1,0 +1,151 @@
+"""Attention chunk by chunk, forward and backward: equal to attention over all keys at once."""
+
+import pytest
+import torch
+from loops import loop_diff_attention, make_inputs, relative_error
+
+from diffmegatron.attention.kernels import (
+    Maps,
+    WholeAttention,
+    chunk_attention,
+    chunk_gradients,
+    diff_attention,
+    merge_maps,
+)
+from diffmegatron.attention.kernels.select import choose_backend
+
+DOCUMENTS = torch.tensor([0, 4, 6, 12])
+# torch's flash kernels take no mask of documents.
+CASES = [
+    *((backend, None) for backend in ("reference", "blocked", "sdpa_4call")),
+    *((backend, DOCUMENTS) for backend in ("reference", "blocked")),
+]
+CHUNK = 6
+
+
+def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=True):
+    """(out, gradients of `inputs`) of two chunks of queries with two of keys, as on a ring."""
+    outs, gradients = [], [torch.zeros_like(x) for x in inputs]
+    for first_row in (0, CHUNK):
+        rows = slice(first_row, first_row + CHUNK)
+        visible = [start for start in (0, CHUNK) if start <= first_row or not causal]
+
+        def meeting(start, rows=rows):
+            keys = slice(start, start + CHUNK)
+            part = Maps(
+                tuple(q[:, rows] for q in maps.queries),
+                tuple(k[:, keys] for k in maps.keys),
+                maps.v[:, keys],
+            )
+            is_masked = cu_seqlens is not None or start == rows.start
+            return part, {
+                "causal": causal and is_masked,
+                "query_offset": rows.start,
+                "key_offset": start,
+                "backend": backend,
+                "cu_seqlens": cu_seqlens,
+            }
+
+        parts = [chunk_attention(part, **options) for part, options in map(meeting, visible)]
+        merged = [
+            merge_maps([out for out, _ in of_map], [lse for _, lse in of_map])
+            for of_map in zip(*parts, strict=True)
+        ]
+        out, out2 = merged[0][0], None
+        if lambda_ is not None:
+            out2 = merged[1][0]
+            out = out - lambda_ * out2
+        whole = WholeAttention(out, out2, tuple(lse for _, lse in merged))
+        outs.append(out)
+        for start in visible:
+            part, options = meeting(start)
+            found = chunk_gradients(grad[:, rows], part, lambda_, whole, **options)
+            keys = slice(start, start + CHUNK)
+            where = [rows] * len(found.queries) + [keys] * (len(found.keys) + 1)
+            for total, place, piece in zip(
+                gradients, where, (*found.queries, *found.keys, found.v), strict=True
+            ):
+                total[:, place] += piece
+    return torch.cat(outs, 1), gradients
+
+
+@pytest.mark.parametrize(
+    ("backend", "documents"),
+    CASES,
+    ids=[f"{b}{'' if d is None else ', documents'}" for b, d in CASES],
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("count", [1, 2], ids=["softmax", "differential"])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=["gqa", "mha"])
+def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads):
+    q1, k1, q2, k2, v, lambda_ = make_inputs(
+        batch=2, rows=2 * CHUNK, heads=heads[0], kv_heads=heads[1], width=4
+    )
+    bounds = () if documents is None else tuple(documents.tolist())
+    if count == 2:
+        inputs = [q1, q2, k1, k2, v]
+        maps = Maps((q1, q2), (k1, k2), v)
+        expected = loop_diff_attention(q1, k1, q2, k2, v, lambda_, causal=causal, bounds=bounds)
+    else:
+        v = v[..., :4].detach().requires_grad_()
+        inputs, maps, lambda_ = [q1, k1, v], Maps((q1,), (k1,), v), None
+        expected = loop_diff_attention(
+            q1, k1, q1, k1, v, torch.tensor(0.0), causal=causal, bounds=bounds
+        )
+    grad = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype
+    )
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    with torch.no_grad():
+        out, gradients = by_chunks(
+            inputs, maps, lambda_, grad, backend=backend, causal=causal,
+            cu_seqlens=documents,
+        )  # fmt: skip
+    assert relative_error(out, expected) < 1e-13
+    for actual, right in zip(gradients, wanted, strict=True):
+        assert relative_error(actual, right) < 1e-12
+
+
+def chunk_of(width=4, value_width=8, dtype=torch.float32):
+    q, v = torch.zeros(1, 3, 2, width, dtype=dtype), torch.zeros(1, 3, 2, value_width, dtype=dtype)
+    return Maps((q, q), (q, q), v)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
+    q1, k1, q2, k2, v, lambda_ = make_inputs(rows=5)
+    maps = Maps((q1, q2), (k1, k2), v)
+    places = {"query_offset": 0, "key_offset": 2, "backend": backend}
+    (out1, lse1), (out2, lse2) = chunk_attention(maps, **places)
+    whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
+    with torch.no_grad():
+        found = chunk_gradients(torch.ones_like(out1), maps, lambda_, whole, **places)
+    expected = diff_attention(q1, k1, q2, k2, v, lambda_, query_offset=0, key_offset=2)
+    wanted = torch.autograd.grad(expected.sum(), [q1, q2, k1, k2, v])
+    assert not found.queries[0][:, :2].any()
+    for actual, right in zip((*found.queries, *found.keys, found.v), wanted, strict=True):
+        assert relative_error(actual, right) < 1e-12
+
+
+def test_what_a_chunk_refuses():
+    with pytest.raises(ValueError, match="cannot attend chunk by chunk within packed documents"):
+        chunk_attention(chunk_of(), backend="sdpa_4call", cu_seqlens=torch.tensor([0, 2, 3]))
+    with pytest.raises(ValueError, match=r"v has shape \[1, 3, 2, 4\]"):
+        chunk_attention(chunk_of(value_width=4))
+
+
+def test_on_a_gpu_torch_attends_chunk_by_chunk_in_sixteen_bits_only():
+    needs = frozenset({"chunks"})
+    choose = {"device": "cuda", "head_dim": 128, "libraries": frozenset(), "needs": needs}
+    assert choose_backend("auto", dtype=torch.bfloat16, **choose)[0] == "sdpa_4call"
+    name, reason = choose_backend("auto", dtype=torch.float32, **choose)
+    assert name == "blocked"
+    assert "takes bfloat16, float16 chunk by chunk on cuda, got float32" in reason
+
+
+def test_the_twin_of_one_map_is_torchs():
+    needs = frozenset({"chunks", "narrow"})
+    assert choose_backend("auto", "cpu", torch.float32, 64, frozenset(), needs)[0] == "sdpa_4call"
+    in_documents = needs | {"documents", "offsets", "masked chunks"}
+    name, _ = choose_backend("auto", "cuda", torch.bfloat16, 64, frozenset(), in_documents)
+    assert name == "blocked"

@@ -1,0 +1,163 @@
+"""Time a ring's pair of chunks: the gradients from the whole's log-sum-exps, beside what they save.
+
+Each backend that attends chunk by chunk: the forward (each map's part), the backward by
+`chunk_gradients`, and, where it can, the same gradients by differentiating the parts, which
+computes them once more. The Transformer twin of equal size stands beside them. Repetitions
+alternate. Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
+
+    python tools/bench_chunks.py                       # on a GPU: bf16, chunks of 4096
+    python tools/bench_chunks.py --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from bench_attention import RESULTS, describe_machine, timed
+from torch import Tensor
+
+from diffmegatron.attention.kernels import (
+    Maps,
+    WholeAttention,
+    attention_with_lse,
+    chunk_attention,
+    chunk_gradients,
+)
+from diffmegatron.attention.kernels.select import BACKENDS, importable_libraries, why_not
+
+TWIN = "transformer"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of queries and of keys")
+    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the twin has 2h")
+    parser.add_argument("--head-dim", type=int, default=128, help="d")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--name", help="name of the result file; default device, dtype and d")
+    return parser.parse_args()
+
+
+def draw_maps(arguments: argparse.Namespace, count: int) -> Maps:
+    """Queries, keys and values of one map with 2h heads, or of two with h heads of 2d values."""
+    heads = arguments.heads * 2 // count
+
+    def draw(columns: int) -> Tensor:
+        shape = (1, arguments.chunk, heads, columns)
+        return torch.randn(shape, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+
+    width = arguments.head_dim
+    queries, keys = (tuple(draw(width) for _ in range(count)) for _ in range(2))
+    return Maps(queries, keys, draw(count * width))
+
+
+def differentiated(
+    maps: Maps, grads: list[Tensor], backend: str, placed: dict
+) -> tuple[Tensor, ...]:
+    """Every map's part computed again, and its gradients: what a ring would do without the whole's.
+
+    Args:
+        maps: the chunks.
+        grads: gradient of each map's part.
+        backend: what computes them.
+        placed: the chunks' offsets and causality.
+    """
+    leaves = [x.detach().requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
+    count = len(maps.queries)
+    parts = [
+        attention_with_lse(q, k, leaves[-1], backend=backend, **placed)
+        for q, k in zip(leaves[:count], leaves[count:-1], strict=True)
+    ]
+    outputs = [x for part in parts for x in part]
+    of_parts = [
+        x for g, (_, lse) in zip(grads, parts, strict=True) for x in (g.to(lse.dtype), lse.detach())
+    ]
+    return torch.autograd.grad(outputs, leaves, of_parts)
+
+
+def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
+    """What is timed, by name: of the twin, and of each backend that can, every direction."""
+    dtype, width = getattr(torch, arguments.dtype), arguments.head_dim
+    forms: dict[str, Callable[[], object]] = {}
+
+    def can(backend: str, feature: str) -> bool:
+        needs, libraries = frozenset({feature}), importable_libraries()
+        return why_not(backend, arguments.device, dtype, width, libraries, needs) is None
+
+    def add(name: str, backend: str, maps: Maps, lambda_: Tensor | None) -> None:
+        parts = chunk_attention(maps, backend=backend, **placed)
+        outs = [out.to(dtype) for out, _ in parts]
+        out, out2 = outs[0], None
+        if lambda_ is not None:
+            out, out2 = outs[0] - lambda_.to(dtype) * outs[1], outs[1]
+        whole = WholeAttention(out, out2, tuple(lse for _, lse in parts))
+        grad = torch.randn_like(out)
+        forms[f"{name} forward"] = partial(chunk_attention, maps, backend=backend, **placed)
+        forms[f"{name} backward"] = partial(
+            chunk_gradients, grad, maps, lambda_, whole, backend=backend, **placed
+        )
+        if lambda_ is not None and can(backend, "lse"):
+            forms[f"{name} differentiated"] = partial(
+                differentiated, maps, [grad, grad], backend, placed
+            )
+
+    add(TWIN, "auto", draw_maps(arguments, 1), None)
+    for backend in BACKENDS:
+        if backend != "reference" and can(backend, "chunks"):
+            add(
+                backend,
+                backend,
+                draw_maps(arguments, 2),
+                torch.tensor(0.7, device=arguments.device),
+            )
+    return forms
+
+
+def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespace) -> dict:
+    """Median seconds of each form."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    warm_up = 2
+    for repetition in range(arguments.repetitions + warm_up):
+        for name, function in forms.items():
+            elapsed, _ = timed(function, arguments.device)
+            if repetition >= warm_up:
+                seconds[name].append(elapsed)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def main() -> None:
+    """Measure both kinds of meeting of two chunks, then write the file."""
+    arguments = parse_arguments()
+    torch.manual_seed(0)
+    meetings = {
+        "own chunk": {"causal": True},
+        "earlier chunk": {"causal": False, "query_offset": arguments.chunk, "key_offset": 0},
+    }
+    report = {
+        "settings": f"{arguments.device}, {arguments.dtype}, chunk {arguments.chunk}, "
+        f"h={arguments.heads}, d={arguments.head_dim}, median of {arguments.repetitions}",
+        "machine": describe_machine(arguments),
+        "seconds": {
+            name: measure(build_forms(arguments, placed), arguments)
+            for name, placed in meetings.items()
+        },
+    }
+    name = arguments.name or (f"chunks_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    for meeting, rows in report["seconds"].items():
+        print(meeting, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
+    print(f"wrote {RESULTS / name}.json")
+
+
+if __name__ == "__main__":
+    main()
