@@ -1,7 +1,8 @@
 """Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
 
-Chosen by what compiles without spills for sm_90 and sm_80 (tests/kernels/test_triton_compile.py
-holds the figures); none has been timed on a GPU yet.
+Chosen by what compiles for sm_90 and sm_80 without spills in the loops and without a product that
+two warps both compute (tests/kernels/test_triton_compile.py holds the figures); none has been timed
+on a GPU yet: tools/tune_attention.py does that.
 """
 
 from typing import NamedTuple
@@ -33,28 +34,29 @@ def use_tma(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
 def forward_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `forward_kernel`."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return Blocks(64, 32, 8, 2)
-    if head_dim <= 64:
-        return Blocks(128, 64, 8, 3 if tma else 2)
-    return Blocks(128, 64, 8, 3) if tma else Blocks(64, 64, 8, 2)
+        return Blocks(32, 32, 4, 1)
+    if tma:
+        return Blocks(128, 64, 8, 3)
+    return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool, one_pass: bool) -> Blocks:
     """Blocks of `key_value_kernel`."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return Blocks(16, 32, 8, 1)
-    if head_dim <= 64:
-        return Blocks(32, 64, 8, 2)
-    return Blocks(32, 64, 8, 2 if tma else 1)
+        return Blocks(16, 32, 4, 1)
+    if not tma:
+        return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
+    # Beside dK and dV of 64 keys at d = 128, dQ would not fit shared memory.
+    return Blocks(64, 32 if one_pass and head_dim > 64 else 64, 8, 2)
 
 
 def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `query_kernel`."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return Blocks(32, 32, 8, 1)
-    if head_dim <= 64:
-        return Blocks(128 if tma else 64, 64, 8, 2)
-    return Blocks(128, 32, 8, 2) if tma else Blocks(64, 32, 8, 1)
+        return Blocks(32, 32, 4, 1)
+    if tma:
+        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 2)
+    return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:

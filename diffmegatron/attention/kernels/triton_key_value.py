@@ -15,7 +15,7 @@ from run to run. MAPS 1 is the backward of one map alone.
 import triton
 import triton.language as tl
 
-from .triton_common import load_rows, load_tile, multiply, queries_of_keys, store_tile
+from .triton_common import forget, load_rows, load_tile, multiply, queries_of_keys, store_tile
 
 
 @triton.jit
@@ -38,7 +38,6 @@ def _key_block_gradients(
     lambda_,
     row_begin,
     row_end,
-    first_key,
     query_start,
     query_stop,
     batch,
@@ -54,6 +53,7 @@ def _key_block_gradients(
     scale_log2,
     width: tl.constexpr,
     M: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
     MAPS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -62,10 +62,14 @@ def _key_block_gradients(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add what the query rows [row_begin, row_end) of one head contribute; maps are `[N, M]`."""
+    """Add what the query rows [row_begin, row_end) of one head contribute.
+
+    Maps are `[M, N]`; dK, `[D, N]`, and dV, `[2 D, N]`, are transposed: with D rows or more, two
+    warpgroups share a product, and both of its operands lie in shared memory.
+    """
     for first_row in range(row_begin, row_end, M):
         rows = first_row + tl.arange(0, M)
-        visible = (rows[None, :] >= query_start[:, None]) & (rows[None, :] < query_stop[:, None])
+        visible = (rows[:, None] >= query_start[None, :]) & (rows[:, None] < query_stop[None, :])
         grad = load_tile(
             grad_source, batch, head, first_row, query_length,
             stride_gb, stride_gs, stride_gh, 2 * width, M, 2 * D, TMA,
@@ -74,43 +78,112 @@ def _key_block_gradients(
             q1_source, batch, head, first_row, query_length,
             stride_qb, stride_qs, stride_qh, width, M, D, TMA,
         )  # fmt: skip
-        # Past the end a log-sum-exp of +inf makes every weight zero.
-        lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-        weights1 = _weights(k1, q1, lse1, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
-        dmap = multiply(v, tl.trans(grad), ACCUMULATE, INTERPRETED)
-        sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-        dscores1 = (weights1 * (dmap - sums1[None, :])).to(q1.dtype)
-        dk1 += multiply(dscores1, q1, ACCUMULATE, INTERPRETED)
-        if ONE_PASS:
-            _add_dq(
-                dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
-                width, M, D, TMA, ACCUMULATE, INTERPRETED,
-            )  # fmt: skip
+        q2 = q1
         if MAPS == 2:
             q2 = load_tile(
                 q2_source, batch, head, first_row, query_length,
                 stride_qb, stride_qs, stride_qh, width, M, D, TMA,
             )  # fmt: skip
-            lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-            weights2 = _weights(k2, q2, lse2, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
-            weights2 *= lambda_
-            sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-            dscores2 = (weights2 * (sums2[None, :] - dmap)).to(q2.dtype)
-            weights1 -= weights2
-            dk2 += multiply(dscores2, q2, ACCUMULATE, INTERPRETED)
-            if ONE_PASS:
+        if TMA:
+            combined = tl.zeros([M, N], dtype=q1.dtype)
+            dscores1 = tl.zeros([M, N], dtype=q1.dtype)
+            dscores2 = tl.zeros([M, N], dtype=q1.dtype)
+            # Always true, which the compiler must not know: to a product whose result it sees reach
+            # another product it gives all warps along the rows, and with M = 64, as many as one
+            # warpgroup multiplies, two of them would both compute the whole block.
+            if first_row < forget(row_end, INTERPRETED):
+                combined, dscores1, dscores2 = _map_gradients(
+                    q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
+                    visible, batch, head, first_row, query_length, heads, scale_log2,
+                    M, MAPS, MASKED, ACCUMULATE, INTERPRETED,
+                )  # fmt: skip
+        else:
+            combined, dscores1, dscores2 = _map_gradients(
+                q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
+                visible, batch, head, first_row, query_length, heads, scale_log2,
+                M, MAPS, MASKED, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+        dk1 += _sum_over_rows(dscores1, q1, TMA, ACCUMULATE, INTERPRETED)
+        if MAPS == 2:
+            dk2 += _sum_over_rows(dscores2, q2, TMA, ACCUMULATE, INTERPRETED)
+        dv += _sum_over_rows(combined, grad, TMA, ACCUMULATE, INTERPRETED)
+        if ONE_PASS:
+            _add_dq(
+                dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
+                width, M, D, TMA, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+            if MAPS == 2:
                 _add_dq(
                     dq2_ptr, dscores2, k2, batch, head, first_row, query_length, heads,
                     width, M, D, TMA, ACCUMULATE, INTERPRETED,
                 )  # fmt: skip
-        dv += multiply(weights1.to(grad.dtype), grad, ACCUMULATE, INTERPRETED)
     return dk1, dk2, dv
 
 
 @triton.jit
+def _map_gradients(
+    q1,
+    k1,
+    q2,
+    k2,
+    v,
+    grad,
+    lse1_ptr,
+    lse2_ptr,
+    sums1_ptr,
+    sums2_ptr,
+    lambda_,
+    visible,
+    batch,
+    head,
+    first_row,
+    query_length,
+    heads,
+    scale_log2,
+    M: tl.constexpr,
+    MAPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """(P1 - lambda P2, dS1, dS2) of one block, each `[M, N]` in the inputs' dtype."""
+    dmap = multiply(grad, tl.trans(v), ACCUMULATE, INTERPRETED)
+    # Past the end a log-sum-exp of +inf makes every weight zero.
+    lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+    sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    combined = _weights(q1, k1, lse1, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+    dscores1 = (combined * (dmap - sums1[:, None])).to(q1.dtype)
+    dscores2 = dscores1
+    if MAPS == 2:
+        lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+        sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+        weights2 = _weights(q2, k2, lse2, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+        weights2 *= lambda_
+        dscores2 = (weights2 * (sums2[:, None] - dmap)).to(q2.dtype)
+        combined -= weights2
+    return combined.to(q1.dtype), dscores1, dscores2
+
+
+@triton.jit
+def _sum_over_rows(
+    of_map,
+    tile,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """map^T tile of `[M, N]` and `[M, D]`: `[N, D]`, or TRANSPOSED `[D, N]`."""
+    if TRANSPOSED:
+        product = multiply(tl.trans(tile), of_map, ACCUMULATE, INTERPRETED)
+    else:
+        product = multiply(tl.trans(of_map), tile, ACCUMULATE, INTERPRETED)
+    return product
+
+
+@triton.jit
 def _weights(
-    rows_operand,
-    columns_operand,
+    q,
+    k,
     lse,
     visible,
     scale_log2,
@@ -118,9 +191,9 @@ def _weights(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A map's transposed block: exp(k q^T - lse of each query), zero where hidden."""
-    scores = multiply(rows_operand, tl.trans(columns_operand), ACCUMULATE, INTERPRETED)
-    weights = tl.exp2(scores * scale_log2 - lse[None, :])
+    """A map's block `[M, N]`: exp(q k^T - lse of each query), zero where hidden."""
+    scores = multiply(q, tl.trans(k), ACCUMULATE, INTERPRETED)
+    weights = tl.exp2(scores * scale_log2 - lse[:, None])
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
     return weights
@@ -143,13 +216,13 @@ def _add_dq(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add K^T dS of one block, `[N, D]` and `[N, M]`, to the transposed dQ in memory.
+    """Add K^T dS^T of one block, `[N, D]` and `[M, N]`, to the transposed dQ in memory.
 
-    dQ is `[batch, heads, width, length rounded up to 4]`: transposed, the product has D rows, as
-    many as wgmma wants (M = 32 would be too few), and rows of memory stay aligned to 16 bytes.
+    dQ is `[batch, heads, width, length rounded up to 4]`: transposed, the product has D rows, which
+    two warpgroups share, and rows of memory stay aligned to 16 bytes.
     """
-    dq = multiply(tl.trans(k), dscores, ACCUMULATE, INTERPRETED)
     if TMA:
+        dq = multiply(tl.trans(k), tl.trans(dscores), ACCUMULATE, INTERPRETED)
         tile = dq.reshape([1, 1, D, M])
         if INTERPRETED:
             # The interpreter has no descriptor reduction; its programs run one after the other.
@@ -158,6 +231,7 @@ def _add_dq(
         else:
             dq_ptr.atomic_add([batch, head, 0, first_row], tile)
     else:
+        dq = tl.trans(multiply(dscores, k, ACCUMULATE, INTERPRETED))
         columns = first_row + tl.arange(0, M)
         rows = tl.arange(0, D)
         length = (query_length + 3) // 4 * 4
@@ -255,26 +329,32 @@ def key_value_kernel(
         stride_vb, stride_vs, stride_vh, 2 * width, N, 2 * D, TMA,
     )  # fmt: skip
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
-    dk1 = tl.zeros([N, D], dtype=ACCUMULATE)
-    dk2 = tl.zeros([N, D], dtype=ACCUMULATE)
-    dv = tl.zeros([N, 2 * D], dtype=ACCUMULATE)
+    if TMA:
+        dk1 = tl.zeros([D, N], dtype=ACCUMULATE)
+        dv = tl.zeros([2 * D, N], dtype=ACCUMULATE)
+    else:
+        dk1 = tl.zeros([N, D], dtype=ACCUMULATE)
+        dv = tl.zeros([N, 2 * D], dtype=ACCUMULATE)
+    dk2 = tl.zeros_like(dk1)
     repeats = heads // kv_heads
     for head in range(kv_head * repeats, (kv_head + 1) * repeats):
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
             lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
-            row_begin, unmasked_begin, first_key, query_start, query_stop, batch, head, heads,
+            row_begin, unmasked_begin, query_start, query_stop, batch, head, heads,
             query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-            scale_log2, width, M, D, MAPS, True, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
+            scale_log2, width, M, N, D, MAPS, True, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         if not DOCUMENTS:
             dk1, dk2, dv = _key_block_gradients(
                 dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
                 lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
-                unmasked_begin, row_end, first_key, query_start, query_stop, batch, head, heads,
+                unmasked_begin, row_end, query_start, query_stop, batch, head, heads,
                 query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-                scale_log2, width, M, D, MAPS, False, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
+                scale_log2, width, M, N, D, MAPS, False, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
             )  # fmt: skip
+    if TMA:
+        dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)
     store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D)
     if MAPS == 2:
         store_tile(
