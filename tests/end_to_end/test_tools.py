@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
@@ -63,3 +65,18 @@ def test_bench_layer(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report
     assert (tmp_path / "report.md").exists()
+
+
+def test_tune_attention(tmp_path):
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    run(
+        "tune_attention.py", "--kernels", "query", "--head-dim", 64, "--rows", 128, "--keys", 64,
+        "--warps", 8, "--stages", 2, "--name", tmp_path / "report",
+    )  # fmt: skip
+    (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["query"]
+    assert row["work"] == 1
+    assert row["shared_bytes"] > 64 * 1024
+    listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "query")
+    run("tune_attention.py", *listed, "--name", tmp_path / "again")
+    (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["query"]
+    assert [again[name] for name in ("M", "N")] == [128, 64]

@@ -9,13 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from compiled import SHARED_LIMIT, Usage, pretended_gpu, usage_of  # after the check for triton
+from compiled_kernels import SHARED_LIMIT, compile_launches, usage_of  # after the check for triton
 
-from diffmegatron.attention.kernels import HeadwiseNorm, triton_attention, triton_config
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels import triton_config
 
 BF16, FP32 = torch.bfloat16, torch.float32
-LENGTH, HEADS = 512, 12
 
 # Multiply-adds per pair in units of d; every loop has them.
 COUNTS = {"forward": 6, "key_value": 8, "key_value one-pass": 10, "query": 6}
@@ -41,44 +39,6 @@ RECORDED = {
 }
 
 
-def launched(
-    capability: int, dtype: torch.dtype, head_dim: int, form: str, variant: str
-) -> dict[str, Usage]:
-    """What every kernel of a forward and a backward pass takes, by its name."""
-    tma = triton_config.use_tma(dtype, divmod(capability, 10))
-    shapes = [(HEADS, head_dim)] * 4 + [(HEADS, 2 * head_dim)]
-    inputs = [
-        torch.zeros(1, LENGTH, heads, width, dtype=dtype, requires_grad=True)
-        for heads, width in shapes
-    ]
-    mask = build_mask(
-        LENGTH,
-        LENGTH,
-        causal=True,
-        cu_seqlens=torch.tensor([0, 7, LENGTH]) if variant == "documents" else None,
-        query_offset=None,
-        key_offset=0,
-    )
-    norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2) if variant == "norm" else None
-    with pretended_gpu(capability) as kernels:
-        if variant == "one map":
-            problem = triton_attention.Problem(0.1, mask, form == "one-pass", tma)
-            q, k, v = inputs[0], inputs[1], inputs[4]
-            out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
-        else:
-            out = triton_attention.diff_attention(
-                *inputs,
-                torch.tensor(0.5, requires_grad=True),
-                softmax_scale=0.1,
-                mask=mask,
-                norm=norm,
-                one_pass=form == "one-pass",
-                tma=tma,
-            )
-        out.backward(torch.zeros_like(out))
-    return {name.removesuffix("_kernel"): usage_of(kernel) for name, kernel in kernels.items()}
-
-
 def blocks_of(
     kernel: str, capability: int, dtype: torch.dtype, head_dim: int, form: str
 ) -> triton_config.Blocks:
@@ -96,7 +56,10 @@ def blocks_of(
 )
 def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
     capability, dtype, head_dim, form, variant = configuration
-    usages = launched(*configuration)
+    launches = compile_launches(
+        capability, dtype, head_dim, one_pass=form == "one-pass", variant=variant
+    )
+    usages = {kernel: usage_of(launch) for kernel, launch in launches.items()}
     kernels = {"forward", "key_value"} | ({"query"} if form == "split" else set())
     assert set(usages) - {"row_sums"} == kernels
     assert "row_sums" not in usages or usages["row_sums"].stack == 0

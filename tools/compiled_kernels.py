@@ -14,9 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+
+from diffmegatron.attention.kernels import HeadwiseNorm, triton_attention, triton_config
+from diffmegatron.attention.kernels.validate import build_mask
 
 # Bytes of shared memory that one block may have.
 SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
@@ -30,6 +34,7 @@ class Usage(NamedTuple):
         spills: accesses to it from the first to the last matrix product, so within the loops.
         shared: bytes of shared memory.
         products: multiply-adds of all matrix products, each loop counted once.
+        cycles: of a Hopper's tensor cores for these, by an estimate (`_cycles`); 0 elsewhere.
         has_wgmma: whether it multiplies with Hopper's warpgroup instructions.
         is_serialized: whether each of these waits for the one before (ptxas's C7510 to C7514).
     """
@@ -38,6 +43,7 @@ class Usage(NamedTuple):
     spills: int
     shared: int
     products: int
+    cycles: float
     has_wgmma: bool
     is_serialized: bool
 
@@ -55,12 +61,15 @@ class StandInDriver(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
+        """Always."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
+        """For launchers in C++, of which there is none."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
+        """What Triton compiles for."""
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> "StandInDriver":
@@ -68,15 +77,19 @@ class StandInDriver(DriverBase):
         return self
 
     def get_current_stream(self, device: object) -> int:
+        """The default stream."""
         return 0
 
     def get_active_torch_device(self) -> None:
+        """There is none."""
         raise NotImplementedError
 
     def get_benchmarker(self) -> Callable[..., object]:
+        """There is nothing to time."""
         raise NotImplementedError
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """What launches a compiled kernel: here nothing happens."""
         return lambda *_: None
 
 
@@ -102,6 +115,52 @@ def pretended_gpu(capability: int) -> Iterator[dict[str, Any]]:
         driver._active = driver_before
 
 
+def compile_launches(
+    capability: int, dtype: torch.dtype, head_dim: int, *, one_pass: bool, variant: str = "plain"
+) -> dict[str, Any]:
+    """The compiled kernels of a causal forward and backward pass, by name without "_kernel".
+
+    Args:
+        capability: of the pretended GPU, 80 or 90.
+        dtype: of queries, keys and values.
+        head_dim: d.
+        one_pass: form of the backward.
+        variant: "plain", with the headwise "norm", with "documents", or of "one map".
+    """
+    length, heads = 512, 12
+    tma = triton_config.use_tma(dtype, divmod(capability, 10))
+    inputs = [
+        torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
+        for width in (*[head_dim] * 4, 2 * head_dim)
+    ]
+    mask = build_mask(
+        length,
+        length,
+        causal=True,
+        cu_seqlens=torch.tensor([0, 7, length]) if variant == "documents" else None,
+        query_offset=None,
+        key_offset=0,
+    )
+    with pretended_gpu(capability) as kernels:
+        if variant == "one map":
+            problem = triton_attention.Problem(0.1, mask, one_pass, tma)
+            q, k, v = inputs[0], inputs[1], inputs[4]
+            out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
+        else:
+            norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2) if variant == "norm" else None
+            out = triton_attention.diff_attention(
+                *inputs,
+                torch.tensor(0.5, requires_grad=True),
+                softmax_scale=0.1,
+                mask=mask,
+                norm=norm,
+                one_pass=one_pass,
+                tma=tma,
+            )
+        out.backward(torch.zeros_like(out))
+    return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
+
+
 def usage_of(kernel: Any) -> Usage:
     """What a compiled kernel takes, from ptxas itself, with the options that Triton gives it."""
     arch = kernel.metadata.target.arch
@@ -114,15 +173,17 @@ def usage_of(kernel: Any) -> Usage:
         )  # fmt: skip
         listing = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout
     (stack,) = re.findall(r"(\d+) bytes stack frame", assembled.stderr)
-    instructions = re.findall(r"\b(HGMMA\.\w+|HMMA\.\w+|LDL|STL)\b", listing)
-    products = [_multiply_adds(name, kernel.metadata.num_warps) for name in instructions]
+    warps = kernel.metadata.num_warps
+    found = re.findall(r"\b(HGMMA\.\w+|HMMA\.\w+|LDL|STL)\b[.\w]*([^;]*);", listing)
+    products = [_multiply_adds(name, warps) for name, _ in found]
     where = [index for index, size in enumerate(products) if size]
-    between = instructions[where[0] : where[-1]] if where else []
+    between = found[where[0] : where[-1]] if where else []
     return Usage(
         stack=int(stack),
-        spills=sum(name in ("LDL", "STL") for name in between),
+        spills=sum(name in ("LDL", "STL") for name, _ in between),
         shared=kernel.metadata.shared,
         products=sum(products),
+        cycles=sum(_cycles(*instruction) * warps / 4 for instruction in found),
         has_wgmma="wgmma" in kernel.asm["ptx"],
         is_serialized="serialized" in assembled.stderr,
     )
@@ -136,6 +197,21 @@ def _multiply_adds(instruction: str, warps: int) -> int:
     rows, columns, depth = (int(size) for size in shape.groups() if size is not None)
     # A warpgroup is four warps.
     return rows * columns * depth * (warps // 4 if instruction.startswith("HGMMA") else warps)
+
+
+def _cycles(instruction: str, operands: str) -> float:
+    """Of one warpgroup's wgmma, 64 x n x 16 in 16 bits: an estimate, not a measurement.
+
+    Arithmetic takes n / 2, at 2048 multiply-adds a cycle and SM. Operands come from shared memory
+    at 128 bytes a cycle: 16 x n of one take n / 4, and 64 x 16 of the other 16, unless it is in
+    registers.
+    """
+    shape = re.fullmatch(r"HGMMA\.64x(\d+)x16", instruction)
+    if shape is None:
+        return 0.0
+    columns = int(shape[1])
+    is_in_registers = re.match(r"\s*R\d+,\s*R\d+", operands) is not None
+    return max(columns / 2, columns / 4 + (0 if is_in_registers else 16))
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
