@@ -241,23 +241,25 @@ def test_large_logits_stay_finite():
 
 
 def test_saved_activations_beside_plain_attention():
-    """By what autograd saves: q, k, v, out and out2 against q, k, v and out, so 5 to 4."""
+    """q, k, v, out, out2 and the projection's input to q, k, v, out and the projection's input."""
 
     def saved_bytes(function, inputs):
         seen = {}
 
-        def pack(x):
-            seen[x.data_ptr()] = x.numel() * x.element_size()
+        def keep(x):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            function(*inputs)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            heads = function(*inputs)
+            keep(heads.flatten(2).transpose(0, 1).contiguous())
         return sum(seen.values())
 
-    inputs = draw_inputs(4096, heads=12, kv_heads=12)
+    inputs = draw_inputs(4096, batch=2, heads=12, kv_heads=12)
+    norm = HeadwiseNorm(torch.ones(256, device="cuda", requires_grad=True), 1e-5, 0.2)
     plain = [
-        torch.randn(1, 4096, 24, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(2, 4096, 24, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     ]
-    ratio = saved_bytes(triton, inputs) / saved_bytes(softmax_attention, plain)
-    assert ratio < 1.27
+    mine = saved_bytes(lambda *x: triton(*x, norm=norm), inputs)
+    assert mine / saved_bytes(softmax_attention, plain) <= 1.2

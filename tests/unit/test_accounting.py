@@ -266,12 +266,13 @@ def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
         for name, device in (("auto", "cpu"), ("triton", "gpu"), ("flash_2call", "gpu"))
     )
     maps, log_sum_exps = 2 * 2 * channels, 2 * 4 * heads
-    norm_input, second_map = 4 * channels, 4 * channels
-    assert flash.activations - fused.activations == token_layers * (norm_input + second_map)
+    # Unfused the norm keeps its input and a root per head in float32.
+    norm, second_map = 4 * channels + 4 * heads, 4 * channels
+    assert flash.activations - fused.activations == token_layers * (norm + second_map)
     # What the CPU's unfused operations keep beside: three norms, SwiGLU's factors.
     unfused = 2 * 6 * 64 + 4 * channels + 2 * 2 * 160
     final_norm = BATCH * LENGTH * 6 * 64
-    difference = token_layers * (unfused + norm_input - maps - log_sum_exps) + final_norm
+    difference = token_layers * (unfused + norm - maps - log_sum_exps) + final_norm
     assert blocked.activations - fused.activations == difference
 
 

@@ -137,21 +137,19 @@ class _TritonDiffAttention(torch.autograd.Function):
         (v,) = _same_strides(v)
         out, out2 = (v.new_empty(*q1.shape[:3], v.shape[3]) for _ in range(2))
         lse1, lse2 = _row_values(q1), _row_values(q1)
-        rstd, normed = None, None
-        if norm_weight is not None:
-            rstd, normed = _row_values(q1), torch.empty_like(out)
+        normed = None if norm_weight is None else torch.empty_like(out)
         _launch_forward(
             (q1, k1, q2, k2, v), lambda_, (out, out2), (lse1, lse2), problem,
-            norm=(norm_weight, rstd, normed, norm_eps, norm_scale),
+            norm=(norm_weight, normed, norm_eps, norm_scale),
         )  # fmt: skip
-        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight, rstd)
-        ctx.problem, ctx.norm_scale = problem, norm_scale
+        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight)
+        ctx.problem, ctx.norm_eps, ctx.norm_scale = problem, norm_eps, norm_scale
         return out if normed is None else normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight, rstd = ctx.saved_tensors
+        q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight = ctx.saved_tensors
         (grad,) = _same_strides(grad)
         sums1, sums2 = _row_values(q1), _row_values(q1)
         batch, length, heads, width = q1.shape
@@ -162,8 +160,8 @@ class _TritonDiffAttention(torch.autograd.Function):
             weight_parts = sums1.new_empty(grid[0] * grid[1], 2 * width)
         with _on_device(q1):
             row_sums_kernel[grid](
-                grad, out, out2, lambda_, norm_weight, rstd, grad_out, weight_parts,
-                sums1, sums2, heads, length, *grad.stride()[:3], ctx.norm_scale,
+                grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
+                sums1, sums2, heads, length, *grad.stride()[:3], ctx.norm_eps, ctx.norm_scale,
                 width=width, M=ROW_SUMS_ROWS, D=triton.next_power_of_2(width), MAPS=2,
                 NORM=norm_weight is not None, ACCUMULATE=_accumulate(q1), num_warps=8,
             )  # fmt: skip
@@ -210,22 +208,20 @@ def _launch_forward(
     outs: tuple[Tensor, Tensor | None],
     lses: tuple[Tensor, Tensor | None],
     problem: Problem,
-    norm: tuple[Tensor | None, Tensor | None, Tensor | None, float, float] = (
-        None, None, None, 0.0, 1.0,
-    ),
+    norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
 ) -> None:  # fmt: skip
     """`forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     blocks = forward_blocks(width, q1.dtype, problem.tma)
-    norm_weight, rstd, normed, norm_eps, norm_scale = norm
+    norm_weight, normed, norm_eps, norm_scale = norm
     intervals: tuple[Tensor | None, Tensor | None] = (None, None)
     if problem.mask.cu_seqlens is not None:
         intervals = problem.mask.key_intervals(q1.device)
     with _on_device(q1):
         forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
             *_sources(inputs, blocks, problem.tma), lambda_, *outs, *lses,
-            norm_weight, rstd, normed, *intervals, heads, k1.shape[2], length, k1.shape[1],
+            norm_weight, normed, *intervals, heads, k1.shape[2], length, k1.shape[1],
             problem.mask.query_offset - problem.mask.key_offset,
             *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3],
             problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
@@ -250,8 +246,7 @@ def _launch_backward(
     # A lone map has lambda 0, which the kernel reads but does not use.
     lambda_ = sums[0].new_zeros(()) if lambda_ is None else lambda_
     if problem.one_pass:
-        padded = triton.cdiv(length, 4) * 4
-        dqs = [sums[0].new_zeros(batch, heads, width, padded) for _ in range(maps)]
+        dqs = [sums[0].new_zeros(q1.shape) for _ in range(maps)]
     else:
         dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
     dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
@@ -266,7 +261,7 @@ def _launch_backward(
     )  # fmt: skip
     with _on_device(q1):
         blocks = key_value_blocks(width, q1.dtype, problem.tma, problem.one_pass)
-        summed = [*_transposed_dq(dqs, blocks, problem), *absent] if problem.one_pass else none
+        summed = [*dqs, *absent] if problem.one_pass else none
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
             *dks, *absent, dv, *summed,
@@ -274,7 +269,7 @@ def _launch_backward(
             ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [_finish_dq(dq, q1, problem) for dq in dqs]
+            dqs = [(dq * problem.softmax_scale).to(q1.dtype) for dq in dqs]
         else:
             blocks = query_blocks(width, q1.dtype, problem.tma)
             query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
@@ -292,20 +287,6 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
     return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
-
-
-def _finish_dq(dq: Tensor, q: Tensor, problem: Problem) -> Tensor:
-    """The one-pass kernel's sum as a gradient of q: scaled, in q's layout and dtype."""
-    by_row = dq[..., : q.shape[1]].permute(0, 3, 1, 2)
-    return (by_row * problem.softmax_scale).to(q.dtype).contiguous()
-
-
-def _transposed_dq(dqs: list[Tensor], blocks: Blocks, problem: Problem) -> list[Any]:
-    """Where the one-pass kernel adds dQ up: pointers or tensor descriptors."""
-    if not problem.tma:
-        return list(dqs)
-    block = [1, 1, triton.next_power_of_2(dqs[0].shape[2]), blocks.M]
-    return [TensorDescriptor(dq, list(dq.shape), list(dq.stride()), block) for dq in dqs]
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

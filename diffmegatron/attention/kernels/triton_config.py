@@ -46,8 +46,7 @@ def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool, one_pass: boo
         return Blocks(16, 32, 4, 1)
     if not tma:
         return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
-    # Beside dK and dV of 64 keys at d = 128, dQ would not fit shared memory.
-    return Blocks(64, 32 if one_pass and head_dim > 64 else 64, 8, 2)
+    return Blocks(128 if one_pass and head_dim <= 64 else 64, 64, 8, 2)
 
 
 def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:

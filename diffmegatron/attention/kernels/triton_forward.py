@@ -159,7 +159,6 @@ def forward_kernel(
     lse1_ptr,
     lse2_ptr,
     norm_weight_ptr,
-    rstd_ptr,
     normed_ptr,
     row_start_ptr,
     row_stop_ptr,
@@ -234,7 +233,6 @@ def forward_kernel(
         # Columns past the width hold zeros and add nothing to the sum.
         rstd = 1.0 / tl.sqrt(tl.sum(out * out, 1) / (2 * width) + norm_eps)
         normed = out * rstd[:, None] * (weight.to(ACCUMULATE) * norm_scale)[None, :]
-        store_rows(rstd_ptr, rstd, batch, head, first_row, query_length, heads, M)
         store_tile(
             normed_ptr, normed, batch, head, first_row, query_length, heads, 2 * width, M, 2 * D
         )

@@ -110,12 +110,12 @@ def _key_block_gradients(
         if ONE_PASS:
             _add_dq(
                 dq1_ptr, dscores1, k1, batch, head, first_row, query_length, heads,
-                width, M, D, TMA, ACCUMULATE, INTERPRETED,
+                width, M, D, ACCUMULATE, INTERPRETED,
             )  # fmt: skip
             if MAPS == 2:
                 _add_dq(
                     dq2_ptr, dscores2, k2, batch, head, first_row, query_length, heads,
-                    width, M, D, TMA, ACCUMULATE, INTERPRETED,
+                    width, M, D, ACCUMULATE, INTERPRETED,
                 )  # fmt: skip
     return dk1, dk2, dv
 
@@ -212,33 +212,21 @@ def _add_dq(
     width: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
-    TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add K^T dS^T of one block, `[N, D]` and `[M, N]`, to the transposed dQ in memory.
+    """Add dS K of one block to the contiguous `[batch, length, heads, width]`.
 
-    dQ is `[batch, heads, width, length rounded up to 4]`: transposed, the product has D rows, which
-    two warpgroups share, and rows of memory stay aligned to 16 bytes.
+    From registers: a reduction by TMA would want 32 KiB of shared memory, for which dK and dV of 64
+    keys leave no room at d = 128.
     """
-    if TMA:
-        dq = multiply(tl.trans(k), tl.trans(dscores), ACCUMULATE, INTERPRETED)
-        tile = dq.reshape([1, 1, D, M])
-        if INTERPRETED:
-            # The interpreter has no descriptor reduction; its programs run one after the other.
-            tile += dq_ptr.load([batch, head, 0, first_row])
-            dq_ptr.store([batch, head, 0, first_row], tile)
-        else:
-            dq_ptr.atomic_add([batch, head, 0, first_row], tile)
-    else:
-        dq = tl.trans(multiply(dscores, k, ACCUMULATE, INTERPRETED))
-        columns = first_row + tl.arange(0, M)
-        rows = tl.arange(0, D)
-        length = (query_length + 3) // 4 * 4
-        row_index = (tl.cast(batch, tl.int64) * heads + head) * width + rows.to(tl.int64)
-        inside = (rows < width)[:, None] & (columns < query_length)[None, :]
-        pointers = dq_ptr + row_index[:, None] * length + columns[None, :]
-        tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+    dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
+    rows = first_row + tl.arange(0, M)
+    columns = tl.arange(0, D)
+    row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
+    inside = (rows < query_length)[:, None] & (columns < width)[None, :]
+    pointers = dq_ptr + row_index[:, None] * width + columns[None, :]
+    tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .triton_common import load_rows, load_tile, store_rows, store_tile
+from .triton_common import load_tile, store_rows, store_tile
 
 
 @triton.jit
@@ -15,7 +15,6 @@ def row_sums_kernel(
     out2_ptr,
     lambda_ptr,
     norm_weight_ptr,
-    rstd_ptr,
     grad_out_ptr,
     grad_weight_ptr,
     sums1_ptr,
@@ -25,6 +24,7 @@ def row_sums_kernel(
     stride_gb,
     stride_gs,
     stride_gh,
+    norm_eps,
     norm_scale,
     width: tl.constexpr,
     M: tl.constexpr,
@@ -55,7 +55,10 @@ def row_sums_kernel(
     if NORM:
         columns = tl.arange(0, 2 * D)
         weight = tl.load(norm_weight_ptr + columns, mask=columns < 2 * width, other=0.0)
-        rstd = load_rows(rstd_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+        rows = first_row + tl.arange(0, M)
+        mean_square = tl.sum(out * out, 1) / (2 * width)
+        # Past the end there are zeros, of which an eps of 0 would make NaN.
+        rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         tl.store(

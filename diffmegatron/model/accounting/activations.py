@@ -199,8 +199,8 @@ def _core_attention_bytes_per_token(recipe: Recipe, device: Device) -> float:
         # The whole sequence's keys and values instead of this rank's, the values twice.
         copies = 3 if model.is_differential else 2
         kept += element * keys * (copies * recipe.parallel.context - 2)
-    if model.has_headwise_norm:
-        kept += _headwise_norm_bytes_per_token(recipe, device, fuses_norm=fuses_norm)
+    if model.has_headwise_norm and not fuses_norm:
+        kept += _headwise_norm_bytes_per_token(recipe, device)
     return kept
 
 
@@ -209,8 +209,8 @@ def context_exchange(recipe: Recipe) -> str | None:
     return None if recipe.parallel.context == 1 else chosen_exchange(recipe)
 
 
-def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device, *, fuses_norm: bool) -> float:
-    """The norm's float32 input and one float32 per head; unfused the normalised input as well.
+def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device) -> float:
+    """The norm's float32 input and one float32 per head; on a CPU the normalised input as well.
 
     The softmax kernel keeps its own output, which in float32 is that input, so that the output
     projection's becomes another tensor.
@@ -219,8 +219,6 @@ def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device, *, fuses_norm
     queries, _ = _widths(recipe)
     heads = model.num_attention_heads / recipe.parallel.tensor
     normalised = FLOAT32 * queries if device == "cpu" else 0
-    if fuses_norm:
-        return FLOAT32 * heads / 2
     if model.is_differential:
         return FLOAT32 * (queries + heads / 2) + normalised
     copy = 0 if element == FLOAT32 else FLOAT32 * queries

@@ -15,6 +15,7 @@ from diffmegatron.attention.kernels import (
     WholeAttention,
     merge_partial,
     reference,
+    softmax_attention,
     triton_attention,
 )
 from diffmegatron.attention.kernels.triton_config import Blocks
@@ -226,6 +227,41 @@ def test_chunks_of_keys_add_up_to_the_whole(bounds, one_pass, monkeypatch):
     dk1, dk2, dv = (torch.cat(parts, 1) for parts in zip(*keys_and_values, strict=True))
     for actual, right in zip((dqs[0], dk1, dqs[1], dk2, dv), wanted, strict=True):
         assert relative_error(actual, right) < 1e-12
+
+
+def test_a_norm_without_eps_off_the_block():
+    inputs = make_inputs(rows=19, heads=2, kv_heads=1, width=16)
+    weight = torch.linspace(0.5, 1.5, 32, dtype=torch.float64, requires_grad=True)
+    assert_close(*triton_and_reference(inputs, norm=HeadwiseNorm(weight, 0.0, 0.6)), 1e-13)
+
+
+def saved_bytes(function):
+    """Of the tensors that a backward pass will need, each storage once, with the result itself."""
+    storages = {}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        heads = function()
+        # The output projection's input, as Megatron lays it out: [s, b, channels].
+        keep(heads.flatten(2).transpose(0, 1).contiguous())
+    return sum(storages.values())
+
+
+def test_saved_activations_are_six_fifths_of_the_transformers():
+    """q, k, v, out, out2 and the projection's input to q, k, v, out and the projection's input."""
+    inputs = make_inputs(batch=2, rows=16, heads=2, kv_heads=2, width=64, dtype=torch.float16)
+    weight = torch.ones(128, requires_grad=True)
+    norm = HeadwiseNorm(weight, 1e-5, 0.2)
+    options = {"softmax_scale": 0.125, "mask": mask_of(inputs), "norm": norm}
+    mine = saved_bytes(lambda: triton_attention.diff_attention(*inputs, **options))
+    plain = [torch.randn(2, 16, 4, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    twin = saved_bytes(lambda: softmax_attention(*plain))
+    # Beside these float32: lambda, the norm's weight, and a log-sum-exp per map and row.
+    constants = 4 * (1 + weight.numel())
+    assert (mine - constants) / twin <= 1.2
 
 
 def test_strided_and_misaligned_inputs():
