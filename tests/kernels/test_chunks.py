@@ -134,6 +134,23 @@ def test_what_a_chunk_refuses():
         chunk_attention(chunk_of(value_width=4))
 
 
+def test_what_gradients_of_a_chunk_refuse():
+    maps, lambda_ = chunk_of(), torch.tensor(0.5)
+    out, lse = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 2)
+    whole = WholeAttention(out, out, (lse, lse))
+    with pytest.raises(
+        ValueError, match=r"lambda_ is None and whole\.out2 is not None with 2 maps"
+    ):
+        chunk_gradients(out, maps, None, whole)
+    with pytest.raises(ValueError, match=r"grad has shape \[1, 3, 2, 4\].* must be \[1, 3, 2, 8\]"):
+        chunk_gradients(out[..., :4], maps, lambda_, whole)
+    with pytest.raises(ValueError, match=r"whole.lses\[0\] has shape \[1, 2, 3\]"):
+        swapped = lse.transpose(1, 2)
+        chunk_gradients(out, maps, lambda_, WholeAttention(out, out, (swapped, swapped)))
+    with pytest.raises(ValueError, match="maps has 2 queries and 1 keys"):
+        chunk_attention(Maps(maps.queries, maps.keys[:1], maps.v))
+
+
 def test_on_a_gpu_torch_attends_chunk_by_chunk_in_sixteen_bits_only():
     needs = frozenset({"chunks"})
     choose = {"device": "cuda", "head_dim": 128, "libraries": frozenset(), "needs": needs}

@@ -41,7 +41,7 @@ def chunk_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
-    _check(maps, None)
+    _check(maps)
     mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
     chosen = _resolve(maps, mask, backend).load()
     scale = _scale(maps, softmax_scale)
@@ -79,9 +79,10 @@ def chunk_gradients(
         The gradients of `maps`, in its dtype.
 
     Raises:
-        ValueError: as `chunk_attention`.
+        ValueError: as `chunk_attention`, or grad, lambda_ and whole do not fit the maps.
     """
-    _check(maps, lambda_)
+    _check(maps)
+    _check_whole(grad, maps, lambda_, whole)
     mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
     chosen = _resolve(maps, mask, backend).load()
     gradients: Maps = chosen.chunk_gradients(
@@ -90,13 +91,40 @@ def chunk_gradients(
     return gradients
 
 
-def _check(maps: Maps, lambda_: Tensor | None) -> None:
-    if len(maps.queries) == 2:
+def _check(maps: Maps) -> None:
+    count = len(maps.queries)
+    if count not in (1, 2) or len(maps.keys) != count:
+        raise ValueError(
+            f"maps has {count} queries and {len(maps.keys)} keys; "
+            "it must have one of each, or two for differential attention"
+        )
+    if count == 2:
         (q1, q2), (k1, k2) = maps.queries, maps.keys
-        check_diff_inputs(q1, k1, q2, k2, maps.v, q1.new_zeros(()) if lambda_ is None else lambda_)
+        check_diff_inputs(q1, k1, q2, k2, maps.v, q1.new_zeros(()))
     else:
-        (q,), (k,) = maps.queries, maps.keys
-        check_softmax_inputs(q, k, maps.v)
+        check_softmax_inputs(maps.queries[0], maps.keys[0], maps.v)
+
+
+def _check_whole(grad: Tensor, maps: Maps, lambda_: Tensor | None, whole: WholeAttention) -> None:
+    count = len(maps.queries)
+    if (lambda_ is not None) != (count == 2) or (whole.out2 is not None) != (count == 2):
+        raise ValueError(
+            f"lambda_ is {'' if lambda_ is None else 'not '}None and whole.out2 is "
+            f"{'' if whole.out2 is None else 'not '}None with {count} map{'s' * (count > 1)}; "
+            "two maps need both, one map neither"
+        )
+    rows = maps.queries[0].shape[:3]
+    expected = {
+        "grad": (grad, (*rows, maps.v.shape[3])),
+        "whole.out": (whole.out, (*rows, maps.v.shape[3])),
+        "whole.lses[0]": (whole.lses[0], tuple(rows)),
+    }
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; with queries {list(maps.queries[0].shape)} and "
+                f"v {list(maps.v.shape)} it must be {list(shape)}"
+            )
 
 
 def _mask(

@@ -64,8 +64,9 @@ def _key_block_gradients(
 ):
     """Add what the query rows [row_begin, row_end) of one head contribute.
 
-    Maps are `[M, N]`; dK, `[D, N]`, and dV, `[2 D, N]`, are transposed: with D rows or more, two
-    warpgroups share a product, and both of its operands lie in shared memory.
+    Maps are `[M, N]`; dK is `[N, D]` and dV `[N, 2 D]`. With TMA, on Hopper, these are transposed:
+    of a product with D rows or more two warpgroups each take a part, and both of its operands lie
+    in shared memory.
     """
     for first_row in range(row_begin, row_end, M):
         rows = first_row + tl.arange(0, M)
