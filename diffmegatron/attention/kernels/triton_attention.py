@@ -260,7 +260,7 @@ def _launch_backward(
         problem.softmax_scale, problem.softmax_scale * LOG2_E,
     )  # fmt: skip
     with _on_device(q1):
-        blocks = key_value_blocks(width, q1.dtype, problem.tma, problem.one_pass)
+        blocks = key_value_blocks(width, q1.dtype, problem.tma)
         summed = [*dqs, *absent] if problem.one_pass else none
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,

@@ -40,13 +40,13 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool, one_pass: bool) -> Blocks:
+def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     """Blocks of `key_value_kernel`."""
     if dtype not in (torch.bfloat16, torch.float16):
         return Blocks(16, 32, 4, 1)
     if not tma:
         return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
-    return Blocks(128 if one_pass and head_dim <= 64 else 64, 64, 8, 2)
+    return Blocks(128 if head_dim <= 64 else 64, 64, 8, 2)
 
 
 def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
