@@ -59,7 +59,7 @@ def softmax_map(q, k):
 def paper_output(module, config: ModelConfig, q, k, v, lambda_init: float):
     """Equations 1 to 3 of the paper for every batch row and head, [s, b, h 2d] float64."""
     q, k, v = q.double(), k.double(), v.double()
-    vectors = [getattr(module, name).double() for name in LAMBDA_VECTORS]
+    vectors = [getattr(module, name).detach().double() for name in LAMBDA_VECTORS]
     lambda_ = math.exp(vectors[0] @ vectors[1]) - math.exp(vectors[2] @ vectors[3]) + lambda_init
     repeat = config.num_heads // config.num_kv_heads
     out = torch.empty(LENGTH, BATCH, config.num_heads, 2 * D, dtype=torch.float64)
