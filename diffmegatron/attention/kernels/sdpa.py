@@ -98,7 +98,11 @@ def chunk_gradients(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """(out, log-sum-exp, ...) of `[b, h, length, d]`, as the device's flash kernel returns them."""
+    """(out, log-sum-exp, ...) of `[b, h, length, d]`, as the device's flash kernel returns them.
+
+    Called without `scaled_dot_product_attention` around it, CUDA's takes d in multiples of 8 only,
+    and gives +inf for the log-sum-exp of a row without keys, of which a chunk here has none.
+    """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
         outputs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)

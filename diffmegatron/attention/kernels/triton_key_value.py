@@ -222,7 +222,7 @@ def _add_dq(
     keys leave no room at d = 128.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
-    rows = first_row + tl.arange(0, M)
+    rows = forget(first_row, INTERPRETED) + tl.arange(0, M)
     columns = tl.arange(0, D)
     row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
     inside = (rows < query_length)[:, None] & (columns < width)[None, :]
