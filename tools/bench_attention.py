@@ -10,24 +10,22 @@ NAME.json, NAME.md and NAME.png to benchmarks/results/.
 
 import argparse
 import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module, metadata, util
+from importlib import import_module, util
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 
 from diffmegatron.attention.kernels import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.select import BACKENDS, importable_libraries, why_not
 from diffmegatron.attention.kernels.validate import build_mask
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 PLAIN = "transformer_sdpa"
+PLAIN_PYTORCH = ("reference", "blocked")
 
 # Multiply-adds per (query, key) pair and diff head, in units of d: forward, backward.
 COUNTS = {
@@ -43,7 +41,6 @@ COUNTS = {
     "flex": (6, 14),
 }
 
-Result = TypeVar("Result")
 Form = tuple[Callable[..., Tensor], list[Tensor]]
 
 
@@ -58,22 +55,40 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536]
     )
-    parser.add_argument("--tokens", type=int, help="tokens per batch; default one sequence")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="per batch; default one sequence, on a GPU the greatest length, to fill it",
+    )
     parser.add_argument("--heads", type=int, default=12, help="diff heads h; the twin has 2h")
     parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default h")
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--backends", nargs="+", help="backends to time; default all that can run")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        help="to time; default all that can run, on a GPU without those in plain PyTorch",
+    )
     parser.add_argument("--name", help="name of the result files; default device, dtype and d")
     return parser.parse_args()
+
+
+def batch_size(arguments: argparse.Namespace, length: int) -> int:
+    """Sequences per batch: one, or as many as fill the tokens asked for."""
+    tokens = arguments.tokens
+    if tokens is None:
+        tokens = max(arguments.lengths) if arguments.device == "cuda" else length
+    return max(tokens // length, 1)
 
 
 def build_forms(arguments: argparse.Namespace, length: int) -> dict[str, Form]:
     """Each form's function of its inputs, and the inputs."""
     dtype = getattr(torch, arguments.dtype)
-    batch = max((arguments.tokens or length) // length, 1)
+    batch = batch_size(arguments, length)
     heads, width = arguments.heads, arguments.head_dim
     kv_heads = arguments.kv_heads or heads
+    on_gpu = arguments.device == "cuda"
 
     def draw(count: int, columns: int) -> Tensor:
         x = torch.randn(batch, length, count, columns, device=arguments.device, dtype=dtype)
@@ -84,11 +99,12 @@ def build_forms(arguments: argparse.Namespace, length: int) -> dict[str, Form]:
     diff = [*(draw(*shape) for shape in shapes), lambda_]
     plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
     forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
-    if arguments.device == "cuda" and dtype != torch.float32 and util.find_spec("flash_attn"):
+    if on_gpu and dtype != torch.float32 and util.find_spec("flash_attn"):
         flash_attn_func = import_module("flash_attn").flash_attn_func
         forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
     libraries = importable_libraries()
-    for name in arguments.backends or BACKENDS:
+    by_default = [name for name in BACKENDS if not (on_gpu and name in PLAIN_PYTORCH)]
+    for name in arguments.backends or by_default:
         reason = why_not(name, arguments.device, dtype, width, libraries)
         if reason is not None:
             print(f"{name}: left out, it {reason}")
@@ -110,48 +126,49 @@ def build_forms(arguments: argparse.Namespace, length: int) -> dict[str, Form]:
     return forms
 
 
-def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
-    """(seconds, result) of one call."""
+def run_once(form: Form, device: str) -> tuple[float, float, float]:
+    """Seconds of the forward and of the backward, and GiB allocated at the peak, inputs aside."""
+    function, inputs = form
+    held = 0
     if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    forward, out = timed(partial(function, *inputs), device)
+    # Not ones: on constant data a GPU's matrix units draw less power, and run faster.
+    gradient = partial(torch.autograd.grad, out, inputs, torch.randn_like(out))
+    backward, _ = timed(gradient, device)
+    peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
+    return forward, backward, peak / 2**30
 
 
-def measure(forms: dict[str, Form], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Median seconds of the forward and the backward of each form, and its peak memory."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
-    peaks = dict.fromkeys(forms, 0.0)
+def measure(
+    forms: dict[str, Form], arguments: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Median seconds of each form's forward and backward and its peak memory; why any failed."""
+    runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
+    failures: dict[str, str] = {}
     warm_up = 2
     for repetition in range(arguments.repetitions + warm_up):
-        for name in list(forms):
-            function, inputs = forms[name]
-            if arguments.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+        for name in [name for name in forms if name not in failures]:
             try:
-                forward, out = timed(partial(function, *inputs), arguments.device)
-                gradient = partial(torch.autograd.grad, out, inputs, torch.ones_like(out))
-                backward, _ = timed(gradient, arguments.device)
-            except torch.OutOfMemoryError:
-                print(f"{name}: left out, out of memory")
-                del forms[name], seconds[name]
+                run = run_once(forms[name], arguments.device)
+            except Exception as error:  # whatever a library raises, the other forms go on
+                failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(f"{name}: left out, {failures[name]}")
                 continue
-            if arguments.device == "cuda":
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
             if repetition >= warm_up:
-                seconds[name].append((forward, backward))
-    return {
+                runs[name].append(run)
+    rows = {
         name: {
-            "forward_s": statistics.median(forward for forward, _ in pairs),
-            "backward_s": statistics.median(backward for _, backward in pairs),
-            "both_s": statistics.median(map(sum, pairs)),
-            "peak_gib": peaks[name],
+            "forward_s": statistics.median(forward for forward, _, _ in each),
+            "backward_s": statistics.median(backward for _, backward, _ in each),
+            "both_s": statistics.median(forward + backward for forward, backward, _ in each),
+            "peak_gib": max(peak for _, _, peak in each),
         }
-        for name, pairs in seconds.items()
+        for name, each in runs.items()
+        if name not in failures
     }
+    return rows, failures
 
 
 def matmul_ceiling(arguments: argparse.Namespace) -> float:
@@ -167,7 +184,7 @@ def annotate(
     row: dict[str, float], name: str, length: int, arguments: argparse.Namespace, ceiling: float
 ) -> None:
     """Add TFLOP/s by the counts above, the share of the ceiling, and the bandwidth achieved."""
-    batch = max((arguments.tokens or length) // length, 1)
+    batch = batch_size(arguments, length)
     pairs = batch * arguments.heads * length * (length + 1) / 2
     forward, backward = (2 * count * arguments.head_dim * pairs for count in COUNTS[name])
     row["forward_tflops"] = forward / row["forward_s"] / 1e12
@@ -181,21 +198,6 @@ def annotate(
     row["both_gb_per_s"] = 3 * elements * size / row["both_s"] / 1e9
 
 
-def describe_machine(arguments: argparse.Namespace) -> dict[str, str | int]:
-    """What the figures depend on."""
-    packages = {
-        name: metadata.version(name)
-        for name in ("torch", "triton", "flash-attn", "flex-head-fa")
-        if util.find_spec(name.replace("-", "_"))
-    }
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
-    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else "none"
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu, **packages}
-
-
 def write_table(path: Path, report: dict) -> None:
     """A Markdown table; ratios are to the plain Transformer's attention of the same run."""
     lines = [
@@ -204,7 +206,7 @@ def write_table(path: Path, report: dict) -> None:
         f"{report['machine']}; matmul ceiling {report['matmul_tflops']:.3g} TFLOP/s",
         "",
         "| length | form | forward ms | backward ms | both ms | ratio | TFLOP/s | of matmul"
-        " | GB/s | peak GiB |",
+        " | GB/s | peak GiB beside inputs |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for length, rows in report["lengths"].items():
@@ -244,35 +246,44 @@ def write_plot(path: Path, report: dict) -> None:
 
 
 def main() -> None:
-    """Measure every length, then write the three files."""
+    """Measure length by length; what was measured is written each time."""
     arguments = parse_arguments()
     torch.manual_seed(0)
     ceiling = matmul_ceiling(arguments)
     kv_heads = arguments.kv_heads or arguments.heads
     settings = (
         f"{arguments.device}, {arguments.dtype}, causal, h={arguments.heads}, kv={kv_heads}, "
-        f"d={arguments.head_dim}, median of {arguments.repetitions}"
+        f"d={arguments.head_dim}, batches of "
+        f"{[batch_size(arguments, length) for length in arguments.lengths]}, "
+        f"median of {arguments.repetitions}"
     )
-    report: dict = {
-        "settings": settings,
-        "machine": describe_machine(arguments),
-        "matmul_tflops": ceiling,
-        "lengths": {},
-    }
-    for length in arguments.lengths:
-        rows = measure(build_forms(arguments, length), arguments)
-        for name, row in rows.items():
-            annotate(row, name, length, arguments, ceiling)
-        report["lengths"][length] = rows
-        print(length, {name: f"{row['both_s'] * 1e3:.1f} ms" for name, row in rows.items()})
     name = arguments.name or (
         f"attention_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}"
     )
+    report: dict = {
+        "settings": settings,
+        "machine": describe_machine(arguments.device),
+        "matmul_tflops": ceiling,
+        "lengths": {},
+        "failures": {},
+    }
+    for length in arguments.lengths:
+        rows, failures = measure(build_forms(arguments, length), arguments)
+        for form, row in rows.items():
+            annotate(row, form, length, arguments, ceiling)
+        report["lengths"][length] = rows
+        report["failures"][length] = failures
+        write(name, report)
+        print(length, {form: f"{row['both_s'] * 1e3:.1f} ms" for form, row in rows.items()})
+    print(f"wrote {RESULTS / name}.json, .md and .png")
+
+
+def write(name: str, report: dict) -> None:
+    """The three files, with the lengths measured so far."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     write_table(RESULTS / f"{name}.md", report)
     write_plot(RESULTS / f"{name}.png", report)
-    print(f"wrote {RESULTS / name}.json, .md and .png")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from bench_attention import RESULTS, describe_machine, timed
+from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 
 from diffmegatron.attention.kernels import (
@@ -145,7 +145,7 @@ def main() -> None:
     report = {
         "settings": f"{arguments.device}, {arguments.dtype}, chunk {arguments.chunk}, "
         f"h={arguments.heads}, d={arguments.head_dim}, median of {arguments.repetitions}",
-        "machine": describe_machine(arguments),
+        "machine": describe_machine(arguments.device),
         "seconds": {
             name: measure(build_forms(arguments, placed), arguments)
             for name, placed in meetings.items()

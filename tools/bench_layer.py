@@ -15,10 +15,10 @@ import json
 import os
 import platform
 import statistics
-import time
 from pathlib import Path
 
 import torch
+from timing import RESULTS, timed
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
@@ -26,7 +26,6 @@ from diffmegatron.model.build import build_model
 from diffmegatron.parallel.topology import Topology, process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 TWINS = ("differential", "softmax")
 SMALL = [
     "model.hidden_size=768",
@@ -82,11 +81,8 @@ def measure(full: Recipe, layers: int, repetitions: int) -> dict[str, dict]:
             memory[twin] = None if peak is None else peak - held_by_the_other
         for _ in range(repetitions):
             for twin, step in steps.items():
-                synchronize(topology)
-                started = time.perf_counter()
-                step()
-                synchronize(topology)
-                seconds[twin].append(time.perf_counter() - started)
+                elapsed, _ = timed(step, topology.device.type)
+                seconds[twin].append(elapsed)
     return {
         twin: {"seconds": statistics.median(seconds[twin]), "peak_bytes": memory[twin]}
         for twin in TWINS
@@ -125,12 +121,6 @@ def peak_memory(step, topology: Topology) -> int | None:  # type: ignore[no-unty
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated()
-
-
-def synchronize(topology: Topology) -> None:
-    """Wait for the device."""
-    if topology.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def describe(full: Recipe, layers: list[int], measured: dict) -> dict:

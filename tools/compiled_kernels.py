@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import get_ptxas
 
 from diffmegatron.attention.kernels import HeadwiseNorm, triton_attention, triton_config
 from diffmegatron.attention.kernels.validate import build_mask
@@ -168,7 +169,7 @@ def usage_of(kernel: Any) -> Usage:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(kernel.asm["ptx"])
         assembled = _run(
-            triton.knobs.nvidia.ptxas.path, "-lineinfo", "-v", "--regAllocOptLevel=2",
+            get_ptxas(arch).path, "-lineinfo", "-v", "--regAllocOptLevel=2",
             f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", str(ptx), "-o", str(cubin),
         )  # fmt: skip
         listing = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout

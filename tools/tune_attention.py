@@ -16,14 +16,15 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
-from bench_attention import RESULTS, describe_machine, timed
 from compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
+from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -78,14 +79,8 @@ def compiled(kernel: str, blocks: Blocks, head_dim: int) -> Usage | None:
     return usage if fits else None
 
 
-def measured(kernel: str, blocks: Blocks | None, arguments: argparse.Namespace) -> dict:
-    """Median milliseconds of the forward or the backward pass, and its results.
-
-    Args:
-        kernel: the one whose blocks are chosen; others keep theirs.
-        blocks: None for the default.
-        arguments: the command line.
-    """
+def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[Tensor]]:
+    """A function that runs the forward, or the backward that has this kernel, for its results."""
     torch.manual_seed(0)
     width, length = arguments.head_dim, arguments.length
     inputs = [
@@ -95,33 +90,47 @@ def measured(kernel: str, blocks: Blocks | None, arguments: argparse.Namespace) 
     inputs = [x.requires_grad_() for x in (*inputs, torch.tensor(0.7, device="cuda"))]
     mask = build_mask(length, length, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
 
-    def forward() -> Tensor:
-        return triton_attention.diff_attention(
+    def forward() -> list[Tensor]:
+        out = triton_attention.diff_attention(
             *inputs,
             softmax_scale=width**-0.5,
             mask=mask,
             one_pass=kernel == "key_value_one_pass",
         )
+        return [out]
 
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    if kernel == "forward":
+        return forward
+    (out,) = forward()
+    grad = torch.randn_like(out)
+    return lambda: list(torch.autograd.grad(out, inputs, grad, retain_graph=True))
 
-    with chosen(kernel, blocks) if blocks is not None else mock.patch.dict({}):
-        out = forward()
-        function = forward if kernel == "forward" else backward
-        function()
-        seconds, results = [], out
-        for _ in range(arguments.repetitions):
-            elapsed, results = timed(function, "cuda")
-            seconds.append(elapsed)
-    tensors = (results,) if isinstance(results, Tensor) else results
-    return {"ms": 1e3 * statistics.median(seconds), "results": [x.detach() for x in tensors]}
+
+def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict[str, float]:
+    """Median milliseconds in these blocks, beside the default's in turns, and the difference."""
+    run = build_pass(kernel, arguments)
+    choices = {"default": nullcontext, "trial": partial(chosen, kernel, blocks)}
+    seconds: dict[str, list[float]] = {name: [] for name in choices}
+    results: dict[str, list[Tensor]] = {}
+    warm_up = 1
+    for repetition in range(arguments.repetitions + warm_up):
+        for name, choice in choices.items():
+            with choice():
+                elapsed, results[name] = timed(run, "cuda")
+            if repetition >= warm_up:
+                seconds[name].append(elapsed)
+    default, trial = (statistics.median(seconds[name]) for name in choices)
+    return {
+        "ms": 1e3 * trial,
+        "ratio_to_default": trial / default,
+        "largest_error": largest_error(results["trial"], results["default"]),
+    }
 
 
 def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
     """Of any result, relative to its largest magnitude."""
     return max(
-        float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        float((a.detach().float() - b.detach().float()).abs().max() / b.detach().abs().max())
         for a, b in zip(found, right, strict=True)
     )
 
@@ -137,8 +146,6 @@ def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
 
 def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
     """One row per combination that can run, best first."""
-    on_gpu = torch.cuda.is_available()
-    default = measured(kernel, None, arguments) if on_gpu else None
     rows = []
     for blocks in candidates(kernel, arguments):
         usage = compiled(kernel, blocks, arguments.head_dim)
@@ -154,20 +161,17 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
             "work": usage.products / (LOOPS * COUNTS[kernel] * columns * pairs),
             "estimated_cycles": usage.cycles / LOOPS * 64 * 64 / pairs if usage.has_wgmma else None,
         }
-        if default is not None:
-            trial = measured(kernel, blocks, arguments)
-            row["ms"] = trial["ms"]
-            row["ratio_to_default"] = trial["ms"] / default["ms"]
-            row["largest_error"] = largest_error(trial["results"], default["results"])
+        if torch.cuda.is_available():
+            row |= compared(kernel, blocks, arguments)
         rows.append(row)
         print(kernel, row, flush=True)
     return sorted(rows, key=_badness)
 
 
 def _badness(row: dict) -> tuple:
-    """Time where it was measured; else spills in the loops, then cycles."""
+    """Time beside the default where it was measured; else spills in the loops, then cycles."""
     if "ms" in row:
-        return (row["ms"],)
+        return (row["ratio_to_default"],)
     return (row["spills_in_loops"] > 8, row["estimated_cycles"] or float("inf"))
 
 
@@ -175,9 +179,8 @@ def main() -> None:
     """Try every kernel, then write the file and print the best of each."""
     arguments = parse_arguments()
     on_gpu = torch.cuda.is_available()
-    arguments.device = "cuda" if on_gpu else "cpu"
     report = {
-        "machine": describe_machine(arguments),
+        "machine": describe_machine("cuda" if on_gpu else "cpu"),
         "settings": f"bf16, causal, d={arguments.head_dim}, "
         + (
             f"length {arguments.length}, h={arguments.heads}, median of {arguments.repetitions}"

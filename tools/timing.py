@@ -1,0 +1,52 @@
+"""What the benchmarks share: how a call is timed, where results go, what they depend on."""
+
+import platform
+import time
+from collections.abc import Callable
+from importlib import metadata, util
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+# About a millisecond of a GPU's clock: longer than it takes to launch what is timed here.
+HEAD_START_CYCLES = 2_000_000
+
+Result = TypeVar("Result")
+
+
+def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
+    """(seconds, result) of one call; on "cuda" by the device's own clock.
+
+    In training the CPU launches ahead of the GPU. So here: the GPU waits while the call is
+    launched, else the pauses between short kernels would count.
+    """
+    if device != "cuda":
+        start = time.perf_counter()
+        result = function()
+        return time.perf_counter() - start, result
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    before.record()
+    result = function()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3, result
+
+
+def describe_machine(device: str) -> dict[str, str | int]:
+    """What figures measured on "cuda" or "cpu" depend on."""
+    packages = {
+        name: metadata.version(name)
+        for name in ("torch", "triton", "flash-attn", "flex-head-fa")
+        if util.find_spec(name.replace("-", "_"))
+    }
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), cpu)
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu, **packages}
