@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test gpu-test lint clean
+.PHONY: quickstart test gpu-test gpu-bench lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/quickstart.py
@@ -13,6 +13,12 @@ test: $(VENV)/.installed
 
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
+
+gpu-bench: $(VENV)/.installed
+	$(BIN)/python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json
+	$(BIN)/python tools/bench_attention.py
+	$(BIN)/python tools/bench_chunks.py
+	$(BIN)/python tools/bench_layer.py training.attention_backend=triton
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
