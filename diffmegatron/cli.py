@@ -57,7 +57,7 @@ def plan(
         int | None, typer.Option(help="Ranks; default: the fewest that fill the layout")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="GPU that times and memory are for: A100, H100, H200, B200")
+        str, typer.Option(help="GPU that times and memory are for, such as A100, H100 or H200")
     ] = "H100",
     search: Annotated[
         int | None,
@@ -78,6 +78,10 @@ def plan(
 
     if rehearse and (as_json or search is not None):
         raise UserError("--rehearse runs a layout; give it without --search and --json")
+    if search is not None and gpus is not None:
+        raise UserError(
+            f"--search {search} ranks layouts of that many GPUs; give it without --gpus {gpus}"
+        )
     stages = load_stages(config, overrides or [])
     if rehearse:
         from diffmegatron.plan.rehearse import rehearse as rehearse_stages
@@ -100,7 +104,12 @@ def prepare(
     output: Annotated[
         Path, typer.Option(help="PREFIX: writes PREFIX.bin, PREFIX.idx, PREFIX.json")
     ],
-    tokenizer: Annotated[str, typer.Option(help="cl100k_base, bytes, or a path")] = "cl100k_base",
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="cl100k_base (its file from the folder DIFFMEGATRON_TIKTOKEN), bytes, or a path"
+        ),
+    ] = "cl100k_base",
     text_field: Annotated[
         str, typer.Option(help="JSON key or Parquet column of the text")
     ] = "text",
@@ -160,7 +169,8 @@ def prepare(
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir.
 
-    Exit status 75: asked to stop by a signal or the job's time limit, saved, to be started again.
+    Exit status 0: all steps done. 75: asked to stop by a signal or the job's time limit, saved, to
+    be started again. 2: a mistake in the recipe or the data, said in one sentence. 1: a fault.
     """
     from diffmegatron.config.load import load_stages
     from diffmegatron.parallel.launcher import check_launcher

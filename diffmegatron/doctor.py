@@ -23,8 +23,8 @@ REQUIRED = {
 }
 OPTIONAL = {
     "triton": "compiles kernels on a GPU; CUDA builds of torch bring it",
-    "transformer-engine": "GPU layers; pip install 'diffmegatron[te]'",
-    "flash-attn": "FlashAttention; pip install 'diffmegatron[flash]'",
+    "transformer-engine": "GPU layers; pip install -e '.[te]'",
+    "flash-attn": "FlashAttention; pip install -e '.[flash]'",
     "flex-head-fa": "FlashAttention with values wider than queries, the paper's",
 }
 LAUNCH_VARIABLES = (
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings by section, and what is missing for work on GPUs, one sentence each."""
+    """Findings by section, and what is missing for real recipes, one sentence each."""
 
     sections: Mapping[str, tuple[Finding, ...]]
     missing: tuple[str, ...]
@@ -78,6 +78,7 @@ def examine() -> Report:
             "Installed": (Finding("Python", platform.python_version()), *_packages(packages)),
             "Hardware": (Finding("CPU cores", str(os.cpu_count())), *gpus),
             "Choices": choices,
+            "Differential attention, by training.attention_backend": tuple(_attention_backends()),
             "Tokenizer": (tokenizer,),
             "Launch": tuple(_launch()),
         },
@@ -93,7 +94,7 @@ def print_report(report: Report, console: Console) -> None:
             table.add_row(*map(Text, (finding.name, finding.value, finding.note)))
         console.print(table)
     if report.missing:
-        console.print("[bold]Missing for work on GPUs[/bold]")
+        console.print("[bold]Missing[/bold]")
     for sentence in report.missing:
         console.print(Text(f"- {sentence}"))
 
@@ -127,7 +128,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _choices(packages: Mapping[str, str | None]) -> tuple[Finding, ...]:
-    return (_layer_host(packages), _ranks_talk_by(), *_attention_backends())
+    return (_layer_host(packages), _ranks_talk_by(), *_attention_choices())
 
 
 def _layer_host(packages: Mapping[str, str | None]) -> Finding:
@@ -145,7 +146,7 @@ def _ranks_talk_by() -> Finding:
     return Finding("communication", "gloo", "no GPU is visible")
 
 
-def _attention_backends() -> Iterator[Finding]:
+def _attention_choices() -> Iterator[Finding]:
     import torch
 
     from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
@@ -161,6 +162,13 @@ def _attention_backends() -> Iterator[Finding]:
                 backend, reason = "none", str(error)
             yield Finding(name, backend, reason)
     yield Finding("softmax attention", "sdpa", "torch's scaled_dot_product_attention")
+
+
+def _attention_backends() -> Iterator[Finding]:
+    from diffmegatron.attention.kernels import backend_table
+
+    for name, can_run, why in backend_table(head_dim=HEAD_DIM):
+        yield Finding(name, "can run" if can_run else "cannot run", why)
 
 
 def _cl100k() -> tuple[Finding, tuple[str, ...]]:

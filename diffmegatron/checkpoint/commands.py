@@ -15,7 +15,9 @@ from diffmegatron.errors import UserError
 app = typer.Typer(
     help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
 )
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart")]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart/differential")
+]
 
 
 @app.command("list")
@@ -38,6 +40,8 @@ def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
     """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; give a checkpoint, or the run_dir of a recipe")
     checkpoints = [path]
     if (path / "checkpoints").is_dir():
         store = _store(path)
@@ -66,10 +70,13 @@ def prune(
 ) -> None:
     """Remove the complete checkpoints that the options do not keep; damaged ones are left."""
     store = _store(run_dir)
-    for step in superfluous(store.complete(), keep_last, keep_every):
+    steps = superfluous(store.complete(), keep_last, keep_every)
+    for step in steps:
         if not dry_run:
             store.remove(step)
         print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")
+    if not steps:
+        print(f"nothing to remove of {len(store.complete())} complete checkpoints")
 
 
 @app.command()

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from diffmegatron.config.schema import Recipe
 
 
+# Those of attention.kernels.select.BACKENDS that lack "chunks", held equal by a test.
+WHOLE_SEQUENCE_BACKENDS = frozenset({"flash_2call", "flash_4call", "flex"})
+
+
 def check_layout(recipe: "Recipe") -> None:
     """Check what the recipe alone tells.
 
@@ -17,6 +21,7 @@ def check_layout(recipe: "Recipe") -> None:
     """
     _check_tensor(recipe)
     _check_context(recipe)
+    _check_ring(recipe)
     _check_pipeline(recipe)
     _check_recompute(recipe)
 
@@ -111,6 +116,22 @@ def _check_context(recipe: "Recipe") -> None:
             f"parallel.context_exchange 'ulysses' shares the {heads} key-value heads of a "
             f"tensor-parallel rank over parallel.context {parallel.context}, which does not divide "
             f"them; the nearest size is {fits}, and 'ring' takes any"
+        )
+
+
+def _check_ring(recipe: "Recipe") -> None:
+    """The chunks of a ring need a backend that attends chunk by chunk."""
+    backend = recipe.training.attention_backend
+    if (
+        recipe.model.is_differential
+        and recipe.parallel.context > 1
+        and context_exchange(recipe) == "ring"
+        and backend in WHOLE_SEQUENCE_BACKENDS
+    ):
+        raise ValueError(
+            f"training.attention_backend {backend!r} attends to whole sequences, and "
+            f"parallel.context {recipe.parallel.context} by 'ring' has chunks of them; give 'auto' "
+            "or 'triton', or parallel.context_exchange 'all_gather'"
         )
 
 

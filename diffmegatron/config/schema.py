@@ -190,6 +190,12 @@ class OptimizerConfig(Section):
         return self
 
 
+# The names of attention.kernels.select.BACKENDS, which would load torch: a test holds them equal.
+AttentionBackend = Literal[
+    "auto", "reference", "blocked", "triton", "flash_2call", "flash_4call", "sdpa_4call", "flex"
+]
+
+
 class TrainingConfig(Section):
     """Length, batch and precision of a run. Batch sizes count sequences."""
 
@@ -199,8 +205,8 @@ class TrainingConfig(Section):
     steps: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1, description="instead of steps")
     precision: Literal["bf16", "fp32"] = "bf16"
-    attention_backend: str = Field(
-        default="auto", description="differential attention: auto, or a name that doctor lists"
+    attention_backend: AttentionBackend = Field(
+        default="auto", description="what computes differential attention; doctor says what can run"
     )
     loss_chunk: int | None = Field(
         default=None, ge=1, description="tokens whose logits exist at once; null: all"

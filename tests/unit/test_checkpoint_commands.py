@@ -48,6 +48,14 @@ def test_prune_says_what_it_would_do_and_does_it(run_dir):
     assert CheckpointStore(run_dir).steps() == [10, 20, 30]
     assert invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20).exit_code == 0
     assert CheckpointStore(run_dir).steps() == [20, 30]
+    again = invoke("prune", run_dir, "--keep-last", 2)
+    assert "nothing to remove of 2 complete checkpoints" in again.output
+
+
+def test_verifying_what_is_not_there_is_a_sentence(tmp_path):
+    result = invoke("verify", tmp_path / "nope")
+    assert isinstance(result.exception, UserError)
+    assert "does not exist" in str(result.exception)
 
 
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):

@@ -108,6 +108,14 @@ def test_ranks_that_do_not_fill_the_layout_are_refused(recipe):
     assert "1 ranks do not fill parallel.tensor 2" in refused("train", recipe, "parallel.tensor=2")
 
 
+def test_a_search_names_its_own_gpus(recipe):
+    assert "without --gpus 4" in refused("plan", recipe, "--search", "8", "--gpus", "4")
+
+
+def test_plan_knows_the_attention_backends(recipe):
+    assert "flash_4call" in refused("plan", recipe, "training.attention_backend=tritn")
+
+
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
     line = refused("export", str(tmp_path / "step_1"), str(tmp_path / "out"))
     assert "is not a checkpoint" in line

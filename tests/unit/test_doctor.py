@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from diffmegatron import doctor
+from diffmegatron.attention.kernels.select import BACKENDS
 from diffmegatron.attention.specs import available_host
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
 
@@ -42,6 +43,17 @@ def test_every_device_and_dtype_has_a_backend_and_a_reason():
     ]
     assert chosen[0].value == "blocked"
     assert all(f.note for f in chosen)
+
+
+def test_every_backend_is_listed_and_why_it_cannot_run():
+    (rows,) = [
+        rows for title, rows in doctor.examine().sections.items() if "attention_backend" in title
+    ]
+    assert [row.name for row in rows] == list(BACKENDS)
+    blocked, triton = (row for row in rows if row.name in ("blocked", "triton"))
+    assert blocked.value == "can run"
+    if not torch.cuda.is_available():
+        assert (triton.value, triton.note) == ("cannot run", "needs a cuda device, got cpu")
 
 
 @pytest.mark.parametrize("name", [*doctor.REQUIRED, *doctor.OPTIONAL])

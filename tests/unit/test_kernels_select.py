@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from diffmegatron.attention.kernels.select import (
     importable_libraries,
     resolve_backend,
 )
+from diffmegatron.config.layout import WHOLE_SEQUENCE_BACKENDS
+from diffmegatron.config.schema import AttentionBackend
 
 NOTHING: frozenset[str] = frozenset()
+
+
+def test_recipes_know_every_backend_and_which_cannot_be_in_a_ring():
+    assert get_args(AttentionBackend) == ("auto", *BACKENDS)
+    assert {name for name, b in BACKENDS.items() if "chunks" in b.lacks} == WHOLE_SEQUENCE_BACKENDS
 
 
 def test_auto_on_cpu_is_blocked():
