@@ -5,7 +5,8 @@ repetitions of all forms alternate, so that a machine that slows down slows all 
 NAME.json, NAME.md and NAME.png to benchmarks/results/.
 
     python tools/bench_attention.py                       # on a GPU: bf16, 2K to 64K
-    python tools/bench_attention.py --device cpu --dtype float32 --lengths 1024 2048 4096
+    OMP_NUM_THREADS=1 python tools/bench_attention.py --device cpu --dtype float32 \\
+        --lengths 1024 2048 4096 --heads 4 --repetitions 15 --backends blocked sdpa_4call
 """
 
 import argparse
@@ -74,21 +75,38 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
+    """What fills a GPU; None for one sequence, whatever its length."""
+    longest = max(arguments.lengths) if arguments.device == "cuda" else None
+    return arguments.tokens or longest
+
+
 def batch_size(arguments: argparse.Namespace, length: int) -> int:
-    """Sequences per batch: one, or as many as fill the tokens asked for."""
-    tokens = arguments.tokens
-    if tokens is None:
-        tokens = max(arguments.lengths) if arguments.device == "cuda" else length
-    return max(tokens // length, 1)
+    """Sequences per batch."""
+    return max((tokens_per_batch(arguments) or length) // length, 1)
 
 
-def build_forms(arguments: argparse.Namespace, length: int) -> dict[str, Form]:
+def backends_to_time(arguments: argparse.Namespace) -> list[str]:
+    """Those asked for, or all; says of which it leaves out why."""
+    on_gpu = arguments.device == "cuda"
+    by_default = [name for name in BACKENDS if not (on_gpu and name in PLAIN_PYTORCH)]
+    dtype, libraries = getattr(torch, arguments.dtype), importable_libraries()
+    can_run = []
+    for name in arguments.backends or by_default:
+        reason = why_not(name, arguments.device, dtype, arguments.head_dim, libraries)
+        if reason is None:
+            can_run.append(name)
+        else:
+            print(f"{name}: left out, it {reason}")
+    return can_run
+
+
+def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
     """Each form's function of its inputs, and the inputs."""
     dtype = getattr(torch, arguments.dtype)
     batch = batch_size(arguments, length)
     heads, width = arguments.heads, arguments.head_dim
     kv_heads = arguments.kv_heads or heads
-    on_gpu = arguments.device == "cuda"
 
     def draw(count: int, columns: int) -> Tensor:
         x = torch.randn(batch, length, count, columns, device=arguments.device, dtype=dtype)
@@ -99,16 +117,12 @@ def build_forms(arguments: argparse.Namespace, length: int) -> dict[str, Form]:
     diff = [*(draw(*shape) for shape in shapes), lambda_]
     plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
     forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
-    if on_gpu and dtype != torch.float32 and util.find_spec("flash_attn"):
+    is_16_bit = dtype != torch.float32
+    if arguments.device == "cuda" and is_16_bit and util.find_spec("flash_attn"):
         flash_attn_func = import_module("flash_attn").flash_attn_func
         forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
-    libraries = importable_libraries()
-    by_default = [name for name in BACKENDS if not (on_gpu and name in PLAIN_PYTORCH)]
-    for name in arguments.backends or by_default:
-        reason = why_not(name, arguments.device, dtype, width, libraries)
-        if reason is not None:
-            print(f"{name}: left out, it {reason}")
-        elif name == "triton":
+    for name in backends:
+        if name == "triton":
             triton_attention = BACKENDS["triton"].load()
             mask = build_mask(
                 length, length, causal=True, cu_seqlens=None, query_offset=None, key_offset=0
@@ -229,18 +243,23 @@ def write_plot(path: Path, report: dict) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(9, 5))
     lengths = [n for n, rows in report["lengths"].items() if PLAIN in rows]
     for name in {name: None for n in lengths for name in report["lengths"][n]}:
         rows = {n: report["lengths"][n] for n in lengths if name in report["lengths"][n]}
         ratios = [row[name]["both_s"] / row[PLAIN]["both_s"] for row in rows.values()]
-        axes.plot(list(map(str, rows)), ratios, marker="o", label=name)
+        # A form keeps its colour, whichever others ran.
+        color = f"C{list(COUNTS).index(name)}"
+        axes.plot(list(map(str, rows)), ratios, marker="o", label=name, color=color)
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("forward + backward time / Transformer")
-    axes.set_title(report["settings"])
+    machine = report["machine"]
+    where = machine["cpu"] if machine["gpu"] == "none" else machine["gpu"]
+    threads = f", threads: {machine['threads']}" if machine["gpu"] == "none" else ""
+    axes.set_title(f"{report['settings']}\n{where}{threads}, torch {machine['torch']}", size=10)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -251,10 +270,11 @@ def main() -> None:
     torch.manual_seed(0)
     ceiling = matmul_ceiling(arguments)
     kv_heads = arguments.kv_heads or arguments.heads
+    tokens = tokens_per_batch(arguments)
+    filled = "one sequence" if tokens is None else f"{tokens} tokens a batch"
     settings = (
         f"{arguments.device}, {arguments.dtype}, causal, h={arguments.heads}, kv={kv_heads}, "
-        f"d={arguments.head_dim}, batches of "
-        f"{[batch_size(arguments, length) for length in arguments.lengths]}, "
+        f"d={arguments.head_dim}, {filled}, "
         f"median of {arguments.repetitions}"
     )
     name = arguments.name or (
@@ -267,8 +287,9 @@ def main() -> None:
         "lengths": {},
         "failures": {},
     }
+    backends = backends_to_time(arguments)
     for length in arguments.lengths:
-        rows, failures = measure(build_forms(arguments, length), arguments)
+        rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():
             annotate(row, form, length, arguments, ceiling)
         report["lengths"][length] = rows

@@ -1,8 +1,8 @@
 """Which backend computes an attention call, and why.
 
-The choice depends on the device, the dtype, the head dimension and what imports, and on nothing
-else. To add a backend: write its module, describe it in `BACKENDS`, and name it in `AUTO_ORDER`
-where it should be taken unasked.
+The choice depends on the device, the dtype, the head dimension, what imports and what the call
+needs, and on nothing else. To add a backend: write its module, describe it in `BACKENDS`, and name
+it in `AUTO_ORDER` where it should be taken unasked.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
 
-Chosen by what compiles for sm_90 and sm_80 without spills in the loops and without a product that
-two warps both compute (tests/kernels/test_triton_compile.py holds the figures); none has been timed
-on a GPU yet: tools/tune_attention.py does that.
+Chosen by what compiles for sm_90 and sm_80 with the fewest spills in the loops and without a
+product that two warps both compute (tests/kernels/test_triton_compile.py holds the figures); none
+has been timed on a GPU yet: tools/tune_attention.py does that.
 """
 
 from typing import NamedTuple
