@@ -1,51 +1,56 @@
 #!/usr/bin/env python3
-"""Measure the data path; each part writes ``benchmarks/results/data_PART.json``.
+"""Measure the data path; each part prints its result and writes it to benchmarks/results/NAME.json.
 
-    tools/bench_data.py tokenise --scratch DIR --megabytes 10 100 1000
+    tools/bench_data.py tokenise --scratch DIR                     # 10, 100 and 1000 MB
+    tools/bench_data.py tokenise --scratch DIR --tokenizer bytes --megabytes 1 --name /tmp/tokenise
     tools/bench_data.py loader --scratch DIR
-    tools/bench_data.py startup --scratch DIR --tokens 1e9 1e10 1e11 1e12
+    tools/bench_data.py startup --scratch DIR --tokens 1e9 1e10    # without: up to 1e12, see below
     tools/bench_data.py upsampling --scratch DIR
 
-``tokenise`` compares ``prepare`` with a bare loop over tiktoken, ``loader`` the loader with
-Megatron's GPTDataset and BlendedDataset on the same files. ``startup`` writes real indices over
-sparse token files: a trillion tokens of 4,000-token documents take 9 GB of DIR and of memory.
-Rates are per second of the process's own CPU time where they compare single processes, so that
-other work on the machine does not count; wall time is beside them.
+tokenise compares prepare with a bare loop over tiktoken; loader the loader with Megatron's
+GPTDataset and BlendedDataset on the same files; upsampling counts what is drawn. startup writes
+real indices over sparse token files: its trillion tokens take 9 GB of DIR and 12 GiB of memory.
+Corpora are made up in a folder of their own in DIR, which is removed at the end. Rates are per
+second of the process's own CPU time where they compare single processes, so that other work on
+the machine does not count; wall time is beside them.
 """
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import platform
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from synthetic_corpora import web_lengths, write_corpus, write_text_corpus
 
 # What imports torch and Megatron is imported where it is used: prepare's workers import this file.
 from diffmegatron.config.data import DataConfig
 from diffmegatron.data.encode import loaded
-from diffmegatron.data.index_file import write_index
-from diffmegatron.data.manifest import (
-    FileRecord,
-    Manifest,
-    TokenizerRecord,
-    hash_file,
-    length_histogram,
-)
 from diffmegatron.data.prepare import prepare
-from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.data.tokenizers import TiktokenTokenizer, load_tokenizer
+from diffmegatron.errors import UserError
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-SEQ_LENGTHS = (4096, 65536)
+# As in timing.py, which imports torch.
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+ASKED_SHARES = {"web": 0.67, "code": 0.045, "books": 0.285}
+MEDIAN_LENGTHS = {"web": 600.0, "code": 900.0, "books": 6000.0}
+
+Result = TypeVar("Result")
 
 
 def machine() -> dict[str, Any]:
@@ -66,20 +71,13 @@ def machine() -> dict[str, Any]:
 # Tokenising
 
 
-def write_text_corpus(path: Path, megabytes: int) -> None:
-    """JSON lines of the standard library's sources, over and over up to the size."""
-    folder = Path(os.__file__).parent
-    texts = [file.read_text(errors="ignore") for file in sorted(folder.glob("*.py"))]
-    repeats = -(-megabytes * 1_000_000 // sum(len(text.encode()) for text in texts))
-    with path.open("w") as file:
-        for text in texts * repeats:
-            file.write(json.dumps({"text": text}) + "\n")
-
-
-def bare_loop(path: Path) -> dict[str, float]:
+def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
     """Nothing but tiktoken, on texts that are already decoded in memory."""
     texts = [json.loads(line)["text"] for line in path.open()]
-    encoding = load_tokenizer("cl100k_base").encoding  # type: ignore[attr-defined]
+    chosen = load_tokenizer(tokenizer)
+    if not isinstance(chosen, TiktokenTokenizer):
+        raise UserError(f"tokenizer {tokenizer!r} is not tiktoken's, which prepare is compared to")
+    encoding = chosen.encoding
     size = sum(len(text.encode()) for text in texts)
     encoding.encode_ordinary(texts[0])
     wall, cpu = time.perf_counter(), time.process_time()
@@ -89,12 +87,12 @@ def bare_loop(path: Path) -> dict[str, float]:
     return {"MB_per_cpu_second": size / 1e6 / cpu, "MB_per_second": size / 1e6 / wall}
 
 
-def prepared(path: Path, workers: int) -> dict[str, float]:
-    """All of ``prepare``; memory is the sum of the peaks of its processes."""
-    loaded("cl100k_base").encode("warm")
+def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
+    """All of ``prepare``; memory is the peak of this process, and that of its largest worker."""
+    loaded(tokenizer).encode("warm")
     output = path.with_name(f"out{workers}")
     wall, cpu = time.perf_counter(), time.process_time()
-    manifest = prepare([path], output, "cl100k_base", workers=workers, show_progress=False)
+    manifest = prepare([path], output, tokenizer, workers=workers, show_progress=False)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu += children.ru_utime + children.ru_stime
@@ -110,19 +108,24 @@ def prepared(path: Path, workers: int) -> dict[str, float]:
     }
 
 
-def tokenise(options: argparse.Namespace) -> dict[str, Any]:
-    """MB/s of prepare against a bare loop, over sizes and workers."""
+def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """MB/s of prepare against a bare loop over tiktoken, by sizes and workers."""
+    tokenizer = options.tokenizer
+    load_tokenizer(tokenizer)  # is refused before gigabytes are written
     corpora = {}
     for megabytes in options.megabytes:
-        corpora[megabytes] = options.scratch / f"text{megabytes}.jsonl"
+        corpora[megabytes] = folder / f"text{megabytes}.jsonl"
         write_text_corpus(corpora[megabytes], megabytes)
     # Of a few megabytes the start alone, once per process, takes a tenth.
     compared = sorted(corpora)[len(corpora) // 2]
     path = corpora[compared]
-    rounds = [(in_process("bare_loop", path), in_process("prepared", path, 1)) for _ in range(5)]
+    rounds = [
+        (in_process(bare_loop, path, tokenizer), in_process(prepared, path, tokenizer, 1))
+        for _ in range(options.repeats)
+    ]
     ratios = [ours["MB_per_cpu_second"] / bare["MB_per_cpu_second"] for bare, ours in rounds]
     return {
-        "tokenizer": "cl100k_base",
+        "tokenizer": tokenizer,
         "one_worker": {
             "megabytes": compared,
             "bare_loop_MB_per_cpu_second": [bare["MB_per_cpu_second"] for bare, _ in rounds],
@@ -130,50 +133,15 @@ def tokenise(options: argparse.Namespace) -> dict[str, Any]:
             "median_ratio": statistics.median(ratios),
         },
         "sizes": [
-            {"megabytes": megabytes, "workers": workers, **in_process("prepared", path, workers)}
+            {
+                "megabytes": megabytes,
+                "workers": workers,
+                **in_process(prepared, path, tokenizer, workers),
+            }
             for megabytes, path in corpora.items()
-            for workers in (1, os.cpu_count())
+            for workers in (1, os.cpu_count() or 1)
         ],
     }
-
-
-# Corpora without text
-
-
-def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
-    """Documents of these lengths; the tokens are random, or a hole in the file."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    dtype, counts = np.dtype(np.int32), np.ones(len(lengths), np.int32)
-    tokens = int(lengths.sum(dtype=np.int64))
-    with Path(f"{prefix}.bin").open("wb") as file:
-        if sparse:
-            file.truncate(tokens * dtype.itemsize)
-        else:
-            np.random.default_rng(0).integers(0, 100_000, tokens, dtype=np.int32).tofile(file)
-    index = Path(f"{prefix}.idx")
-    write_index(index, lengths, counts, dtype)
-    tokenizer = load_tokenizer("bytes")
-    record = {name: getattr(tokenizer, name) for name in TokenizerRecord.model_fields}
-    output = FileRecord(path=index.name, bytes=index.stat().st_size, sha256=hash_file(index))
-    manifest = Manifest(
-        tokenizer=TokenizerRecord(**record),
-        settings={"layout": "text"},
-        documents=len(lengths),
-        tokens=tokens,
-        **dict.fromkeys(("text_bytes", "rejected", "empty", "duplicates"), 0),
-        lengths=length_histogram(lengths, counts),
-        inputs=(),
-        outputs=(output,),
-    )
-    Path(f"{prefix}.json").write_text(manifest.model_dump_json())
-
-
-def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
-    """Log-normal lengths with the long tail of web text, about ``tokens`` in all."""
-    generator = np.random.default_rng(seed)
-    mean = median * np.exp(1.3**2 / 2)
-    drawn = generator.lognormal(np.log(median), 1.3, int(tokens / mean))
-    return np.clip(drawn, 2, 500_000).astype(np.int32)
 
 
 # The loader
@@ -184,7 +152,8 @@ def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
     from diffmegatron.data.loader import Loader
     from diffmegatron.data.samples import open_samples
 
-    config = _two_sources(folder)
+    paths = [{"path": str(folder / n), "weight": w} for n, w in (("one", 0.7), ("two", 0.3))]
+    config = DataConfig(tokenizer="bytes", sources=paths)  # type: ignore[arg-type]
     wall = time.perf_counter()
     opened = open_samples(config, seq_length, 1234, "train")
     opened[0]
@@ -213,7 +182,8 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     from torch.utils.data import default_collate
 
     class _Tokenizer:
-        vocab_size, eod, eos, pad, unique_identifiers = 100_277, 100_257, 100_257, 0, {"name": "x"}
+        # As the tokenizer bytes, which has no padding: the id after its last, which masks nothing.
+        vocab_size, eod, eos, pad, unique_identifiers = 257, 256, 256, 257, {"name": "bytes"}
 
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -222,7 +192,7 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
         random_seed=1234,
         sequence_length=seq_length,
         blend=([str(folder / "one"), str(folder / "two")], [0.7, 0.3]),
-        split="999,1,0",
+        split="1,0,0",  # a split that is left without documents would never be built to its end
         path_to_cache=str(folder / f"megatron{seq_length}"),
         tokenizer=_Tokenizer(),
         reset_position_ids=False,
@@ -232,7 +202,7 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     )
     wall = time.perf_counter()
     builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, [_tokens(folder) // seq_length, 1, 0], lambda: True, config
+        GPTDataset, [_tokens(folder) // seq_length, 0, 0], lambda: True, config
     )
     dataset = builder.build()[0]
     default_collate([dataset[0]])
@@ -240,7 +210,9 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     wall, cpu = time.perf_counter(), time.process_time()
     for index in range(1, samples + 1):
         default_collate([dataset[index]])
-    return _rates(startup, samples * seq_length, wall, cpu)
+    rates = _rates(startup, samples * seq_length, wall, cpu)
+    torch.distributed.destroy_process_group()
+    return rates
 
 
 def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, float]:
@@ -252,30 +224,29 @@ def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, fl
     }
 
 
-def _two_sources(folder: Path) -> DataConfig:
-    paths = [{"path": str(folder / n), "weight": w} for n, w in (("one", 0.7), ("two", 0.3))]
-    return DataConfig(tokenizer="bytes", sources=paths)  # type: ignore[arg-type]
-
-
 def _tokens(folder: Path) -> int:
     return sum(file.stat().st_size // 4 for file in folder.glob("*.bin"))
 
 
-def loader(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s per process and start-up, ours and Megatron's in turn."""
-    folder = options.scratch / "loader"
-    shutil.rmtree(folder, ignore_errors=True)
-    write_corpus(folder / "one", web_lengths(100_000_000, 1), sparse=False)
-    write_corpus(folder / "two", web_lengths(50_000_000, 2, median=2000), sparse=False)
+def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens/s of one process and start-up, ours and Megatron's in turn."""
+    asked = options.tokens * 8 // 15  # 80 million of 150: no document is read twice
+    if asked < max(options.seq_lengths):
+        raise UserError(
+            f"--tokens {options.tokens} is too little for a sequence of "
+            f"{max(options.seq_lengths)}; give at least twice as many tokens as a sequence has"
+        )
+    write_corpus(folder / "one", web_lengths(options.tokens * 2 // 3, 1), sparse=False)
+    write_corpus(folder / "two", web_lengths(options.tokens // 3, 2, median=2000), sparse=False)
     results = []
-    for seq_length in SEQ_LENGTHS:
-        samples = 80_000_000 // seq_length
-        for name in ("our_loader", "megatron_loader"):
-            first = in_process(name, folder, seq_length, samples)
-            runs = [in_process(name, folder, seq_length, samples) for _ in range(3)]
+    for seq_length in options.seq_lengths:
+        samples = asked // seq_length
+        for read in (our_loader, megatron_loader):
+            first = in_process(read, folder, seq_length, samples)
+            runs = [in_process(read, folder, seq_length, samples) for _ in range(options.repeats)]
             results.append(
                 {
-                    "loader": name,
+                    "loader": read.__name__,
                     "seq_length": seq_length,
                     "first_startup_seconds": first["startup_seconds"],
                     **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
@@ -287,24 +258,25 @@ def loader(options: argparse.Namespace) -> dict[str, Any]:
 # Start-up
 
 
-def start(folder: Path) -> dict[str, float]:
+def start(prefix: Path) -> dict[str, float]:
     """Open the corpus and read the first sample."""
     from diffmegatron.data.samples import open_samples
 
     wall = time.perf_counter()
-    config = DataConfig(tokenizer="bytes", sources=[{"path": str(folder / "corpus")}])  # type: ignore[list-item]
+    config = DataConfig(tokenizer="bytes", sources=[{"path": str(prefix)}])  # type: ignore[list-item]
     open_samples(config, 4096, 1, "train")[0]
     return {"seconds": time.perf_counter() - wall, "peak_MiB": peak_memory()}
 
 
-def startup(options: argparse.Namespace) -> dict[str, Any]:
+def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first sample, the index built and opened, over corpus sizes."""
     results = []
     for tokens in options.tokens:
-        folder = options.scratch / f"startup{tokens:.0e}"
-        lengths = np.full(int(tokens) // 4000, 4000, dtype=np.int32)
-        write_corpus(folder / "corpus", lengths, sparse=True)
-        built, opened = in_process("start", folder), [in_process("start", folder) for _ in range(5)]
+        corpus = folder / str(tokens)
+        lengths = np.full(max(tokens // 4000, 1), 4000, dtype=np.int32)
+        write_corpus(corpus / "corpus", lengths, sparse=True)
+        built = in_process(start, corpus / "corpus")
+        opened = [in_process(start, corpus / "corpus") for _ in range(options.repeats)]
         results.append(
             {
                 "tokens": int(lengths.sum(dtype=np.int64)),
@@ -315,7 +287,7 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
                 "startup_peak_MiB": statistics.median(run["peak_MiB"] for run in opened),
             }
         )
-        shutil.rmtree(folder)
+        shutil.rmtree(corpus)
         print(results[-1], file=sys.stderr)
     return {"results": results}
 
@@ -323,40 +295,42 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
 # Up-sampling
 
 
-def upsampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Token shares over a billion tokens of lengths alone, without and with up-sampling."""
+def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
+    """Of ``sampled`` tokens: how many each source gave, and how many are of long documents."""
     from diffmegatron.data.samples import open_samples
 
-    asked = {"web": 0.67, "code": 0.045, "books": 0.285}
-    medians = {"web": 600.0, "code": 900.0, "books": 6000.0}
-    folder = options.scratch / "upsampling"
-    for number, name in enumerate(asked):
-        write_corpus(folder / name, web_lengths(10**8, number, medians[name]), sparse=True)
-    results = {}
-    for mode in ("none", "per_source", "global"):
-        config = DataConfig(
-            tokenizer="bytes",
-            sources=[{"path": str(folder / name), "weight": asked[name]} for name in asked],  # type: ignore[misc]
-            upsampling={"mode": mode},  # type: ignore[arg-type]
-        )
-        samples = open_samples(config, 4096, 1, "train")
-        tokens, in_long = Counter[str](), 0
-        for index in range(10**9 // 4096 + 1):
-            content, local = samples.history.locate(index)
-            source = samples.sources[content]
-            pieces = source.blocks.pieces(source.block(local))
-            tokens[Path(source.corpus.prefix).name] += 4096
-            long = source.corpus.lengths[pieces.documents] > 4096
-            in_long += int(pieces.lengths[long].sum())
-        total = sum(tokens.values())
-        realised = {name: tokens[name] / total for name in asked}
-        results[mode] = {
-            "sampled_tokens": total,
-            "realised_share": realised,
-            "largest_deviation": max(abs(realised[name] - asked[name]) for name in asked),
-            "tokens_in_long_documents": in_long / (total + total / 4096),
-        }
-    return {"asked_share": asked, **results}
+    config = DataConfig(
+        tokenizer="bytes",
+        sources=[{"path": str(folder / name), "weight": w} for name, w in ASKED_SHARES.items()],  # type: ignore[misc]
+        upsampling={"mode": mode},  # type: ignore[arg-type]
+    )
+    samples = open_samples(config, 4096, 1, "train")
+    tokens, in_long = Counter[str](), 0
+    for index in range(sampled // 4096 + 1):
+        content, local = samples.history.locate(index)
+        source = samples.sources[content]
+        pieces = source.blocks.pieces(source.block(local))
+        tokens[Path(source.corpus.prefix).name] += 4096
+        long = source.corpus.lengths[pieces.documents] > 4096
+        in_long += int(pieces.lengths[long].sum())
+    total = sum(tokens.values())
+    realised = {name: tokens[name] / total for name in ASKED_SHARES}
+    return {
+        "sampled_tokens": total,
+        "realised_share": realised,
+        "largest_deviation": max(abs(realised[name] - ASKED_SHARES[name]) for name in ASKED_SHARES),
+        "tokens_in_long_documents": in_long / (total + total / 4096),
+    }
+
+
+def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Token shares that three sources of lengths alone have, without and with up-sampling."""
+    for number, name in enumerate(ASKED_SHARES):
+        lengths = web_lengths(options.tokens // 10, number, MEDIAN_LENGTHS[name])
+        write_corpus(folder / name, lengths, sparse=True)
+    modes = ("none", "per_source", "global")
+    results = {mode: in_process(shares, folder, mode, options.tokens) for mode in modes}
+    return {"asked_share": ASKED_SHARES, **results}
 
 
 # Running
@@ -368,32 +342,107 @@ def peak_memory() -> float:
     return int(status["VmHWM"].split()[0]) / 1024
 
 
-def in_process(function: str, *arguments: object) -> dict[str, float]:
-    """A function of this file in a fresh process, so that none inherits another's memory."""
-    call = [sys.executable, "-W", "ignore", __file__, "call", function, *map(str, arguments)]
-    # One thread: torch's others would spin in wait of work and be counted as CPU time.
-    single = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, check=True, capture_output=True, text=True, env=single)
-    return json.loads(done.stdout.splitlines()[-1])
+def in_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """What a function returns or raises in a new process, so that none inherits another's memory.
+
+    Raises:
+        UserError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"the process of {function.__name__} was killed, as is done when memory runs out; "
+                "measure a smaller size"
+            ) from None
+
+
+def count(text: str) -> int:
+    """A positive whole number of the command line, such as 8 or 1e9."""
+    number = float(text)
+    if not 1 <= number < math.inf or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text} is no positive whole number such as 8 or 1e9")
+    return int(number)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; ``measure`` is the function of the part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+
+    def add_part(measure: Callable[..., dict[str, Any]], warning: str = "") -> Any:
+        name, said = measure.__name__, f"{measure.__doc__}{warning}"
+        part = parts.add_parser(name, help=said, description=said)
+        part.set_defaults(measure=measure)
+        part.add_argument("--scratch", type=Path, required=True, help="where corpora are made up")
+        part.add_argument(
+            "--name", default=f"data_{name}", help="name of the result file; default %(default)s"
+        )
+        return part
+
+    part = add_part(tokenise)
+    part.add_argument(
+        "--megabytes",
+        type=count,
+        nargs="+",
+        default=[10, 100, 1000],
+        help="sizes of the texts, which all are written to --scratch; default 10 100 1000",
+    )
+    part.add_argument(
+        "--tokenizer", default="cl100k_base", help="one of tiktoken's: cl100k_base, bytes or a file"
+    )
+    part.add_argument("--repeats", type=count, default=5, help="of the comparison; default 5")
+    part = add_part(loader)
+    part.add_argument(
+        "--tokens", type=count, default=150_000_000, help="of the corpora, 4 bytes each; 1.5e8"
+    )
+    part.add_argument(
+        "--seq-lengths", type=count, nargs="+", default=[4096, 65536], help="default 4096 65536"
+    )
+    part.add_argument("--repeats", type=count, default=3, help="medians are of so many; default 3")
+    part = add_part(
+        startup,
+        " By default up to a trillion tokens, which take 9 GB of --scratch, 12 GiB of memory and "
+        "minutes.",
+    )
+    part.add_argument(
+        "--tokens",
+        type=count,
+        nargs="+",
+        default=[10**9, 10**10, 10**11, 10**12],
+        help="of the corpora, in documents of 4000; default 1e9 1e10 1e11 1e12",
+    )
+    part.add_argument("--repeats", type=count, default=5, help="medians are of so many; default 5")
+    part = add_part(upsampling)
+    part.add_argument(
+        "--tokens", type=count, default=10**9, help="that are drawn, from sources of a tenth; 1e9"
+    )
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Run one part and write its result; ``call`` is for :func:`in_process`."""
-    if sys.argv[1] == "call":
-        arguments = [int(a) if a.isdigit() else Path(a) for a in sys.argv[3:]]
-        print(json.dumps(globals()[sys.argv[2]](*arguments)))
-        return
-    parts = {part.__name__: part for part in (tokenise, loader, startup, upsampling)}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=parts)
-    parser.add_argument("--scratch", type=Path, required=True, help="folder for made-up corpora")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--tokens", type=float, nargs="+", default=[1e9, 1e10, 1e11, 1e12])
-    options = parser.parse_args()
-    options.scratch.mkdir(parents=True, exist_ok=True)
-    result = {"part": options.part, "machine": machine(), **parts[options.part](options)}
-    path = RESULTS / f"data_{options.part}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    """Run one part, print its result and write it."""
+    options = parse_arguments()
+    path = RESULTS / f"{options.name}.json"
+    for directory in (path.parent, options.scratch):
+        directory.mkdir(parents=True, exist_ok=True)
+    # For the processes. One thread: torch's others would spin in wait of work and be counted as
+    # CPU time.
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    described = machine()
+    try:
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            measured = options.measure(Path(folder), options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    text = json.dumps({"part": options.part, "machine": described, **measured}, indent=1)
+    print(text)
+    path.write_text(text + "\n")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

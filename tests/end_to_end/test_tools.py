@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_data import in_process
+
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.errors import UserError
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
@@ -80,3 +84,52 @@ def test_tune_attention(tmp_path):
     run("tune_attention.py", *listed, "--name", tmp_path / "again")
     (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["query"]
     assert [again[name] for name in ("M", "N")] == [128, 64]
+
+
+# In one process, where the tool has a new one for every figure: each would import Megatron again.
+BENCH_DATA = """
+import sys, bench_data
+bench_data.in_process = lambda function, *arguments: function(*arguments)
+scratch, out = sys.argv[1:]
+for arguments in (
+    ["loader", "--tokens=1e6", "--seq-lengths=1024", "--repeats=1"],
+    ["startup", "--tokens=1e6", "--repeats=1"],
+    ["upsampling", "--tokens=1e6"],
+):
+    sys.argv = ["", *arguments, f"--scratch={scratch}", f"--name={out}/{arguments[0]}"]
+    bench_data.main()
+"""
+
+
+def test_bench_data(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BENCH_DATA, tmp_path / "scratch", tmp_path / "out"],
+        env=os.environ | {"PYTHONPATH": str(TOOLS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    assert set(reports) == {"loader", "startup", "upsampling"}
+    loaders = {row.pop("loader"): row for row in reports["loader"]["results"]}
+    assert set(loaders) == {"our_loader", "megatron_loader"}
+    assert all(figure > 0 for row in loaders.values() for figure in row.values())
+    (opened,) = reports["startup"]["results"]
+    assert (opened["documents"], opened["tokens"]) == (250, 10**6)
+    assert reports["upsampling"]["per_source"]["largest_deviation"] < 0.001
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_bench_data_tokenise(tmp_path):
+    sizes = ("--tokenizer", "bytes", "--megabytes", 1, "--repeats", 1)
+    out = ("--scratch", tmp_path, "--name", tmp_path / "report")
+    run("bench_data.py", "tokenise", *sizes, *out)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["workers"] for row in report["sizes"]] == [1, os.cpu_count()]
+    assert report["one_worker"]["median_ratio"] > 0
+
+
+def test_what_a_measured_process_says_reaches_the_user():
+    with pytest.raises(UserError, match="'none' is neither 'bytes' nor"):
+        in_process(load_tokenizer, "none")
