@@ -21,13 +21,10 @@ import math
 import multiprocessing
 import os
 import platform
-import resource
 import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,18 +33,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from synthetic_corpora import web_lengths, write_corpus, write_text_corpus
+from data_measurements import (
+    ASKED_SHARES,
+    bare_loop,
+    corpus_tokens,
+    megatron_loader,
+    our_loader,
+    prepared,
+    shares,
+    start,
+    web_lengths,
+    write_corpus,
+    write_text_corpus,
+)
 
-# What imports torch and Megatron is imported where it is used: prepare's workers import this file.
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data.encode import loaded
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.tokenizers import TiktokenTokenizer, load_tokenizer
+from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 
 # As in timing.py, which imports torch.
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-ASKED_SHARES = {"web": 0.67, "code": 0.045, "books": 0.285}
 MEDIAN_LENGTHS = {"web": 600.0, "code": 900.0, "books": 6000.0}
 
 Result = TypeVar("Result")
@@ -65,46 +69,6 @@ def machine() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
-    }
-
-
-# Tokenising
-
-
-def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
-    """Nothing but tiktoken, on texts that are already decoded in memory."""
-    texts = [json.loads(line)["text"] for line in path.open()]
-    chosen = load_tokenizer(tokenizer)
-    if not isinstance(chosen, TiktokenTokenizer):
-        raise UserError(f"tokenizer {tokenizer!r} is not tiktoken's, which prepare is compared to")
-    encoding = chosen.encoding
-    size = sum(len(text.encode()) for text in texts)
-    encoding.encode_ordinary(texts[0])
-    wall, cpu = time.perf_counter(), time.process_time()
-    for text in texts:
-        encoding.encode_ordinary(text)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return {"MB_per_cpu_second": size / 1e6 / cpu, "MB_per_second": size / 1e6 / wall}
-
-
-def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
-    """All of ``prepare``; memory is the peak of this process, and that of its largest worker."""
-    loaded(tokenizer).encode("warm")
-    output = path.with_name(f"out{workers}")
-    wall, cpu = time.perf_counter(), time.process_time()
-    manifest = prepare([path], output, tokenizer, workers=workers, show_progress=False)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu += children.ru_utime + children.ru_stime
-    for file in path.parent.glob(f"{output.name}.*"):
-        file.unlink()
-    megabytes = manifest.text_bytes / 1e6
-    return {
-        "MB_per_cpu_second": megabytes / cpu,
-        "MB_per_second": megabytes / wall,
-        "tokens_per_second": manifest.tokens / wall,
-        "parent_peak_MiB": peak_memory(),
-        "largest_worker_peak_MiB": children.ru_maxrss / 1024 if workers > 1 else 0,
     }
 
 
@@ -144,90 +108,6 @@ def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# The loader
-
-
-def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Start-up with the index already built, and batches of one without the thread."""
-    from diffmegatron.data.loader import Loader
-    from diffmegatron.data.samples import open_samples
-
-    paths = [{"path": str(folder / n), "weight": w} for n, w in (("one", 0.7), ("two", 0.3))]
-    config = DataConfig(tokenizer="bytes", sources=paths)  # type: ignore[arg-type]
-    wall = time.perf_counter()
-    opened = open_samples(config, seq_length, 1234, "train")
-    opened[0]
-    startup = time.perf_counter() - wall
-    loader = Loader(
-        opened,
-        seq_length=seq_length,
-        micro_batch_size=1,
-        global_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-    )
-    wall, cpu = time.perf_counter(), time.process_time()
-    for step in range(1, samples + 1):
-        loader.read_step(step)
-    return _rates(startup, samples * seq_length, wall, cpu)
-
-
-def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """The same from BlendedMegatronDatasetBuilder, with its cache already built."""
-    import torch
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from torch.utils.data import default_collate
-
-    class _Tokenizer:
-        # As the tokenizer bytes, which has no padding: the id after its last, which masks nothing.
-        vocab_size, eod, eos, pad, unique_identifiers = 257, 256, 256, 257, {"name": "bytes"}
-
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=seq_length,
-        blend=([str(folder / "one"), str(folder / "two")], [0.7, 0.3]),
-        split="1,0,0",  # a split that is left without documents would never be built to its end
-        path_to_cache=str(folder / f"megatron{seq_length}"),
-        tokenizer=_Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    wall = time.perf_counter()
-    builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, [_tokens(folder) // seq_length, 0, 0], lambda: True, config
-    )
-    dataset = builder.build()[0]
-    default_collate([dataset[0]])
-    startup = time.perf_counter() - wall
-    wall, cpu = time.perf_counter(), time.process_time()
-    for index in range(1, samples + 1):
-        default_collate([dataset[index]])
-    rates = _rates(startup, samples * seq_length, wall, cpu)
-    torch.distributed.destroy_process_group()
-    return rates
-
-
-def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, float]:
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return {
-        "startup_seconds": startup,
-        "tokens_per_cpu_second": tokens / cpu,
-        "tokens_per_second": tokens / wall,
-    }
-
-
-def _tokens(folder: Path) -> int:
-    return sum(file.stat().st_size // 4 for file in folder.glob("*.bin"))
-
-
 def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s of one process and start-up, ours and Megatron's in turn."""
     asked = options.tokens * 8 // 15  # 80 million of 150: no document is read twice
@@ -252,20 +132,7 @@ def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                     **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
                 }
             )
-    return {"corpus_tokens": _tokens(folder), "results": results}
-
-
-# Start-up
-
-
-def start(prefix: Path) -> dict[str, float]:
-    """Open the corpus and read the first sample."""
-    from diffmegatron.data.samples import open_samples
-
-    wall = time.perf_counter()
-    config = DataConfig(tokenizer="bytes", sources=[{"path": str(prefix)}])  # type: ignore[list-item]
-    open_samples(config, 4096, 1, "train")[0]
-    return {"seconds": time.perf_counter() - wall, "peak_MiB": peak_memory()}
+    return {"corpus_tokens": corpus_tokens(folder), "results": results}
 
 
 def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -292,37 +159,6 @@ def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"results": results}
 
 
-# Up-sampling
-
-
-def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
-    """Of ``sampled`` tokens: how many each source gave, and how many are of long documents."""
-    from diffmegatron.data.samples import open_samples
-
-    config = DataConfig(
-        tokenizer="bytes",
-        sources=[{"path": str(folder / name), "weight": w} for name, w in ASKED_SHARES.items()],  # type: ignore[misc]
-        upsampling={"mode": mode},  # type: ignore[arg-type]
-    )
-    samples = open_samples(config, 4096, 1, "train")
-    tokens, in_long = Counter[str](), 0
-    for index in range(sampled // 4096 + 1):
-        content, local = samples.history.locate(index)
-        source = samples.sources[content]
-        pieces = source.blocks.pieces(source.block(local))
-        tokens[Path(source.corpus.prefix).name] += 4096
-        long = source.corpus.lengths[pieces.documents] > 4096
-        in_long += int(pieces.lengths[long].sum())
-    total = sum(tokens.values())
-    realised = {name: tokens[name] / total for name in ASKED_SHARES}
-    return {
-        "sampled_tokens": total,
-        "realised_share": realised,
-        "largest_deviation": max(abs(realised[name] - ASKED_SHARES[name]) for name in ASKED_SHARES),
-        "tokens_in_long_documents": in_long / (total + total / 4096),
-    }
-
-
 def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Token shares that three sources of lengths alone have, without and with up-sampling."""
     for number, name in enumerate(ASKED_SHARES):
@@ -331,15 +167,6 @@ def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     modes = ("none", "per_source", "global")
     results = {mode: in_process(shares, folder, mode, options.tokens) for mode in modes}
     return {"asked_share": ASKED_SHARES, **results}
-
-
-# Running
-
-
-def peak_memory() -> float:
-    """MiB, mapped files included. Not getrusage: its peak is inherited from the parent process."""
-    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 1024
 
 
 def in_process(function: Callable[..., Result], *arguments: object) -> Result:
