@@ -7,6 +7,7 @@ from loops import loop_diff_attention, make_inputs, relative_error
 from diffmegatron.attention.kernels import (
     Maps,
     WholeAttention,
+    attention_with_lse,
     chunk_attention,
     chunk_gradients,
     diff_attention,
@@ -96,11 +97,10 @@ def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads):
         expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype
     )
     wanted = torch.autograd.grad(expected, inputs, grad)
-    with torch.no_grad():
-        out, gradients = by_chunks(
-            inputs, maps, lambda_, grad, backend=backend, causal=causal,
-            cu_seqlens=documents,
-        )  # fmt: skip
+    out, gradients = by_chunks(
+        inputs, maps, lambda_, grad, backend=backend, causal=causal, cu_seqlens=documents
+    )
+    assert not any(x.requires_grad for x in gradients)
     assert relative_error(out, expected) < 1e-13
     for actual, right in zip(gradients, wanted, strict=True):
         assert relative_error(actual, right) < 1e-12
@@ -118,8 +118,7 @@ def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
     places = {"query_offset": 0, "key_offset": 2, "backend": backend}
     (out1, lse1), (out2, lse2) = chunk_attention(maps, **places)
     whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
-    with torch.no_grad():
-        found = chunk_gradients(torch.ones_like(out1), maps, lambda_, whole, **places)
+    found = chunk_gradients(torch.ones_like(out1), maps, lambda_, whole, **places)
     expected = diff_attention(q1, k1, q2, k2, v, lambda_, query_offset=0, key_offset=2)
     wanted = torch.autograd.grad(expected.sum(), [q1, q2, k1, k2, v])
     assert not found.queries[0][:, :2].any()
@@ -127,8 +126,42 @@ def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
         assert relative_error(actual, right) < 1e-12
 
 
+@pytest.mark.parametrize("count", [1, 2], ids=["softmax", "differential"])
+def test_a_causal_chunk_that_is_no_square_is_not_left_to_torchs_kernels(count):
+    """They align the diagonal at the first key, we at the last."""
+    q1, k1, q2, k2, v, _ = make_inputs(rows=3, keys=7)
+    maps = Maps((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])
+    with pytest.raises(ValueError, match="below the diagonal of a square"):
+        chunk_attention(maps, backend="sdpa_4call")
+    (out, lse), *_ = chunk_attention(maps)
+    expected, expected_lse = attention_with_lse(q1, k1, maps.v, backend="reference")
+    assert relative_error(out, expected) < 1e-13
+    assert relative_error(lse, expected_lse) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "blocked", "sdpa_4call"])
+def test_autocast_changes_nothing(backend, dtype):
+    q1, k1, q2, k2, v, lambda_ = (x.detach().to(dtype) for x in make_inputs(rows=6))
+    maps = Maps((q1, q2), (k1, k2), v)
+
+    def both():
+        (out1, lse1), (out2, lse2) = chunk_attention(maps, backend=backend)
+        whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
+        grad = torch.ones_like(out1)
+        found = chunk_gradients(grad, maps, lambda_, whole, backend=backend)
+        return [out1, lse1, *found.queries, *found.keys, found.v]
+
+    expected = both()
+    with torch.autocast("cpu", torch.float16):
+        actual = both()
+    for with_autocast, without in zip(actual, expected, strict=True):
+        assert torch.equal(with_autocast, without)
+        assert with_autocast.dtype == without.dtype
+
+
 def test_what_a_chunk_refuses():
-    with pytest.raises(ValueError, match="cannot attend chunk by chunk within packed documents"):
+    with pytest.raises(ValueError, match="cannot attend chunk by chunk but to all keys"):
         chunk_attention(chunk_of(), backend="sdpa_4call", cu_seqlens=torch.tensor([0, 2, 3]))
     with pytest.raises(ValueError, match=r"v has shape \[1, 3, 2, 4\]"):
         chunk_attention(chunk_of(value_width=4))

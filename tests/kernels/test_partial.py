@@ -6,7 +6,7 @@ import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
-from diffmegatron.attention.kernels import diff_attention, merge_partial
+from diffmegatron.attention.kernels import attention_with_lse, diff_attention, merge_partial
 
 BACKENDS = ("reference", "blocked")
 DOCUMENTS = torch.tensor([0, 4, 6, 30])
@@ -100,8 +100,28 @@ def test_sixteen_bit_inputs_give_fp32_partials():
 
 
 def test_merge_refuses_nothing_and_mixed_queries():
-    with pytest.raises(ValueError, match="at least one partial"):
+    with pytest.raises(ValueError, match="one of each per chunk"):
         merge_partial()
     partials = [diff_attention(*make_inputs(rows=n), return_lse=True)[1] for n in (3, 4)]
     with pytest.raises(ValueError, match=r"\[1, 3, 2, 8\], \[1, 4, 2, 8\]"):
         merge_partial(*partials)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_a_merge_of_ones_own_leaves_empty_rows_without_gradient(backend):
+    q, k, _, _, v, _ = make_inputs(rows=5)
+    _, lse = attention_with_lse(q, k, v, query_offset=-2, backend=backend)
+    assert torch.isneginf(lse[:, :2]).all()
+    merged = torch.stack([lse, lse]).logsumexp(0)
+    for grad in torch.autograd.grad(merged.exp().sum(), [q, k]):
+        assert torch.isfinite(grad).all()
+        assert grad.any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_log_sum_exps_are_fp32_under_autocast(backend):
+    inputs = [x.detach().float() for x in make_inputs(rows=5)]
+    with torch.autocast("cpu", torch.bfloat16):
+        one_map = attention_with_lse(inputs[0], inputs[1], inputs[4], backend=backend)
+        _, partial = diff_attention(*inputs, return_lse=True, backend=backend)
+    assert {x.dtype for x in (*one_map, *partial)} == {torch.float32}

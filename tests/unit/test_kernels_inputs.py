@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from diffmegatron.attention.kernels import diff_attention, softmax_attention
+from diffmegatron.attention.kernels import (
+    HeadwiseNorm,
+    Maps,
+    WholeAttention,
+    attention_with_lse,
+    chunk_gradients,
+    diff_attention,
+    merge_maps,
+    softmax_attention,
+)
 
 
 def inputs(**replaced):
@@ -71,3 +80,79 @@ def test_softmax_attention_refuses_wide_values():
     q, k, v = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8), torch.zeros(2, 6, 2, 16)
     with pytest.raises(ValueError, match=r"v has shape .* must be \[2, 6, 2, 8\]"):
         softmax_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softmax_scale": 0.0}, r"softmax_scale is 0\.0; it must be a finite number above 0"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"softmax_scale": "1"}, "softmax_scale is '1'"),
+        ({"query_offset": 1.5}, r"query_offset is 1\.5; it must be an integer"),
+        ({"key_offset": 2**40}, "key_offset is 1099511627776"),
+        ({"cu_seqlens": [0, 6]}, "cu_seqlens is of type list; it must be a tensor"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "sdpa_4call"])
+def test_numbers_refused(options, message, backend):
+    with pytest.raises(ValueError, match=message):
+        diff_attention(**inputs(), backend=backend, **options)
+
+
+@pytest.mark.parametrize("name", ["q1", "k1", "q2", "k2", "v", "lambda_"])
+def test_what_is_no_tensor_is_named(name):
+    with pytest.raises(ValueError, match=f"{name} is of type float; it must be a tensor"):
+        diff_attention(**inputs(**{name: 0.4}))
+
+
+def test_a_negative_eps_is_refused():
+    with pytest.raises(ValueError, match=r"norm\.eps is -1"):
+        diff_attention(**inputs(), norm=HeadwiseNorm(None, -1, 1.0))
+
+
+def test_a_scalar_is_no_query():
+    with pytest.raises(ValueError, match=r"q has shape \[\]"):
+        attention_with_lse(torch.zeros(()), torch.zeros(()), torch.zeros(()))
+
+
+def test_merging_asks_for_chunks_of_the_same_queries():
+    out, lse = torch.zeros(1, 6, 2, 8), torch.zeros(1, 6, 2)
+    for outs, lses in (
+        ([], []),
+        ([out, out[..., :1]], [lse, lse]),
+        ([out, out], [lse]),
+        ([out], [lse[..., :1]]),
+    ):
+        with pytest.raises(ValueError, match="of the same queries, one of each per chunk"):
+            merge_maps(outs, lses)
+
+
+def whole(**replaced):
+    out, lse = torch.zeros(2, 6, 4, 16), torch.zeros(2, 6, 4)
+    return WholeAttention(**{"out": out, "out2": out, "lses": (lse, lse), **replaced})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lambda_": torch.ones(16)}, r"lambda_ has shape \[16\]"),
+        ({"lambda_": 0.4}, "lambda_ is of type float"),
+        ({"lambda_": None}, "lambda_ is None"),
+        ({"grad": torch.zeros(2, 6, 4, 16, device="meta")}, "grad is torch.float32 on meta"),
+        ({"grad": torch.zeros(2, 6, 4, 16).long()}, "grad is torch.int64"),
+        ({"grad": torch.zeros(2, 6, 4, 8)}, r"grad has shape \[2, 6, 4, 8\]"),
+        ({"whole": whole(out2=torch.zeros(1, 6, 4, 16))}, r"whole\.out2 has shape \[1, 6, 4, 16\]"),
+        ({"whole": whole(lses=(torch.zeros(2, 6, 4),))}, r"whole\.lses has 1 tensors"),
+        (
+            {"whole": whole(lses=(torch.zeros(2, 6, 4), torch.zeros(2, 4, 6)))},
+            r"whole\.lses\[1\] has shape \[2, 4, 6\]",
+        ),
+    ],
+)
+def test_chunk_gradients_refuses(given, message):
+    tensors = inputs()
+    maps = Maps((tensors["q1"], tensors["q2"]), (tensors["k1"], tensors["k2"]), tensors["v"])
+    call = {"grad": torch.zeros(2, 6, 4, 16), "lambda_": torch.tensor(0.5), "whole": whole()}
+    call |= given
+    with pytest.raises(ValueError, match=message):
+        chunk_gradients(call["grad"], maps, call["lambda_"], call["whole"])

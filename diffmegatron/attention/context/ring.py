@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from diffmegatron.attention.context.zigzag import rank_chunks
@@ -23,6 +22,7 @@ from diffmegatron.attention.kernels import (
     chunk_gradients,
     merge_maps,
 )
+from diffmegatron.attention.kernels.first_order import first_order
 
 # query [s, b, heads, d], key, value -> the maps, rows first: [b, s, heads, width]
 SplitMaps = Callable[[Tensor, Tensor, Tensor], Maps]
@@ -88,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
         return whole.out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, pair, lambda_, out, out2, *lses = ctx.saved_tensors
         ring, whole = ctx.ring, WholeAttention(out, out2, tuple(lses))

@@ -3,6 +3,7 @@
 from types import ModuleType
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from . import sdpa
@@ -15,6 +16,8 @@ from .validate import (
     build_mask,
     check_diff_inputs,
     check_softmax_inputs,
+    check_tensors,
+    resolve_scale,
 )
 
 
@@ -86,7 +89,7 @@ def diff_attention(
         v: `[b, t, h_kv, 2d]`, likewise.
         lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual).
         causal: hide keys at later positions than the query.
-        softmax_scale: factor of the scores; 1/sqrt(d) by default.
+        softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `select.BACKENDS`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row; attention stays within a
@@ -122,7 +125,7 @@ def diff_attention(
     needs = mask.features | ({"lse"} if return_lse else set())
     chosen = resolve_backend(backend, q1.device.type, dtype, q1.shape[3], needs)
     inputs = tuple(x.to(dtype) for x in (q1, k1, q2, k2, v))
-    scale = q1.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = resolve_scale(softmax_scale, q1.shape[3])
     if return_lse:
         partial = _both_maps(chosen.load(), *inputs, softmax_scale=scale, mask=mask)
         out = partial.output(lambda_).to(dtype)
@@ -143,9 +146,24 @@ def _both_maps(
     softmax_scale: float,
     mask: AttentionMask,
 ) -> PartialAttention:
-    out1, lse1 = backend.attention_with_lse(q1, k1, v, softmax_scale=softmax_scale, mask=mask)
-    out2, lse2 = backend.attention_with_lse(q2, k2, v, softmax_scale=softmax_scale, mask=mask)
+    out1, lse1 = _one_map(backend, q1, k1, v, softmax_scale=softmax_scale, mask=mask)
+    out2, lse2 = _one_map(backend, q2, k2, v, softmax_scale=softmax_scale, mask=mask)
     return PartialAttention(out1, out2, lse1, lse2)
+
+
+def _one_map(
+    backend: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> tuple[Tensor, Tensor]:
+    with torch.autocast(v.device.type, enabled=False):
+        out, lse = backend.attention_with_lse(q, k, v, softmax_scale=softmax_scale, mask=mask)
+    # A merge by log-sum-exps sends NaN back to a row that sees no key; it is stopped here.
+    return out, lse.masked_fill(lse.detach() == -torch.inf, -torch.inf)
 
 
 def attention_with_lse(
@@ -176,7 +194,8 @@ def attention_with_lse(
     Raises:
         ValueError: as `diff_attention`.
     """
-    is_narrow = v.shape[-1] == q.shape[-1]
+    check_tensors(q=q, k=k, v=v)
+    is_narrow = v.shape[-1:] == q.shape[-1:]
     check_softmax_inputs(q, k, v, value_width=1 if is_narrow else 2)
     mask = build_mask(
         q.shape[1],
@@ -189,11 +208,10 @@ def attention_with_lse(
     dtype = autocast_dtype(q)
     needs = mask.features | {"lse"} | ({"narrow"} if is_narrow else set())
     chosen = resolve_backend(backend, q.device.type, dtype, q.shape[3], needs)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = chosen.load().attention_with_lse(
-        q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
+    scale = resolve_scale(softmax_scale, q.shape[3])
+    return _one_map(
+        chosen.load(), q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
     )
-    return out, lse
 
 
 def softmax_attention(
@@ -230,7 +248,7 @@ def softmax_attention(
         key_offset=key_offset,
     )
     dtype = autocast_dtype(q)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = resolve_scale(softmax_scale, q.shape[3])
     return sdpa.softmax_attention(
         q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
     )

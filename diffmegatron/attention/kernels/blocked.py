@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .first_order import first_order
 from .masking import AttentionMask
 from .partial import Maps, WholeAttention, map_factors
 from .row_blocks import (
@@ -134,7 +134,7 @@ class _BlockedDiffAttention(torch.autograd.Function):
             return ungroup_queries(out, v.shape[0]).to(v.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
         q1, k1, q2, k2, v, lambda_ = inputs
@@ -198,7 +198,7 @@ class _BlockedSoftmaxAttention(torch.autograd.Function):
             return ungroup_queries(out, batch), ungroup_queries(lse, batch).squeeze(-1)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
         q, k, v = inputs

@@ -14,7 +14,14 @@ from torch import Tensor
 from .masking import AttentionMask
 from .partial import Maps, WholeAttention
 from .select import Backend, resolve_backend
-from .validate import build_mask, check_diff_inputs, check_softmax_inputs
+from .validate import (
+    build_mask,
+    check_lambda,
+    check_softmax_inputs,
+    check_tensors,
+    check_two_maps,
+    resolve_scale,
+)
 
 
 def chunk_attention(
@@ -28,6 +35,8 @@ def chunk_attention(
     key_offset: int = 0,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each map's attention over these keys alone. Not differentiable: see `chunk_gradients`.
+
+    Autocast changes nothing here: what is computed is of the dtype given.
 
     Args:
         maps: the chunks of queries and of keys and values.
@@ -44,8 +53,8 @@ def chunk_attention(
     _check(maps)
     mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
     chosen = _resolve(maps, mask, backend).load()
-    scale = _scale(maps, softmax_scale)
-    with torch.no_grad():
+    scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
+    with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
         return [
             chosen.attention_with_lse(q, k, maps.v, softmax_scale=scale, mask=mask)
             for q, k in zip(maps.queries, maps.keys, strict=True)
@@ -65,12 +74,12 @@ def chunk_gradients(
     query_offset: int | None = None,
     key_offset: int = 0,
 ) -> Maps:
-    """What a chunk of keys adds to the gradients.
+    """What a chunk of keys adds to the gradients. Not differentiable, and no matter to autocast.
 
     That of lambda is not among them: it is minus the sum of `whole.row_sums(...)[1]`.
 
     Args:
-        grad: `[b, s, h, e]`, of `whole.out`.
+        grad: `[b, s, h, e]`, of `whole.out`; it and `whole` may be of any floating-point dtype.
         maps: as in `chunk_attention`, called with the same options.
         lambda_: 0-dim floating-point tensor with two maps, None with one.
         whole: the merged result of these queries over all keys.
@@ -85,9 +94,15 @@ def chunk_gradients(
     _check_whole(grad, maps, lambda_, whole)
     mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
     chosen = _resolve(maps, mask, backend).load()
-    gradients: Maps = chosen.chunk_gradients(
-        grad, maps, lambda_, whole, softmax_scale=_scale(maps, softmax_scale), mask=mask
-    )
+    scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
+    # A float64 map is met by float64; to all others float32 log-sum-exps are enough.
+    wide = torch.promote_types(maps.v.dtype, torch.float32)
+    whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
+    grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))
+    with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
+        gradients: Maps = chosen.chunk_gradients(
+            grad, maps, lambda_, whole, softmax_scale=scale, mask=mask
+        )
     return gradients
 
 
@@ -100,7 +115,7 @@ def _check(maps: Maps) -> None:
         )
     if count == 2:
         (q1, q2), (k1, k2) = maps.queries, maps.keys
-        check_diff_inputs(q1, k1, q2, k2, maps.v, q1.new_zeros(()))
+        check_two_maps(q1, k1, q2, k2, maps.v)
     else:
         check_softmax_inputs(maps.queries[0], maps.keys[0], maps.v)
 
@@ -113,17 +128,33 @@ def _check_whole(grad: Tensor, maps: Maps, lambda_: Tensor | None, whole: WholeA
             f"{'' if whole.out2 is None else 'not '}None with {count} map{'s' * (count > 1)}; "
             "two maps need both, one map neither"
         )
+    if lambda_ is not None:
+        check_lambda(lambda_, like=maps.queries[0])
+    if len(whole.lses) != count:
+        raise ValueError(
+            f"whole.lses has {len(whole.lses)} tensors; with {count} queries it must have as many"
+        )
     rows = maps.queries[0].shape[:3]
-    expected = {
-        "grad": (grad, (*rows, maps.v.shape[3])),
-        "whole.out": (whole.out, (*rows, maps.v.shape[3])),
-        "whole.lses[0]": (whole.lses[0], tuple(rows)),
+    heads = (*rows, maps.v.shape[3])
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "grad": (grad, heads),
+        "whole.out": (whole.out, heads),
+        "whole.out2": (whole.out2, heads),
+        **{f"whole.lses[{n}]": (lse, tuple(rows)) for n, lse in enumerate(whole.lses)},
     }
     for name, (x, shape) in expected.items():
+        if x is None:
+            continue
+        check_tensors(**{name: x})
         if x.shape != shape:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}; with queries {list(maps.queries[0].shape)} and "
                 f"v {list(maps.v.shape)} it must be {list(shape)}"
+            )
+        if x.device != maps.v.device or not x.is_floating_point():
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}; it must be floating-point on "
+                f"{maps.v.device}, where v is"
             )
 
 
@@ -142,14 +173,9 @@ def _mask(
 
 def _resolve(maps: Maps, mask: AttentionMask, backend: str) -> Backend:
     needs = mask.features | {"chunks"}
-    if mask.features:
+    if mask.features or not mask.is_plain:
         needs |= {"masked chunks"}
     if len(maps.queries) == 1:
         needs |= {"narrow"}
     q = maps.queries[0]
     return resolve_backend(backend, q.device.type, q.dtype, q.shape[3], needs)
-
-
-def _scale(maps: Maps, softmax_scale: float | None) -> float:
-    width: int = maps.queries[0].shape[3]
-    return width**-0.5 if softmax_scale is None else softmax_scale

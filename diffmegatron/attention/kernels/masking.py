@@ -42,6 +42,15 @@ class AttentionMask:
         is_offset = self.causal and self.query_offset != aligned_at_end
         return frozenset({"offsets"} if is_offset else ())
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether no pair is hidden, or those above the diagonal of a square.
+
+        That is what `is_causal` says to torch's kernels, which align it at the first key.
+        """
+        is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
+        return self.cu_seqlens is None and (is_square or not self.causal)
+
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """The smallest key interval [start, stop) that holds all keys visible to these rows.
 

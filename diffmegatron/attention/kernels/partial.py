@@ -98,18 +98,29 @@ def merge_partial(*partials: PartialAttention) -> PartialAttention:
     Raises:
         ValueError: no partial result was given, or their shapes differ.
     """
-    if not partials:
-        raise ValueError("merge_partial needs at least one partial result, got none")
-    shapes = [list(partial.out1.shape) for partial in partials]
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"partials have out1 of shapes {shapes}; they must be of the same queries")
     out1, lse1 = merge_maps([p.out1 for p in partials], [p.lse1 for p in partials])
     out2, lse2 = merge_maps([p.out2 for p in partials], [p.lse2 for p in partials])
     return PartialAttention(out1, out2, lse1, lse2)
 
 
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """One map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over a union of key chunks."""
+    """One map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over a union of key chunks.
+
+    Args:
+        outs: of each chunk, `[b, s, h, e]`.
+        lses: of each chunk, `[b, s, h]`.
+
+    Raises:
+        ValueError: none was given, not as many of one as of the other, or their shapes differ.
+    """
+    out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
+    expected = out_shapes[:1] * len(outs)
+    fit = out_shapes == expected and lse_shapes == [shape[:3] for shape in expected]
+    if not outs or not fit:
+        raise ValueError(
+            f"outs have shapes {out_shapes} and lses {lse_shapes}; they must be [b, s, h, e] and "
+            "[b, s, h] of the same queries, one of each per chunk"
+        )
     chunk_lse = torch.stack(lses)
     largest = chunk_lse.detach().amax(0)
     # In a row that sees no key all of these are -inf: finite stand-ins keep NaN out of the
@@ -118,5 +129,5 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     shifted = (chunk_lse - largest.masked_fill(empty, 0.0)).exp()
     total = shifted.sum(0).masked_fill(empty, 1.0)
     weights = (shifted / total).unsqueeze(-1)
-    out = sum((weight * out for weight, out in zip(weights, outs, strict=True)), torch.tensor(0.0))
-    return out, (largest + total.log()).masked_fill(empty, -torch.inf)
+    first, *others = (weight * out for weight, out in zip(weights, outs, strict=True))
+    return sum(others, first), (largest + total.log()).masked_fill(empty, -torch.inf)

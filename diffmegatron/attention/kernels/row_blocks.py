@@ -37,7 +37,7 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
 
 
 def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
-    """q k^T with hidden pairs at -inf, and 0 throughout in a row that sees no key.
+    """q k^T with hidden pairs at -inf, throughout in a row that sees no key.
 
     `[heads, repeats, rows, d], [heads, keys, d] -> [heads, repeats * rows, keys]`.
     """

@@ -174,7 +174,6 @@ def _attend(
 
 def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
     """The mask to hand over, or None where `is_causal`, which aligns top-left, says it all."""
-    is_square = mask.query_length == mask.key_length and mask.query_offset == mask.key_offset
-    if mask.cu_seqlens is None and is_square:
+    if mask.is_plain:
         return None
     return mask.hidden((0, mask.query_length), (0, mask.key_length), device)

@@ -31,7 +31,7 @@ FEATURES = {
     "lse": "return log-sum-exps that can be differentiated",
     "narrow": "take values as wide as the queries",
     "chunks": "attend to a sequence chunk by chunk",
-    "masked chunks": "attend chunk by chunk within packed documents",
+    "masked chunks": "attend chunk by chunk but to all keys or below the diagonal of a square",
 }
 
 

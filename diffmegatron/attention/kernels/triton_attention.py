@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .first_order import first_order
 from .masking import AttentionMask
 from .norm import HeadwiseNorm
 from .partial import Maps, WholeAttention
@@ -147,7 +147,7 @@ class _TritonDiffAttention(torch.autograd.Function):
         return out if normed is None else normed
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight = ctx.saved_tensors
         (grad,) = _same_strides(grad)
@@ -191,7 +191,7 @@ class _TritonSoftmaxAttention(torch.autograd.Function):
         return out, lse.transpose(1, 2) / LOG2_E
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         sums = ((grad_out * out).sum(-1) - grad_lse).transpose(1, 2).contiguous()

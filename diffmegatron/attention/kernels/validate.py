@@ -1,17 +1,29 @@
 """Checks of what the public functions were given; every error names the argument and its shape."""
 
+import math
 from itertools import pairwise
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from .masking import AttentionMask
 
+# The kernels count positions in 32 bits; half of that leaves room for a length beside an offset.
+LARGEST_POSITION = 2**30
+
 
 def check_diff_inputs(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
 ) -> None:
     """Raise ValueError unless the shapes, dtypes and devices are those of `diff_attention`."""
+    check_two_maps(q1, k1, q2, k2, v)
+    check_lambda(lambda_, like=q1)
+
+
+def check_two_maps(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the shapes, dtypes and devices are those of two maps."""
+    check_tensors(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
     check_layout(q1=q1, k1=k1, v=v, value_width=2)
     for name, x, like_name, like in (("q2", q2, "q1", q1), ("k2", k2, "k1", k1)):
         if x.shape != like.shape:
@@ -19,13 +31,18 @@ def check_diff_inputs(
                 f"{name} has shape {_shape(x)}; it must equal {like_name}'s {_shape(like)}"
             )
     _check_same_kind(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
+
+
+def check_lambda(lambda_: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless it is one floating-point number where the queries are."""
+    check_tensors(lambda_=lambda_)
     if lambda_.dim() != 0 or not lambda_.is_floating_point():
         raise ValueError(
             f"lambda_ has shape {_shape(lambda_)} and dtype {lambda_.dtype}; "
             "it must be a 0-dim floating-point tensor"
         )
-    if lambda_.device != q1.device:
-        raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {q1.device}")
+    if lambda_.device != like.device:
+        raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {like.device}")
 
 
 def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor, value_width: int = 1) -> None:
@@ -33,8 +50,30 @@ def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor, value_width: int = 1) 
 
     `value_width` is v's, in widths of a query.
     """
+    check_tensors(q=q, k=k, v=v)
     check_layout(q=q, k=k, v=v, value_width=value_width)
     _check_same_kind(q=q, k=k, v=v)
+
+
+def check_tensors(**arguments: object) -> None:
+    """Raise ValueError unless all are tensors."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is of type {type(x).__name__}; it must be a tensor")
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of the scores, 1/sqrt(d) by default.
+
+    Raises:
+        ValueError: it is not a finite number above 0: torch's kernels hide scores by -inf before
+            they multiply, which a 0 or a negative factor makes NaN or +inf.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not isinstance(softmax_scale, Real) or not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}; it must be a finite number above 0")
+    return float(softmax_scale)
 
 
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
@@ -87,13 +126,19 @@ def build_mask(
     """The mask of a call; `query_offset=None` aligns the last query with the last key.
 
     Raises:
-        ValueError: cu_seqlens is no strictly increasing 1-dim integer tensor from 0, or a query or
-            key position lies outside of it.
+        ValueError: an offset is no integer that the kernels can count to, cu_seqlens is no strictly
+            increasing 1-dim integer tensor from 0, or a query or key position lies outside of it.
     """
+    for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
+        if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
+            raise ValueError(
+                f"{name} is {position!r}; it must be an integer of at most {LARGEST_POSITION}"
+            )
     if query_offset is None:
         query_offset = key_offset + key_length - query_length
     bounds = None
     if cu_seqlens is not None:
+        check_tensors(cu_seqlens=cu_seqlens)
         bounds = _document_bounds(cu_seqlens)
         for name, offset, length in (
             ("query", query_offset, query_length),

@@ -1,0 +1,51 @@
+"""Kernels that have no second derivative say so; first ones are right all the same."""
+
+import pytest
+import torch
+from loops import make_inputs, relative_error
+
+from diffmegatron.attention.kernels import attention_with_lse, diff_attention
+
+
+def loss_of(inputs, backend):
+    out = diff_attention(*inputs, backend=backend)
+    return out.square().sum() + inputs[0].pow(3).sum()
+
+
+def test_a_first_derivative_that_might_be_differentiated_is_right():
+    inputs = make_inputs(rows=5)
+    found = torch.autograd.grad(loss_of(inputs, "blocked"), inputs, create_graph=True)
+    wanted = torch.autograd.grad(loss_of(inputs, "reference"), inputs)
+    for actual, right in zip(found, wanted, strict=True):
+        assert relative_error(actual, right) < 1e-12
+
+
+@pytest.mark.parametrize("towards", range(6), ids=["q1", "k1", "q2", "k2", "v", "lambda"])
+def test_a_second_derivative_is_refused_towards_every_input(towards):
+    inputs = make_inputs(rows=5)
+    grads = torch.autograd.grad(loss_of(inputs, "blocked"), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; backend='reference' has one"):
+        torch.autograd.grad(grads[0].square().sum(), inputs[towards])
+
+
+def test_it_is_refused_where_the_incoming_gradient_is_a_constant():
+    inputs = make_inputs(rows=5)
+    out = diff_attention(*inputs, backend="blocked")
+    (grad,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (grad.square().sum() + inputs[0].sum()).backward()
+
+
+def test_one_map_refuses_it_too():
+    q, k, _, _, v, _ = make_inputs(rows=5)
+    out, lse = attention_with_lse(q, k, v, backend="blocked")
+    (grad,) = torch.autograd.grad(out.square().sum() + lse.sum(), [k], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+def test_the_reference_has_one():
+    inputs = make_inputs(rows=5)
+    grads = torch.autograd.grad(loss_of(inputs, "reference"), inputs, create_graph=True)
+    (second,) = torch.autograd.grad(grads[0].square().sum(), inputs[1])
+    assert second.any()
