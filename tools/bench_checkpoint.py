@@ -1,6 +1,7 @@
 """Measure saving and loading against the disk itself, and what the guard costs per step.
 
-    python tools/bench_checkpoint.py --scratch DIR --out benchmarks/results/checkpoint.json
+    python tools/bench_checkpoint.py --scratch DIR --out benchmarks/results/checkpoint_cpu.json
+    python tools/bench_checkpoint.py --scratch DIR --layers 1 --hidden 64 --repeats 1  # a trial
 
 Every figure comes from this run on this machine: ``dd`` (with ``conv=fdatasync``) writes as many
 bytes as a checkpoint has to the same disk before every save; saves are made alone, waited for,
@@ -20,6 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
+from diffmegatron.cli import quiet_libraries
+
+# ruff: noqa: E402
+quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
 from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
 from diffmegatron.checkpoint.store import CheckpointStore
@@ -52,14 +58,23 @@ checkpoint: {{keep_last: 1}}
 
 def main() -> None:
     """Run everything and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scratch", type=Path, required=True, help="a directory on the disk")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        required=True,
+        help="a directory to make on the disk that is measured; removed at the end",
+    )
+    parser.add_argument("--layers", type=int, default=8, help="of the model; default 8")
+    parser.add_argument("--hidden", type=int, default=768, help="its width; default 768")
+    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind; default 5")
+    parser.add_argument("--out", type=Path, help="the report; default: print it only")
     arguments = parser.parse_args()
-    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    if arguments.scratch.exists():
+        parser.error(f"--scratch {arguments.scratch} exists; name a directory to make and remove")
+    arguments.scratch.mkdir(parents=True)
     sources = Path(__file__).parent.parent / "diffmegatron"
     prepare([sources], arguments.scratch / "corpus", "bytes", pattern="*.py", show_progress=False)
     file = arguments.scratch / "bench.yaml"

@@ -1,6 +1,7 @@
 """Kill a run many times, let torchrun restart it, and compare the end with a run left alone.
 
-    python tools/fault_campaign.py --kills 50 --out benchmarks/results/fault_campaign.json
+    python tools/fault_campaign.py --kills 50 --stops 1 --out benchmarks/results/fault_campaign.json
+    python tools/fault_campaign.py --kills 1 --steps 120       # a trial
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
 SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end): at a random time, while
@@ -23,6 +24,11 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+
+from diffmegatron.cli import quiet_libraries
+
+# ruff: noqa: E402
+quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
 from diffmegatron.checkpoint.contents import STATE, open_checkpoint
 from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest, verify_contents
@@ -50,14 +56,18 @@ watchdog: {{startup_seconds: {startup}, step_seconds: {step}}}
 
 def main() -> None:
     """Run the campaign and write its report; exit status 1 if a promise is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--stops", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50, help="by SIGKILL; default 50")
+    parser.add_argument("--stops", type=int, default=0, help="by SIGSTOP; default 0")
+    parser.add_argument("--steps", type=int, default=400, help="of the run; default 400")
     parser.add_argument("--interval", type=int, default=4, help="steps between saves")
     parser.add_argument("--step-seconds", type=float, default=20, help="the watchdog's")
     parser.add_argument("--startup-seconds", type=float, default=300, help="the watchdog's")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 2**32, help="of the faults; default the time"
+    )
     parser.add_argument("--out", type=Path, help="the report; default: print it only")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from diffmegatron.cli import quiet_libraries
+
+# ruff: noqa: E402
+quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
+
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import collate
