@@ -5,6 +5,7 @@ of a layout is one process that trains the same model. ``test_layouts.py`` asser
 ``python -m tests.parallel.matrix`` writes it into the table of docs/parallelism.md.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -245,6 +246,12 @@ def table(rows: list[dict[str, object]]) -> str:
 
 def main() -> None:
     """Run the matrix and write its table, into benchmarks/results and docs/parallelism.md."""
+    argparse.ArgumentParser(
+        prog="python -m tests.parallel.matrix",
+        description="Train every layout and, in one process, its model, which takes minutes on two "
+        "cores; then write benchmarks/results/layout_matrix.json and the table of "
+        "docs/parallelism.md anew.",
+    ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         prepare([REPOSITORY / "diffmegatron"], out / "code", "bytes", pattern="*.py")
