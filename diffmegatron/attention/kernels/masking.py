@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,22 +95,13 @@ class AttentionMask:
 
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """First key and end of the keys that each query row sees: two int32 `[s]`."""
-        position = torch.arange(self.query_length) + self.query_offset
-        start, stop = self._document_bounds(position)
-        if self.causal:
-            stop = stop.minimum(position + 1)
-        return _clamped(start - self.key_offset, stop - self.key_offset, self.key_length, device)
+        return _key_intervals(self, device)
 
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """First query row and end of the rows that see each key: two int32 `[t]`."""
-        position = torch.arange(self.key_length) + self.key_offset
-        start, stop = self._document_bounds(position)
-        if self.causal:
-            start = start.maximum(position)
-        offset = self.query_offset
-        return _clamped(start - offset, stop - offset, self.query_length, device)
+        return _query_intervals(self, device)
 
-    def _document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
+    def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Start and end, in global positions, of the document at each position."""
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
@@ -122,6 +114,26 @@ class AttentionMask:
         assert self.cu_seqlens is not None
         document = bisect_right(self.cu_seqlens, self.query_offset + row)
         return document == bisect_right(self.cu_seqlens, self.query_offset + other_row)
+
+
+# Every layer of a batch asks for the same tables, and each copy to a GPU would wait for the GPU.
+@lru_cache(maxsize=8)
+def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    position = torch.arange(mask.query_length) + mask.query_offset
+    start, stop = mask.document_bounds(position)
+    if mask.causal:
+        stop = stop.minimum(position + 1)
+    return _clamped(start - mask.key_offset, stop - mask.key_offset, mask.key_length, device)
+
+
+@lru_cache(maxsize=8)
+def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    position = torch.arange(mask.key_length) + mask.key_offset
+    start, stop = mask.document_bounds(position)
+    if mask.causal:
+        start = start.maximum(position)
+    offset = mask.query_offset
+    return _clamped(start - offset, stop - offset, mask.query_length, device)
 
 
 def _clamped(

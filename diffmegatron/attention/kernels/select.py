@@ -240,7 +240,7 @@ def backend_table(
     Args:
         device: device type asked about; the accelerator when there is one, by default.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     libraries = importable_libraries()
     rows = []
     for name, backend in BACKENDS.items():

@@ -32,6 +32,8 @@ from .triton_row_sums import row_sums_kernel
 
 LOG2_E = math.log2(math.e)
 ROW_SUMS_ROWS = 32
+# CUDA's limit of a launch's second dimension.
+MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
@@ -66,8 +68,9 @@ def diff_attention(
     """
     problem = _problem(q1, softmax_scale, mask, one_pass, tma)
     weight, eps, scale = norm or (None, 0.0, 1.0)
-    if norm is not None and weight is None:
-        weight = q1.new_ones(v.shape[-1], dtype=torch.float32)
+    if norm is not None:
+        ones = q1.new_ones(v.shape[-1], dtype=torch.float32)
+        weight = ones if weight is None else weight.contiguous()
     out: Tensor = _TritonDiffAttention.apply(
         q1, k1, q2, k2, v, lambda_, weight, eps, scale, problem
     )
@@ -110,6 +113,11 @@ def _problem(
     one_pass: bool | None,
     tma: bool | None,
 ) -> Problem:
+    if q.shape[0] * q.shape[2] > MOST_HEADS:
+        raise ValueError(
+            f"queries of shape {list(q.shape)} have {q.shape[0] * q.shape[2]} heads in all; the "
+            f"triton backend takes {MOST_HEADS} at once, batch times heads"
+        )
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if tma is None:
@@ -195,7 +203,7 @@ class _TritonSoftmaxAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         sums = ((grad_out * out).sum(-1) - grad_lse).transpose(1, 2).contiguous()
-        grad = grad_out.to(v.dtype).contiguous()
+        (grad,) = _same_strides(grad_out.to(v.dtype))
         (dq,), (dk,), dv = _launch_backward(
             (q, k, q, k, v), grad, None, (lse, None), (sums, None), ctx.problem
         )
@@ -269,7 +277,7 @@ def _launch_backward(
             ONE_PASS=problem.one_pass, **_constants(q1, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [(dq * problem.softmax_scale).to(q1.dtype) for dq in dqs]
+            dqs = [dq.mul_(problem.softmax_scale).to(q1.dtype) for dq in dqs]
         else:
             blocks = query_blocks(width, q1.dtype, problem.tma)
             query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
@@ -316,14 +324,14 @@ def _constants(q: Tensor, blocks: Blocks, problem: Problem, maps: int) -> dict[s
 def _same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with one common layout that kernels and descriptors take.
 
-    The last stride is 1 and the others are multiples of 16 bytes, as TMA wants them.
+    The last stride is 1 and the others are multiples of 16 bytes above 0, as TMA wants them.
     """
     first = tensors[0]
     step = 16 // first.element_size()
     if all(
         x.stride() == first.stride()
         and x.stride(3) == 1
-        and not any(stride % step for stride in x.stride()[:3])
+        and not any(stride % step or stride == 0 for stride in x.stride()[:3])
         and x.data_ptr() % 16 == 0
         for x in tensors
     ):

@@ -11,7 +11,11 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """Rows of queries M and of keys N per block, and how the kernel is compiled."""
+    """Rows of queries M and of keys N per block, and how the kernel is compiled.
+
+    With tensor descriptors it takes three stages for loads to overlap with products: a block's
+    loads are issued when its products are, and with two stages the next block waits for them.
+    """
 
     M: int
     N: int
@@ -46,7 +50,7 @@ def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
         return Blocks(16, 32, 4, 1)
     if not tma:
         return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
-    return Blocks(128 if head_dim <= 64 else 64, 64, 8, 2)
+    return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3)
 
 
 def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
@@ -54,7 +58,7 @@ def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
     if dtype not in (torch.bfloat16, torch.float16):
         return Blocks(32, 32, 4, 1)
     if tma:
-        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 2)
+        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3)
     return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)
 
 

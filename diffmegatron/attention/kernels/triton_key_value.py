@@ -56,7 +56,6 @@ def _key_block_gradients(
     N: tl.constexpr,
     D: tl.constexpr,
     MAPS: tl.constexpr,
-    MASKED: tl.constexpr,
     ONE_PASS: tl.constexpr,
     TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -96,13 +95,13 @@ def _key_block_gradients(
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
                     visible, batch, head, first_row, query_length, heads, scale_log2,
-                    M, MAPS, MASKED, ACCUMULATE, INTERPRETED,
+                    M, MAPS, TMA, ACCUMULATE, INTERPRETED,
                 )  # fmt: skip
         else:
             combined, dscores1, dscores2 = _map_gradients(
                 q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
                 visible, batch, head, first_row, query_length, heads, scale_log2,
-                M, MAPS, MASKED, ACCUMULATE, INTERPRETED,
+                M, MAPS, TMA, ACCUMULATE, INTERPRETED,
             )  # fmt: skip
         dk1 += _sum_over_rows(dscores1, q1, TMA, ACCUMULATE, INTERPRETED)
         if MAPS == 2:
@@ -143,22 +142,22 @@ def _map_gradients(
     scale_log2,
     M: tl.constexpr,
     MAPS: tl.constexpr,
-    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """(P1 - lambda P2, dS1, dS2) of one block, each `[M, N]` in the inputs' dtype."""
-    dmap = multiply(grad, tl.trans(v), ACCUMULATE, INTERPRETED)
+    dmap = _pairs(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Past the end a log-sum-exp of +inf makes every weight zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-    combined = _weights(q1, k1, lse1, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+    combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
     dscores1 = (combined * (dmap - sums1[:, None])).to(q1.dtype)
     dscores2 = dscores1
     if MAPS == 2:
         lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
         sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-        weights2 = _weights(q2, k2, lse2, visible, scale_log2, MASKED, ACCUMULATE, INTERPRETED)
+        weights2 = _weights(q2, k2, lse2, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
         weights2 *= lambda_
         dscores2 = (weights2 * (sums2[:, None] - dmap)).to(q2.dtype)
         combined -= weights2
@@ -188,16 +187,35 @@ def _weights(
     lse,
     visible,
     scale_log2,
-    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """A map's block `[M, N]`: exp(q k^T - lse of each query), zero where hidden."""
-    scores = multiply(q, tl.trans(k), ACCUMULATE, INTERPRETED)
-    weights = tl.exp2(scores * scale_log2 - lse[:, None])
-    if MASKED:
-        weights = tl.where(visible, weights, 0.0)
-    return weights
+    scores = _pairs(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
+    return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
+
+
+@triton.jit
+def _pairs(
+    rows,
+    keys,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """rows keys^T of `[M, D]` and `[N, D]`: `[M, N]`, TRANSPOSED by way of its transpose.
+
+    Every product then reads the loop's tiles transposed, and none as they are. In a tile that a
+    product reads directly Triton's pipeliner wants a buffer more, for products in flight when the
+    next is loaded; here all are waited for before. Without it tiles can be loaded two blocks ahead
+    at d = 128, and one block ahead means no overlap: loads are issued at the end of a block.
+    """
+    if TRANSPOSED:
+        product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
+    else:
+        product = multiply(rows, tl.trans(keys), ACCUMULATE, INTERPRETED)
+    return product
 
 
 @triton.jit
@@ -295,14 +313,6 @@ def key_value_kernel(
     is_key = keys < key_length
     row_begin = tl.min(tl.where(is_key, query_start, query_length), 0)
     row_end = tl.max(query_stop, 0)
-    unmasked_begin = row_end
-    if not DOCUMENTS:
-        # From here on every key of the block is seen. Rows that lie past the end weigh zero, keys
-        # that do are masked: their scores of 0 may lie far above the log-sum-exp.
-        first_full = (tl.max(query_start, 0) - row_begin + M - 1) // M * M + row_begin
-        unmasked_begin = tl.where(
-            first_key + N > key_length, row_end, tl.minimum(first_full, row_end)
-        )
     k1_tile = load_tile(
         k1, batch, kv_head, first_key, key_length,
         stride_kb, stride_ks, stride_kh, width, N, D, TMA,
@@ -330,18 +340,10 @@ def key_value_kernel(
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
             lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
-            row_begin, unmasked_begin, query_start, query_stop, batch, head, heads,
+            row_begin, row_end, query_start, query_stop, batch, head, heads,
             query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-            scale_log2, width, M, N, D, MAPS, True, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
+            scale_log2, width, M, N, D, MAPS, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
-        if not DOCUMENTS:
-            dk1, dk2, dv = _key_block_gradients(
-                dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
-                lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
-                unmasked_begin, row_end, query_start, query_stop, batch, head, heads,
-                query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-                scale_log2, width, M, N, D, MAPS, False, ONE_PASS, TMA, ACCUMULATE, INTERPRETED,
-            )  # fmt: skip
     if TMA:
         dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)
     store_tile(dk1_ptr, dk1 * scale, batch, kv_head, first_key, key_length, kv_heads, width, N, D)

@@ -274,3 +274,34 @@ def test_strided_and_misaligned_inputs():
         [x.requires_grad_() for x in (q1, k1, q2, k2, v)] + [inputs[5]], tma=True
     )
     assert_close(actual, expected, 1e-13)
+
+
+def test_a_norm_weight_of_any_layout():
+    inputs = make_inputs(rows=20, width=16)
+    for weight in (torch.linspace(0.5, 1.5, 64).double()[::2], torch.ones(1).double().expand(32)):
+        norm = HeadwiseNorm(weight.requires_grad_(), eps=1e-3, scale=0.6)
+        assert_close(*triton_and_reference(inputs, norm=norm), 1e-13)
+
+
+def test_gradients_of_one_map_in_strides_that_descriptors_refuse():
+    """A batch of one may have any stride, which `is_contiguous` overlooks."""
+    inputs = make_inputs(rows=20, width=16)
+    problem = triton_attention.Problem(0.25, mask_of(inputs), one_pass=False, tma=True)
+    q, k, v = inputs[0], inputs[1], inputs[4]
+    out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
+    grad = torch.randn_like(out)
+    strange = grad.as_strided(grad.shape, (1, *grad.stride()[1:]))
+    assert strange.is_contiguous()
+    found = torch.autograd.grad(out, (q, k, v), strange)
+    no_map2 = torch.tensor(0.0).double()
+    expected = loop_diff_attention(q, k, q, k, v, no_map2)
+    for actual, right in zip(found, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
+        assert relative_error(actual, right) < 1e-13
+
+
+def test_more_heads_than_a_launch_has_are_refused():
+    inputs = [x.expand(70000, *x.shape[1:]) for x in make_inputs(rows=1, heads=1, kv_heads=1)[:5]]
+    with pytest.raises(ValueError, match="70000 heads in all; the triton backend takes 65535"):
+        triton_attention.diff_attention(
+            *inputs, torch.tensor(0.5), softmax_scale=1.0, mask=mask_of(inputs)
+        )
