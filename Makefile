@@ -18,7 +18,7 @@ gpu-bench: $(VENV)/.installed
 	$(BIN)/python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json
 	$(BIN)/python tools/bench_attention.py
 	$(BIN)/python tools/bench_chunks.py
-	$(BIN)/python tools/bench_layer.py training.attention_backend=triton
+	$(BIN)/python tools/bench_layer.py training.attention_backend=triton training.micro_batch_size=4
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -20,11 +20,13 @@ from pathlib import Path
 import torch
 from timing import RESULTS, describe_machine, timed
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffmegatron.attention.kernels import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.select import BACKENDS, importable_libraries, why_not
 from diffmegatron.attention.kernels.validate import build_mask
 
+# By torch's scaled_dot_product_attention; on a GPU, in 16 bits, by its flash kernel.
 PLAIN = "transformer_sdpa"
 PLAIN_PYTORCH = ("reference", "blocked")
 
@@ -32,6 +34,7 @@ PLAIN_PYTORCH = ("reference", "blocked")
 COUNTS = {
     PLAIN: (4, 10),
     "transformer_flash": (4, 10),
+    "transformer_cudnn": (4, 10),
     "reference": (4, 8),
     "blocked": (4, 10),
     "triton_split": (6, 14),
@@ -101,6 +104,12 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
     return can_run
 
 
+def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The Transformer twin's attention by one of torch's kernels, or an error."""
+    with sdpa_kernel(kernel):
+        return softmax_attention(q, k, v)
+
+
 def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
     """Each form's function of its inputs, and the inputs."""
     dtype = getattr(torch, arguments.dtype)
@@ -117,10 +126,13 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
     diff = [*(draw(*shape) for shape in shapes), lambda_]
     plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
     forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
-    is_16_bit = dtype != torch.float32
-    if arguments.device == "cuda" and is_16_bit and util.find_spec("flash_attn"):
-        flash_attn_func = import_module("flash_attn").flash_attn_func
-        forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
+    if arguments.device == "cuda" and dtype != torch.float32:
+        # Which of its kernels torch takes by itself changes from version to version.
+        forms[PLAIN] = (partial(attend_by, SDPBackend.FLASH_ATTENTION), plain)
+        forms["transformer_cudnn"] = (partial(attend_by, SDPBackend.CUDNN_ATTENTION), plain)
+        if util.find_spec("flash_attn"):
+            flash_attn_func = import_module("flash_attn").flash_attn_func
+            forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
     for name in backends:
         if name == "triton":
             triton_attention = BACKENDS["triton"].load()

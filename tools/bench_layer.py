@@ -6,7 +6,8 @@ and output layer are part of what is timed, as in a training step, with one voca
 Two depths give the time per layer, and from it the estimated ratio at the recipe's full depth.
 Writes NAME.json and NAME.md to benchmarks/results/.
 
-    python tools/bench_layer.py training.attention_backend=triton   # on a GPU: the 3B shape, 4K
+    # on a GPU: the 3B shape at 4K, in batches that keep it busy
+    python tools/bench_layer.py training.attention_backend=triton training.micro_batch_size=4
     python tools/bench_layer.py --small                             # a CPU: narrower, 1K, float32
 """
 

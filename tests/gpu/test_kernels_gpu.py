@@ -29,8 +29,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
-# Of a whole tensor's length; inputs, maps and results are each rounded to the dtype once.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 2e-3}
+# Of a whole tensor's length; inputs, maps and results are each rounded to the dtype once. Matrix
+# units cut float32 to tf32: emulated on a CPU, gradients of this shape are then off by 2.1e-3.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 3e-3}
 # So many times that, an element may be off: a wrong row among thousands does not hide.
 OUTLIER = 4
 RUNNABLE = (
