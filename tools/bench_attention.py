@@ -261,7 +261,7 @@ def write_plot(path: Path, report: dict) -> None:
         rows = {n: report["lengths"][n] for n in lengths if name in report["lengths"][n]}
         ratios = [row[name]["both_s"] / row[PLAIN]["both_s"] for row in rows.values()]
         # A form keeps its colour, whichever others ran.
-        color = f"C{list(COUNTS).index(name)}"
+        color = pyplot.get_cmap("tab20")(list(COUNTS).index(name))
         axes.plot(list(map(str, rows)), ratios, marker="o", label=name, color=color)
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("forward + backward time / Transformer")

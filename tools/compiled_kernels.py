@@ -35,7 +35,7 @@ class Usage(NamedTuple):
         spills: accesses to it from the first to the last matrix product, so within the loops.
         shared: bytes of shared memory.
         products: multiply-adds of all matrix products, each loop counted once.
-        cycles: of a Hopper's tensor cores for these, by an estimate (`_cycles`); 0 elsewhere.
+        cycles: of a Hopper's tensor cores for these, by an estimate (`_cycles`).
         has_wgmma: whether it multiplies with Hopper's warpgroup instructions.
         is_serialized: whether each of these waits for the one before (ptxas's C7510 to C7514).
     """
@@ -201,15 +201,16 @@ def _multiply_adds(instruction: str, warps: int) -> int:
 
 
 def _cycles(instruction: str, operands: str) -> float:
-    """Of one warpgroup's wgmma, 64 x n x 16 in 16 bits: an estimate, not a measurement.
+    """Of what four warps issue together, in 16 bits: an estimate, not a measurement.
 
-    Arithmetic takes n / 2, at 2048 multiply-adds a cycle and SM. Operands come from shared memory
-    at 128 bytes a cycle: 16 x n of one take n / 4, and 64 x 16 of the other 16, unless it is in
-    registers.
+    A warpgroup's wgmma, 64 x n x 16: arithmetic takes n / 2, at 2048 multiply-adds a cycle and SM.
+    Operands come from shared memory at 128 bytes a cycle: 16 x n of one take n / 4, and 64 x 16 of
+    the other 16, unless it is in registers. A warp's own products, as of blocks of fewer than 64
+    rows, are taken for half as fast.
     """
     shape = re.fullmatch(r"HGMMA\.64x(\d+)x16", instruction)
     if shape is None:
-        return 0.0
+        return _multiply_adds(instruction, warps=4) / 1024
     columns = int(shape[1])
     is_in_registers = re.match(r"\s*R\d+,\s*R\d+", operands) is not None
     return max(columns / 2, columns / 4 + (0 if is_in_registers else 16))

@@ -160,9 +160,7 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
             "spills_in_loops": usage.spills,
             "shared_bytes": usage.shared,
             "work": usage.products / (LOOPS[kernel] * COUNTS[kernel] * columns * pairs),
-            "estimated_cycles": usage.cycles / LOOPS[kernel] * 64 * 64 / pairs
-            if usage.has_wgmma
-            else None,
+            "estimated_cycles": usage.cycles / LOOPS[kernel] * 64 * 64 / pairs,
         }
         if torch.cuda.is_available():
             try:
@@ -182,7 +180,7 @@ def _badness(row: dict) -> tuple:
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])
     many_spills, overlaps = row["spills_in_loops"] > 20, row["num_stages"] >= 3
-    return (1, many_spills, not overlaps, row["estimated_cycles"] or float("inf"))
+    return (1, many_spills, not overlaps, row["estimated_cycles"])
 
 
 def main() -> None:
