@@ -169,8 +169,11 @@ def prepare(
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir.
 
-    Exit status 0: all steps done. 75: asked to stop by a signal or the job's time limit, saved, to
-    be started again. 2: a mistake in the recipe or the data, said in one sentence. 1: a fault.
+    Exit status 0: all steps are done.
+
+    75: asked to stop by a signal or the job's time limit; saved, to be started again.
+
+    2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
     """
     from diffmegatron.config.load import load_stages
     from diffmegatron.parallel.launcher import check_launcher

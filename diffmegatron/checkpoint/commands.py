@@ -41,7 +41,7 @@ def verify(
 ) -> None:
     """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
     if not path.is_dir():
-        raise UserError(f"{path} does not exist; give a checkpoint, or the run_dir of a recipe")
+        raise UserError(f"{path} is no folder; give a checkpoint, or the run_dir of a recipe")
     checkpoints = [path]
     if (path / "checkpoints").is_dir():
         store = _store(path)

@@ -55,7 +55,7 @@ def test_prune_says_what_it_would_do_and_does_it(run_dir):
 def test_verifying_what_is_not_there_is_a_sentence(tmp_path):
     result = invoke("verify", tmp_path / "nope")
     assert isinstance(result.exception, UserError)
-    assert "does not exist" in str(result.exception)
+    assert "is no folder" in str(result.exception)
 
 
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):
