@@ -23,7 +23,8 @@ COUNTS_OF_ONE_MAP = {"forward": 3, "key_value": 6, "key_value one-pass": 7, "que
 
 
 # What does not fit the registers, recorded with triton 3.7.1, where it is not nothing:
-# (bytes of stack, accesses to it from the first to the last product).
+# (bytes of stack, accesses to it from the first to the last product). From one process to another
+# the compiler gives one of two codes for dK and dV: this is the larger.
 NOTHING = (0, 0)
 RECORDED = {
     (90, BF16, 128, "split", "norm"): {
@@ -34,7 +35,7 @@ RECORDED = {
     (90, BF16, 128, "split", "documents"): {"key_value": (64, 7)},
     (90, BF16, 128, "split", "one map"): {},
     (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "key_value": (176, 16)},
-    (90, BF16, 96, "split", "plain"): {"key_value": (48, 1), "query": (24, 10)},
+    (90, BF16, 96, "split", "plain"): {"key_value": (56, 4), "query": (24, 10)},
     (90, BF16, 64, "one-pass", "norm"): {"key_value": (128, 18)},
     (90, BF16, 64, "split", "plain"): {"key_value": (48, 5)},
     (90, BF16, 64, "split", "documents"): {"key_value": (48, 6)},
