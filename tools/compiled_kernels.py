@@ -23,8 +23,16 @@ from triton.backends.nvidia.compiler import get_ptxas
 from diffmegatron.attention.kernels import HeadwiseNorm, triton_attention, triton_config
 from diffmegatron.attention.kernels.validate import build_mask
 
-# Bytes of shared memory that one block may have.
-SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
+# Bytes of shared memory that one block may have, by compute capability.
+SHARED_LIMIT = {
+    capability: kibibytes * 1024
+    for kibibytes, capabilities in {
+        163: (80, 87),
+        99: (86, 89, 120, 121),
+        227: (90, 100, 103),
+    }.items()
+    for capability in capabilities
+}
 
 
 class Usage(NamedTuple):
@@ -122,14 +130,14 @@ def compile_launches(
     """The compiled kernels of a causal forward and backward pass, by name without "_kernel".
 
     Args:
-        capability: of the pretended GPU, 80 or 90.
+        capability: of the pretended GPU, a key of `SHARED_LIMIT`.
         dtype: of queries, keys and values.
         head_dim: d.
         one_pass: form of the backward.
         variant: "plain", with the headwise "norm", with "documents", or of "one map".
     """
     length, heads = 512, 12
-    tma = triton_config.use_tma(dtype, divmod(capability, 10))
+    target = triton_config.target_of(dtype, divmod(capability, 10))
     inputs = [
         torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
         for width in (*[head_dim] * 4, 2 * head_dim)
@@ -144,7 +152,7 @@ def compile_launches(
     )
     with pretended_gpu(capability) as kernels:
         if variant == "one map":
-            problem = triton_attention.Problem(0.1, mask, one_pass, tma)
+            problem = triton_attention.Problem(0.1, mask, one_pass, target)
             q, k, v = inputs[0], inputs[1], inputs[4]
             out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
         else:
@@ -156,7 +164,7 @@ def compile_launches(
                 mask=mask,
                 norm=norm,
                 one_pass=one_pass,
-                tma=tma,
+                target=target,
             )
         out.backward(torch.zeros_like(out))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}

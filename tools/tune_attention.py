@@ -3,8 +3,8 @@
 Every combination of rows M, keys N, warps and stages is compiled for one kernel at a time. Those
 that do not compile, need more shared memory than the chip has, or serialise wgmma are left out. On
 a GPU the rest are timed beside the default, and their results compared with it; without one, what
-the compiler says of sm_90 is listed, with an estimate of tensor-core cycles. Best first. Writes
-NAME.json to benchmarks/results/; `triton_config.py` is where a better choice goes.
+the compiler says of a chip is listed, with an estimate of a Hopper's tensor-core cycles. Best
+first. Writes NAME.json to benchmarks/results/; `triton_config.py` is where a better choice goes.
 
     python tools/tune_attention.py --head-dim 64 --kernels key_value_one_pass
     python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json --best 8
@@ -45,6 +45,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=sorted(SHARED_LIMIT),
+        default=this_capability() or 90,
+        help="chip to compile for; default this machine's, or 90, a Hopper",
+    )
     parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
     parser.add_argument("--heads", type=int, default=12)
@@ -59,6 +66,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def this_capability() -> int | None:
+    """90 of a Hopper; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 @contextmanager
 def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
     """Within, the kernel runs in these blocks."""
@@ -67,16 +82,19 @@ def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
         yield
 
 
-def compiled(kernel: str, blocks: Blocks, head_dim: int) -> Usage | None:
-    """What the kernel takes on sm_90; None where it does not fit or wgmma would be serialised."""
+def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
+    """What the kernel takes on the chip; None where it does not fit or wgmma is serialised."""
     one_pass = kernel == "key_value_one_pass"
+    capability = arguments.capability
     with chosen(kernel, blocks):
         try:
-            kernels = compile_launches(90, torch.bfloat16, head_dim, one_pass=one_pass)
+            kernels = compile_launches(
+                capability, torch.bfloat16, arguments.head_dim, one_pass=one_pass
+            )
         except OutOfResources:
             return None
     usage = usage_of(kernels[kernel.removesuffix("_one_pass")])
-    fits = usage.shared <= SHARED_LIMIT[90] and not usage.is_serialized
+    fits = usage.shared <= SHARED_LIMIT[capability] and not usage.is_serialized
     return usage if fits else None
 
 
@@ -149,7 +167,7 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
     """One row per combination that can run, best first."""
     rows = []
     for blocks in candidates(kernel, arguments):
-        usage = compiled(kernel, blocks, arguments.head_dim)
+        usage = compiled(kernel, blocks, arguments)
         if usage is None:
             continue
         columns = 64 if arguments.head_dim <= 64 else 128
@@ -186,18 +204,18 @@ def _badness(row: dict) -> tuple:
 def main() -> None:
     """Try every kernel, then write the file and print the best of each."""
     arguments = parse_arguments()
-    on_gpu = torch.cuda.is_available()
+    on_gpu, chip = torch.cuda.is_available(), f"sm_{arguments.capability}"
     report: dict = {
         "machine": describe_machine("cuda" if on_gpu else "cpu"),
         "settings": f"bf16, causal, d={arguments.head_dim}, "
         + (
             f"length {arguments.length}, h={arguments.heads}, median of {arguments.repetitions}"
             if on_gpu
-            else "compiled for sm_90, nothing timed; cycles are an estimate for 64 x 64 pairs"
+            else f"compiled for {chip}, nothing timed; cycles are an estimate for 64 x 64 pairs"
         ),
         "kernels": {},
     }
-    name = arguments.name or f"tune_{'cuda' if on_gpu else 'sm_90'}_d{arguments.head_dim}"
+    name = arguments.name or f"tune_{'cuda' if on_gpu else chip}_d{arguments.head_dim}"
     RESULTS.mkdir(parents=True, exist_ok=True)
     for kernel in arguments.kernels:
         report["kernels"][kernel] = try_all(kernel, arguments)

@@ -126,3 +126,16 @@ def test_a_library_that_does_not_work_is_passed_over(
         importable_libraries.cache_clear()
         sys.modules.pop("flash_attn", None)
     assert complaint in caplog.text
+
+
+def test_libraries_are_passed_over_on_a_gpu_before_ampere(monkeypatch, caplog):
+    pytest.importorskip("triton", reason="any library that is installed will do")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    importable_libraries.cache_clear()
+    try:
+        assert importable_libraries() == NOTHING
+    finally:
+        importable_libraries.cache_clear()
+    assert "triton is installed but not usable" in caplog.text
+    assert "compute capability 8.0 or later, this one has 7.5" in caplog.text

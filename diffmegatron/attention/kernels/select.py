@@ -20,6 +20,8 @@ from .flash import load_library
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
+# All of the libraries are made for Ampere and later.
+LEAST_CAPABILITY = (8, 0)
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 CHUNKS = frozenset({"chunks", "masked chunks"})
 WHOLE_SEQUENCES_ONLY = frozenset({"offsets", "lse"}) | CHUNKS
@@ -127,22 +129,34 @@ NARROW_ORDER = ("sdpa_4call", "blocked")
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """The optional libraries that are installed here, import, and have what we call."""
+    """The optional libraries that are installed, import, have what we call, and know this GPU."""
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
 
 def _is_usable(library: str) -> bool:
     if util.find_spec(library) is None:
         return False
+    complaint = _complaint(library)
+    if complaint is not None:
+        logger.warning("%s is installed but not usable: %s", library, complaint)
+    return complaint is None
+
+
+def _complaint(library: str) -> str | None:
+    """What keeps an installed library from being used, or None."""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < LEAST_CAPABILITY:
+            least, found = ("{}.{}".format(*pair) for pair in (LEAST_CAPABILITY, capability))
+            return f"it needs a GPU of compute capability {least} or later, this one has {found}"
     if library == "triton":
-        return True
+        return None
     try:
         # A flash library built for another torch or CUDA is found, but does not load.
         load_library(library)
     except (ImportError, OSError, ValueError) as error:
-        logger.warning("%s is installed but not usable: %s", library, error)
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def why_not(

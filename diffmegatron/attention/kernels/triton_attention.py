@@ -19,11 +19,12 @@ from .norm import HeadwiseNorm
 from .partial import Maps, WholeAttention
 from .triton_config import (
     Blocks,
+    Target,
     default_one_pass,
     forward_blocks,
     key_value_blocks,
     query_blocks,
-    use_tma,
+    target_of,
 )
 from .triton_forward import forward_kernel
 from .triton_key_value import key_value_kernel
@@ -42,7 +43,12 @@ class Problem(NamedTuple):
     softmax_scale: float
     mask: AttentionMask
     one_pass: bool
-    tma: bool
+    target: Target
+
+    @property
+    def tma(self) -> bool:
+        """Whether tiles are loaded through tensor descriptors."""
+        return self.target is Target.HOPPER
 
 
 def diff_attention(
@@ -57,16 +63,16 @@ def diff_attention(
     mask: AttentionMask,
     norm: HeadwiseNorm | None = None,
     one_pass: bool | None = None,
-    tma: bool | None = None,
+    target: Target | None = None,
 ) -> Tensor:
     """Shapes as in `diffmegatron.attention.kernels.diff_attention`.
 
     Args:
         norm: applied in the forward's epilogue.
         one_pass: backward with dQ added up in memory; `default_one_pass` by default.
-        tma: load through tensor descriptors; `use_tma` by default.
+        target: how to compile; `target_of` the tensors' device by default.
     """
-    problem = _problem(q1, softmax_scale, mask, one_pass, tma)
+    problem = _problem(q1, softmax_scale, mask, one_pass, target)
     weight, eps, scale = norm or (None, 0.0, 1.0)
     if norm is not None:
         ones = q1.new_ones(v.shape[-1], dtype=torch.float32)
@@ -111,7 +117,7 @@ def _problem(
     softmax_scale: float,
     mask: AttentionMask,
     one_pass: bool | None,
-    tma: bool | None,
+    target: Target | None,
 ) -> Problem:
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise ValueError(
@@ -120,9 +126,11 @@ def _problem(
         )
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
-    if tma is None:
-        tma = q.is_cuda and use_tma(q.dtype, torch.cuda.get_device_capability(q.device))
-    return Problem(softmax_scale, mask, one_pass, tma)
+    if target is None:
+        # Elsewhere than on a GPU the kernels are interpreted, where blocks of any size fit.
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+        target = target_of(q.dtype, capability)
+    return Problem(softmax_scale, mask, one_pass, target)
 
 
 class _TritonDiffAttention(torch.autograd.Function):
@@ -221,7 +229,7 @@ def _launch_forward(
     """`forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
-    blocks = forward_blocks(width, q1.dtype, problem.tma)
+    blocks = forward_blocks(width, q1.dtype, problem.target)
     norm_weight, normed, norm_eps, norm_scale = norm
     intervals: tuple[Tensor | None, Tensor | None] = (None, None)
     if problem.mask.cu_seqlens is not None:
@@ -268,7 +276,7 @@ def _launch_backward(
         problem.softmax_scale, problem.softmax_scale * LOG2_E,
     )  # fmt: skip
     with _on_device(q1):
-        blocks = key_value_blocks(width, q1.dtype, problem.tma)
+        blocks = key_value_blocks(width, q1.dtype, problem.target)
         summed = [*dqs, *absent] if problem.one_pass else none
         key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
@@ -279,7 +287,7 @@ def _launch_backward(
         if problem.one_pass:
             dqs = [dq.mul_(problem.softmax_scale).to(q1.dtype) for dq in dqs]
         else:
-            blocks = query_blocks(width, q1.dtype, problem.tma)
+            blocks = query_blocks(width, q1.dtype, problem.target)
             query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
                 *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
                 *dqs, *absent,

@@ -1,10 +1,11 @@
 """Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
 
 Chosen by what compiles for sm_90 and sm_80 with the fewest spills in the loops and without a
-product that two warps both compute (tests/kernels/test_triton_compile.py holds the figures); none
-has been timed on a GPU yet: tools/tune_attention.py does that.
+product that two warps both compute, and fits the other chips (tests/kernels/test_triton_compile.py
+holds the figures); none has been timed on a GPU yet: tools/tune_attention.py does that.
 """
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -24,40 +25,60 @@ class Blocks(NamedTuple):
 
 
 HEAD_DIMS = (64, 96, 128)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+DTYPES = (*SIXTEEN_BITS, torch.float32)
 
 
-def use_tma(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether to load through tensor descriptors: 16-bit tiles on Hopper and later.
+class Target(Enum):
+    """How the kernels are compiled for a chip.
 
-    fp32 tiles through descriptors spill kilobytes in the backward.
+    HOPPER loads 16-bit tiles through tensor descriptors; the others take plain pointers. LARGE
+    chips have 163 KiB of shared memory for a block of threads, SMALL ones 99.
     """
-    return capability >= (9, 0) and dtype in (torch.bfloat16, torch.float16)
+
+    HOPPER = "hopper"
+    LARGE = "large"
+    SMALL = "small"
 
 
-def forward_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
+    """What to compile for on a chip of this compute capability; SMALL for unknown ones.
+
+    fp32 tiles through descriptors spill kilobytes in the backward. Blackwell (10.x) takes plain
+    pointers: its pipeliner stops the process at `triton_common.forget` in a loop that loads ahead.
+    """
+    if capability[0] == 9 and dtype in SIXTEEN_BITS:
+        return Target.HOPPER
+    is_large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
+    return Target.LARGE if is_large else Target.SMALL
+
+
+def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
     """Blocks of `forward_kernel`."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
-    if tma:
+    if target is Target.HOPPER:
         return Blocks(128, 64, 8, 3)
     return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def key_value_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
+def key_value_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
     """Blocks of `key_value_kernel`."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Blocks(16, 32, 4, 1)
-    if not tma:
-        return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
-    return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3)
-
-
-def query_blocks(head_dim: int, dtype: torch.dtype, tma: bool) -> Blocks:
-    """Blocks of `query_kernel`."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    is_cramped = target is Target.SMALL and head_dim > 64
+    if dtype not in SIXTEEN_BITS:
+        return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
+    if target is Target.HOPPER:
+        return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3)
+    if is_cramped:
         return Blocks(32, 32, 4, 1)
-    if tma:
+    return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
+
+
+def query_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `query_kernel`."""
+    if dtype not in SIXTEEN_BITS:
+        return Blocks(32, 32, 4, 1)
+    if target is Target.HOPPER:
         return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3)
     return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)
 

@@ -18,7 +18,7 @@ from diffmegatron.attention.kernels import (
     softmax_attention,
     triton_attention,
 )
-from diffmegatron.attention.kernels.triton_config import Blocks
+from diffmegatron.attention.kernels.triton_config import Blocks, Target
 from diffmegatron.attention.kernels.validate import build_mask
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
@@ -46,12 +46,12 @@ def mask_of(inputs, causal=True, cu_seqlens=None, query_offset=None, key_offset=
     )
 
 
-def triton_and_reference(inputs, norm=None, one_pass=False, tma=False, **options):
+def triton_and_reference(inputs, norm=None, one_pass=False, target=Target.LARGE, **options):
     """((out, gradients) of the kernels, the same of the reference in float64)."""
     mask = mask_of(inputs, **options)
     scale = inputs[0].shape[-1] ** -0.5
     out = triton_attention.diff_attention(
-        *inputs, softmax_scale=scale, mask=mask, norm=norm, one_pass=one_pass, tma=tma
+        *inputs, softmax_scale=scale, mask=mask, norm=norm, one_pass=one_pass, target=target
     )
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     expected = reference.diff_attention(*doubles, softmax_scale=scale, mask=mask)
@@ -97,11 +97,12 @@ def test_values_and_gradients(case, causal):
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "TMA"])
+@pytest.mark.parametrize("target", [Target.LARGE, Target.HOPPER], ids=["pointers", "TMA"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_form_of_the_kernels(causal, tma, one_pass):
+def test_every_form_of_the_kernels(causal, target, one_pass):
     inputs = make_inputs(rows=21, keys=37, heads=2, kv_heads=1, width=12)
-    assert_close(*triton_and_reference(inputs, causal=causal, tma=tma, one_pass=one_pass), 1e-13)
+    options = {"causal": causal, "target": target, "one_pass": one_pass}
+    assert_close(*triton_and_reference(inputs, **options), 1e-13)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -126,9 +127,7 @@ def test_offsets_and_documents(options, causal):
 
 def test_the_loops_agree_too():
     inputs = make_inputs(rows=19, heads=4, kv_heads=2, width=16)
-    out = triton_attention.diff_attention(
-        *inputs, softmax_scale=0.25, mask=mask_of(inputs), tma=False
-    )
+    out = triton_attention.diff_attention(*inputs, softmax_scale=0.25, mask=mask_of(inputs))
     assert relative_error(out, loop_diff_attention(*inputs)) < 1e-13
 
 
@@ -138,7 +137,7 @@ def test_gradcheck(one_pass):
     mask = mask_of(inputs)
     assert torch.autograd.gradcheck(
         lambda *x: triton_attention.diff_attention(
-            *x, softmax_scale=0.7, mask=mask, one_pass=one_pass, tma=False
+            *x, softmax_scale=0.7, mask=mask, one_pass=one_pass
         ),
         inputs,
         fast_mode=True,
@@ -271,7 +270,8 @@ def test_strided_and_misaligned_inputs():
     k1, k2 = (torch.cat([x, x], -1)[..., 1:17].detach() for x in inputs[1:4:2])
     v = inputs[4].detach().transpose(0, 1).contiguous().transpose(0, 1)
     actual, expected = triton_and_reference(
-        [x.requires_grad_() for x in (q1, k1, q2, k2, v)] + [inputs[5]], tma=True
+        [x.requires_grad_() for x in (q1, k1, q2, k2, v)] + [inputs[5]],
+        target=Target.HOPPER,
     )
     assert_close(actual, expected, 1e-13)
 
@@ -286,7 +286,7 @@ def test_a_norm_weight_of_any_layout():
 def test_gradients_of_one_map_in_strides_that_descriptors_refuse():
     """A batch of one may have any stride, which `is_contiguous` overlooks."""
     inputs = make_inputs(rows=20, width=16)
-    problem = triton_attention.Problem(0.25, mask_of(inputs), one_pass=False, tma=True)
+    problem = triton_attention.Problem(0.25, mask_of(inputs), False, Target.HOPPER)
     q, k, v = inputs[0], inputs[1], inputs[4]
     out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
     grad = torch.randn_like(out)
