@@ -10,8 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
+from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
 from diffmegatron.attention.kernels import diff_attention, flash_2call, flash_4call, flex, reference
+from diffmegatron.attention.kernels.triton_config import Target
 from diffmegatron.attention.kernels.validate import build_mask
 
 CASES = {
@@ -74,6 +76,50 @@ def test_flex_uncompiled(shape, options):
     out = flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
     expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
     assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "options"),
+    [
+        (300, 300, {}),
+        (1, 257, {}),
+        (130, 700, {}),
+        (700, 130, {}),
+        (300, 300, {"causal": False}),
+        (512, 512, {"cu_seqlens": torch.tensor([0, 1, 129, 300, 512])}),
+        (512, 512, {"causal": False, "cu_seqlens": torch.tensor([0, 1, 128, 300, 512])}),
+        (256, 300, {"query_offset": 0, "key_offset": 60}),
+        (256, 300, {"query_offset": 0, "key_offset": 600}),
+        (256, 300, {"cu_seqlens": torch.tensor([0, 300, 600]), "query_offset": 300}),
+    ],
+)
+def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options):
+    placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
+    start, stop = build_mask(rows, keys, **placed).key_intervals(torch.device("cpu"))
+
+    def visible(_batch, _head, query, key):
+        return (key >= start[query]) & (key < stop[query])
+
+    found = flex.block_mask(start, stop, keys)
+    expected = create_block_mask(visible, None, None, rows, keys, device="cpu")
+    assert found.shape == expected.shape
+    for side in ("kv", "full_kv", "q", "full_q"):
+        for table in ("num_blocks", "indices"):
+            name = f"{side}_{table}"
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("target", Target)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_flex_options_are_torchs_and_the_backward_fits(head_dim, dtype, target):
+    options = flex.kernel_options(head_dim, dtype, target)
+    names = {name.removeprefix("fwd_").removeprefix("bwd_") for name in options}
+    assert names <= set(FlexKernelOptions.__annotations__)
+    if head_dim == 128 and dtype == torch.bfloat16:
+        # K, V beside the buffers of Q and dO, and likewise with the sides exchanged.
+        tiles = 2 * 3 * head_dim * options["bwd_BLOCK_N1"] * (1 + options["bwd_num_stages"])
+        assert tiles <= (99 if target is Target.SMALL else 163) * 1024
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False):

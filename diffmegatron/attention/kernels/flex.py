@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .masking import AttentionMask
+from .triton_config import SIXTEEN_BITS, Target, target_of
 from .two_maps import two_calls
+
+# FlexAttention's own, rows of queries and of keys.
+BLOCK = 128
 
 
 def diff_attention(
@@ -24,28 +28,90 @@ def diff_attention(
 ) -> Tensor:
     """Shapes as in `diffmegatron.attention.kernels.diff_attention`."""
     start, stop = mask.key_intervals(q1.device)
+    sees_nothing = (start == stop)[:, None, None]
+    compute = _flex_attention(q1.device.type)
+    constants: dict[str, Any] = {
+        "block_mask": block_mask(start, stop, mask.key_length),
+        "scale": softmax_scale,
+        "enable_gqa": q1.shape[2] != k1.shape[2],
+    }
+    if q1.is_cuda:
+        target = target_of(q1.dtype, torch.cuda.get_device_capability(q1.device))
+        constants["kernel_options"] = kernel_options(q1.shape[3], q1.dtype, target)
+
+    def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, values))
+        out: Tensor = compute(*heads_first, **constants)
+        return out.transpose(1, 2).masked_fill(sees_nothing, 0.0)
+
+    return two_calls(attend, q1, k1, q2, k2, v, lambda_)
+
+
+def block_mask(start: Tensor, stop: Tensor, key_length: int) -> BlockMask:
+    """Row i sees the keys [start[i], stop[i]): what `create_block_mask` finds by asking each pair.
+
+    That takes several `[s, t]` tensors, of 4 GiB each at 64K; this takes them `[s, t / 128]`.
+
+    Args:
+        start, stop: int32 `[s]`, as from `AttentionMask.key_intervals`.
+        key_length: t.
+    """
+    length = len(start)
+    first_key = torch.arange(0, key_length, BLOCK, device=start.device)
+    end_key = first_key + BLOCK
+    sees = torch.stack(
+        [
+            (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
+            # A last block that is cut short counts as masked, as FlexAttention has it.
+            (start[:, None] <= first_key) & (stop[:, None] >= end_key),
+        ]
+    )
+    padding = (0, 0, 0, -length % BLOCK)
+    by_block = torch.nn.functional.pad(sees, padding).unflatten(1, (-1, BLOCK))
+    some, every = by_block[0].any(1), by_block[1].all(1)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= start[query]) & (key < stop[query])
 
-    block_mask = create_block_mask(
-        visible, None, None, mask.query_length, mask.key_length, device=q1.device
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, key_length),
     )
-    sees_nothing = (start == stop)[:, None, None]
-    compute = _flex_attention(q1.device.type)
 
-    def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        out: Tensor = compute(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            values.transpose(1, 2),
-            block_mask=block_mask,
-            scale=softmax_scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return out.transpose(1, 2).masked_fill(sees_nothing, 0.0)
 
-    return two_calls(attend, q1, k1, q2, k2, v, lambda_)
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Boolean `[query blocks, key blocks]`: how many of each row are true, and these first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def kernel_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+    """Block sizes where torch's own, chosen for a V as wide as Q, do not fit a V of 2d.
+
+    Its defaults at d = 128 want more shared memory than there is: on Hopper 240 of 227 KiB for the
+    backward's tiles, on an A100 in fp32 176 of 163, on chips with 99 already 144 forward. At d = 64
+    they have four warps, whose registers do not hold the forward's result.
+    """
+    if head_dim < 64:
+        return {}
+    if dtype not in SIXTEEN_BITS:
+        cramped = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+        return cramped if head_dim > 64 else {}
+    if head_dim == 64:
+        return {"num_warps": 8}
+    if target is Target.SMALL:
+        forward = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "num_warps": 4}
+        return forward | _backward_blocks(32, stages=1)
+    return {"num_warps": 8} | _backward_blocks(64, stages=2)
+
+
+def _backward_blocks(size: int, stages: int) -> dict[str, int]:
+    """Rows and keys per block, of its part for dK and dV (1) and that for dQ (2)."""
+    sizes = {f"bwd_BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
+    return sizes | {"bwd_num_stages": stages}
 
 
 @cache
