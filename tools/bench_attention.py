@@ -301,6 +301,8 @@ def main() -> None:
     }
     backends = backends_to_time(arguments)
     for length in arguments.lengths:
+        # What is compiled is compiled for this length, as in training, and not for any.
+        torch.compiler.reset()
         rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():
             annotate(row, form, length, arguments, ceiling)

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
 from diffmegatron.attention.kernels import diff_attention, flash_2call, flash_4call, flex, reference
@@ -107,6 +108,20 @@ def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options
         for table in ("num_blocks", "indices"):
             name = f"{side}_{table}"
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_flex_is_compiled_for_many_kinds_of_calls(monkeypatch):
+    compilations = CompileCounter()
+    compiled = torch.compile(flex.flex_attention, backend=compilations, fullgraph=True)
+    monkeypatch.setattr(flex, "_flex_attention", lambda _device: compiled)
+    mask = build_mask(4, 4, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    kinds = torch._dynamo.config.recompile_limit + 1
+    torch.compiler.reset()
+    for width in range(1, kinds + 1):
+        inputs = [x.detach() for x in make_inputs(rows=4, width=width, dtype=torch.float32)]
+        flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    torch.compiler.reset()
+    assert compilations.frame_count == kinds
 
 
 @pytest.mark.parametrize("target", Target)

@@ -13,6 +13,9 @@ from .two_maps import two_calls
 
 # FlexAttention's own, rows of queries and of keys.
 BLOCK = 128
+# After so many compilations, of widths, dtypes and ways of grouping heads, another is an error. By
+# default torch stops compiling at eight, and would write out all scores from then on.
+MOST_COMPILATIONS = 64
 
 
 def diff_attention(
@@ -41,7 +44,8 @@ def diff_attention(
 
     def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (q, k, values))
-        out: Tensor = compute(*heads_first, **constants)
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+            out: Tensor = compute(*heads_first, **constants)
         return out.transpose(1, 2).masked_fill(sees_nothing, 0.0)
 
     return two_calls(attend, q1, k1, q2, k2, v, lambda_)
@@ -117,4 +121,4 @@ def _backward_blocks(size: int, stages: int) -> dict[str, int]:
 @cache
 def _flex_attention(device: str) -> Any:
     """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel."""
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+    return torch.compile(flex_attention, fullgraph=True) if device == "cuda" else flex_attention
