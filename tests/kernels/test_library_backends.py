@@ -128,13 +128,15 @@ def test_flex_is_compiled_for_many_kinds_of_calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_flex_options_are_torchs_and_the_backward_fits(head_dim, dtype, target):
-    options = flex.kernel_options(head_dim, dtype, target)
+    options = flex.kernel_options(4096, head_dim, dtype, target)
     names = {name.removeprefix("fwd_").removeprefix("bwd_") for name in options}
     assert names <= set(FlexKernelOptions.__annotations__)
     if head_dim == 128 and dtype == torch.bfloat16:
         # K, V beside the buffers of Q and dO, and likewise with the sides exchanged.
         tiles = 2 * 3 * head_dim * options["bwd_BLOCK_N1"] * (1 + options["bwd_num_stages"])
         assert tiles <= (99 if target is Target.SMALL else 163) * 1024
+    decoding = flex.kernel_options(1, head_dim, dtype, target)
+    assert decoding == {name: x for name, x in options.items() if name.startswith("bwd_")}
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False):

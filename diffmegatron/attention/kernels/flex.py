@@ -40,7 +40,9 @@ def diff_attention(
     }
     if q1.is_cuda:
         target = target_of(q1.dtype, torch.cuda.get_device_capability(q1.device))
-        constants["kernel_options"] = kernel_options(q1.shape[3], q1.dtype, target)
+        constants["kernel_options"] = kernel_options(
+            mask.query_length, q1.shape[3], q1.dtype, target
+        )
 
     def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (q, k, values))
@@ -92,30 +94,41 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
-def kernel_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+def kernel_options(
+    query_length: int, head_dim: int, dtype: torch.dtype, target: Target
+) -> dict[str, int]:
     """Block sizes where torch's own, chosen for a V as wide as Q, do not fit a V of 2d.
 
     Its defaults at d = 128 want more shared memory than there is: on Hopper 240 of 227 KiB for the
     backward's tiles, on an A100 in fp32 176 of 163, on chips with 99 already 144 forward. At d = 64
     they have four warps, whose registers do not hold the forward's result.
     """
-    if head_dim < 64:
-        return {}
+    backward = _backward_options(head_dim, dtype, target)
+    options = {f"bwd_{name}": size for name, size in backward.items()}
+    if query_length < BLOCK:
+        # FlexAttention then takes its kernel for decoding, whose blocks fit.
+        return options
+    forward = _forward_options(head_dim, dtype, target)
+    return options | {f"fwd_{name}": size for name, size in forward.items()}
+
+
+def _forward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
     if dtype not in SIXTEEN_BITS:
-        cramped = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
-        return cramped if head_dim > 64 else {}
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1} if head_dim > 64 else {}
+    if target is Target.SMALL and head_dim > 64:
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
+    return {"num_warps": 8} if head_dim >= 64 else {}
+
+
+def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+    if dtype not in SIXTEEN_BITS or head_dim < 64:
+        return {}
     if head_dim == 64:
         return {"num_warps": 8}
-    if target is Target.SMALL:
-        forward = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "num_warps": 4}
-        return forward | _backward_blocks(32, stages=1)
-    return {"num_warps": 8} | _backward_blocks(64, stages=2)
-
-
-def _backward_blocks(size: int, stages: int) -> dict[str, int]:
-    """Rows and keys per block, of its part for dK and dV (1) and that for dQ (2)."""
-    sizes = {f"bwd_BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
-    return sizes | {"bwd_num_stages": stages}
+    size, stages, warps = (32, 1, 4) if target is Target.SMALL else (64, 2, 8)
+    # One part of the kernel computes dK and dV (1), another dQ (2).
+    sizes = {f"BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
+    return sizes | {"num_stages": stages, "num_warps": warps}
 
 
 @cache

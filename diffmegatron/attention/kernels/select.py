@@ -14,15 +14,14 @@ from types import ModuleType
 
 import torch
 
-from . import triton_config
 from .flash import load_library
+from .triton_config import DTYPES, HEAD_DIMS, SIXTEEN_BITS
 
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
 # All of the libraries are made for Ampere and later.
 LEAST_CAPABILITY = (8, 0)
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 CHUNKS = frozenset({"chunks", "masked chunks"})
 WHOLE_SEQUENCES_ONLY = frozenset({"offsets", "lse"}) | CHUNKS
 
@@ -74,8 +73,8 @@ BACKENDS: dict[str, Backend] = {
         "triton_attention",
         "own fused kernels: 6d forward, 10d or 14d backward",
         devices=("cuda",),
-        dtypes=triton_config.DTYPES,
-        head_dims=triton_config.HEAD_DIMS,
+        dtypes=DTYPES,
+        head_dims=HEAD_DIMS,
         library="triton",
         lacks=frozenset({"narrow"}),
         fuses_norm=True,
