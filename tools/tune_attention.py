@@ -37,6 +37,8 @@ KERNELS = ("forward", "key_value", "key_value_one_pass", "query")
 # with masks and one without, or one alone.
 COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
 LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
+# Chips whose matrix instructions name their sizes in the machine code: not Blackwell's 10.x.
+COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,9 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--capability",
         type=int,
-        choices=sorted(SHARED_LIMIT),
-        default=this_capability() or 90,
-        help="chip to compile for; default this machine's, or 90, a Hopper",
+        choices=COUNTED,
+        help="without a GPU: chip to compile for; default 90, a Hopper",
     )
     parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
@@ -63,7 +64,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--listed", type=Path, help="an earlier result: try its best blocks alone")
     parser.add_argument("--best", type=int, default=8, help="how many of the listed, per kernel")
     parser.add_argument("--name", help="name of the result file; default the chip and d")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    here = this_capability()
+    if here is not None and here not in SHARED_LIMIT:
+        known = ", ".join(map(str, sorted(SHARED_LIMIT)))
+        parser.error(f"this GPU's compute capability is {here}; the kernels are tuned on {known}")
+    if here is not None and arguments.capability not in (None, here):
+        parser.error(f"--capability {arguments.capability} on a GPU of {here}: leave it out")
+    arguments.capability = here or arguments.capability or 90
+    return arguments
 
 
 def this_capability() -> int | None:

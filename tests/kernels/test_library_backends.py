@@ -5,6 +5,7 @@ FlashAttention has no CPU build: a stand-in with its signature and its documente
 """
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -17,6 +18,7 @@ from diffmegatron.attention.kernels import diff_attention, flash_2call, flash_4c
 from diffmegatron.attention.kernels.triton_config import Target
 from diffmegatron.attention.kernels.validate import build_mask
 
+EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
 CASES = {
     "causal": ({"rows": 9}, {}),
     "full": ({"rows": 9}, {"causal": False}),
@@ -110,31 +112,57 @@ def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_flex_is_compiled_for_many_kinds_of_calls(monkeypatch):
+def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(monkeypatch):
     compilations = CompileCounter()
-    compiled = torch.compile(flex.flex_attention, backend=compilations, fullgraph=True)
+    compile_with_counter = partial(torch.compile, backend=compilations)
+    monkeypatch.setattr(torch, "compile", compile_with_counter)
+    kinds = torch._dynamo.config.recompile_limit + 1
+    monkeypatch.setattr(flex, "MOST_COMPILATIONS", kinds)
+    flex._flex_attention.cache_clear()
+    compiled = flex._flex_attention("cuda")
+    flex._flex_attention.cache_clear()
     monkeypatch.setattr(flex, "_flex_attention", lambda _device: compiled)
     mask = build_mask(4, 4, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
-    kinds = torch._dynamo.config.recompile_limit + 1
-    torch.compiler.reset()
-    for width in range(1, kinds + 1):
+
+    def attend(width):
         inputs = [x.detach() for x in make_inputs(rows=4, width=width, dtype=torch.float32)]
         flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+
     torch.compiler.reset()
-    assert compilations.frame_count == kinds
+    try:
+        for width in range(1, kinds + 1):
+            attend(width)
+        assert compilations.frame_count == kinds
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            attend(kinds + 1)
+    finally:
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("target", Target)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_flex_options_are_torchs_and_the_backward_fits(head_dim, dtype, target):
+def test_flex_blocks_fit_as_far_as_sums_tell(head_dim, dtype, target):
+    """A lower bound, of what is loaded ahead; torch's sizes of 2.13 where ours say nothing."""
     options = flex.kernel_options(4096, head_dim, dtype, target)
     names = {name.removeprefix("fwd_").removeprefix("bwd_") for name in options}
     assert names <= set(FlexKernelOptions.__annotations__)
-    if head_dim == 128 and dtype == torch.bfloat16:
-        # K, V beside the buffers of Q and dO, and likewise with the sides exchanged.
-        tiles = 2 * 3 * head_dim * options["bwd_BLOCK_N1"] * (1 + options["bwd_num_stages"])
-        assert tiles <= (99 if target is Target.SMALL else 163) * 1024
+    if head_dim < 128:
+        assert options == ({} if head_dim < 64 or dtype == torch.float32 else EIGHT_WARPS)
+        return
+    sizes = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 4}
+    if dtype == torch.float32:
+        sizes |= {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_num_stages": 1, "bwd_num_warps": 4}
+    sizes |= options
+    row = 3 * head_dim * dtype.itemsize
+    forward = row * sizes["fwd_BLOCK_N"] * (sizes["fwd_num_stages"] - 1)
+    backward = row * (sizes["bwd_BLOCK_N1"] + sizes["bwd_BLOCK_M1"] * (sizes["bwd_num_stages"] - 1))
+    limit = {Target.SMALL: 99, Target.LARGE: 163, Target.HOPPER: 227}[target] * 1024
+    assert forward <= limit
+    assert backward <= limit
+    # Accumulators take at most half of the registers: 128 per thread, of 32 per warp.
+    assert sizes["fwd_BLOCK_M"] * 2 * head_dim <= 128 * 32 * sizes["fwd_num_warps"]
+    assert sizes["bwd_BLOCK_N1"] * 3 * head_dim <= 128 * 32 * sizes["bwd_num_warps"]
     decoding = flex.kernel_options(1, head_dim, dtype, target)
     assert decoding == {name: x for name, x in options.items() if name.startswith("bwd_")}
 

@@ -171,7 +171,10 @@ def why_not(
     if backend.devices is not None and device not in backend.devices:
         return f"needs a {' or '.join(backend.devices)} device, got {device}"
     if backend.library is not None and backend.library not in libraries:
-        return f"needs the library {backend.library}, which is not installed or not usable"
+        return (
+            f"needs the library {backend.library}, which is not installed or not usable (a warning "
+            "then says why)"
+        )
     if backend.dtypes is not None and dtype not in backend.dtypes:
         return f"takes {', '.join(map(_dtype_name, backend.dtypes))}, got {_dtype_name(dtype)}"
     if backend.head_dims is not None and head_dim not in backend.head_dims:
