@@ -25,13 +25,9 @@ from diffmegatron.attention.kernels.validate import build_mask
 
 # Bytes of shared memory that one block may have, by compute capability.
 SHARED_LIMIT = {
-    capability: kibibytes * 1024
-    for kibibytes, capabilities in {
-        163: (80, 87),
-        99: (86, 89, 120, 121),
-        227: (90, 100, 103),
-    }.items()
-    for capability in capabilities
+    **dict.fromkeys((80, 87), 163 * 1024),
+    **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
+    **dict.fromkeys((90, 100, 103), 227 * 1024),
 }
 
 
@@ -91,11 +87,11 @@ class StandInDriver(DriverBase):
 
     def get_active_torch_device(self) -> None:
         """There is none."""
-        raise NotImplementedError
+        raise NotImplementedError("a pretended GPU has no torch device")
 
     def get_benchmarker(self) -> Callable[..., object]:
         """There is nothing to time."""
-        raise NotImplementedError
+        raise NotImplementedError("a pretended GPU runs nothing that could be timed")
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """What launches a compiled kernel: here nothing happens."""

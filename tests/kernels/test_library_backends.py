@@ -98,12 +98,13 @@ def test_flex_uncompiled(shape, options):
 )
 def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options):
     placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
-    start, stop = build_mask(rows, keys, **placed).key_intervals(torch.device("cpu"))
+    mask = build_mask(rows, keys, **placed)
+    start, stop = mask.key_intervals(torch.device("cpu"))
 
     def visible(_batch, _head, query, key):
         return (key >= start[query]) & (key < stop[query])
 
-    found = flex.block_mask(start, stop, keys)
+    found = flex.block_mask(mask, torch.device("cpu"))
     expected = create_block_mask(visible, None, None, rows, keys, device="cpu")
     assert found.shape == expected.shape
     for side in ("kv", "full_kv", "q", "full_q"):

@@ -1,6 +1,6 @@
 """Two calls of torch's FlexAttention with V whole, compiled on CUDA."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def diff_attention(
     sees_nothing = (start == stop)[:, None, None]
     compute = _flex_attention(q1.device.type)
     constants: dict[str, Any] = {
-        "block_mask": block_mask(start, stop, mask.key_length),
+        "block_mask": block_mask(mask, q1.device),
         "scale": softmax_scale,
         "enable_gqa": q1.shape[2] != k1.shape[2],
     }
@@ -52,17 +52,15 @@ def diff_attention(
     return two_calls(attend, q1, k1, q2, k2, v, lambda_)
 
 
-def block_mask(start: Tensor, stop: Tensor, key_length: int) -> BlockMask:
-    """Row i sees the keys [start[i], stop[i]): what `create_block_mask` finds by asking each pair.
+# Every layer of a batch asks for the same one.
+@lru_cache(maxsize=8)
+def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
+    """What `create_block_mask` finds by asking each pair, from the keys that each row sees.
 
     That takes several `[s, t]` tensors, of 4 GiB each at 64K; this takes them `[s, t / 128]`.
-
-    Args:
-        start, stop: int32 `[s]`, as from `AttentionMask.key_intervals`.
-        key_length: t.
     """
-    length = len(start)
-    first_key = torch.arange(0, key_length, BLOCK, device=start.device)
+    start, stop = mask.key_intervals(device)
+    first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
     end_key = first_key + BLOCK
     sees = torch.stack(
         [
@@ -71,7 +69,7 @@ def block_mask(start: Tensor, stop: Tensor, key_length: int) -> BlockMask:
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
-    padding = (0, 0, 0, -length % BLOCK)
+    padding = (0, 0, 0, -mask.query_length % BLOCK)
     by_block = torch.nn.functional.pad(sees, padding).unflatten(1, (-1, BLOCK))
     some, every = by_block[0].any(1), by_block[1].all(1)
 
@@ -83,7 +81,7 @@ def block_mask(start: Tensor, stop: Tensor, key_length: int) -> BlockMask:
         *_listed(every),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
-        seq_lengths=(length, key_length),
+        seq_lengths=(mask.query_length, mask.key_length),
     )
 
 
