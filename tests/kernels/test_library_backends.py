@@ -113,6 +113,15 @@ def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+def test_flex_tables_made_in_inference_serve_training():
+    mask = build_mask(5, 77, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        kept = [*mask.key_intervals(cpu), *mask.query_intervals(cpu)]
+        kept.append(flex.block_mask(mask, cpu).kv_indices)
+    assert not any(x.is_inference() for x in kept)
+
+
 def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(monkeypatch):
     compilations = CompileCounter()
     compile_with_counter = partial(torch.compile, backend=compilations)

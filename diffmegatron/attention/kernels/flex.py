@@ -52,8 +52,9 @@ def diff_attention(
     return two_calls(attend, q1, k1, q2, k2, v, lambda_)
 
 
-# Every layer of a batch asks for the same one.
+# Every layer of a batch asks for the same one; training may, after a call under inference_mode.
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     """What `create_block_mask` finds by asking each pair, from the keys that each row sees.
 

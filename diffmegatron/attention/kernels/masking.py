@@ -117,7 +117,9 @@ class AttentionMask:
 
 
 # Every layer of a batch asks for the same tables, and each copy to a GPU would wait for the GPU.
+# Kept from a call under inference_mode, they could not be used in training later.
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
     position = torch.arange(mask.query_length) + mask.query_offset
     start, stop = mask.document_bounds(position)
@@ -127,6 +129,7 @@ def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, T
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
     position = torch.arange(mask.key_length) + mask.key_offset
     start, stop = mask.document_bounds(position)
