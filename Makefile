@@ -9,7 +9,8 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python tools/quickstart.py
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not ranks" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks --durations=10
 
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu

@@ -1,4 +1,4 @@
-"""The command line: one screen, each command a call into its room."""
+"""The command line: one screen, each command a call into its package."""
 
 import logging
 import os
@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from diffmegatron.checkpoint.commands import app as checkpoint_app
+from diffmegatron.data.commands import app as data_app
+from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
+app.add_typer(dex_app, name="dex")
 Config = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),
@@ -139,6 +143,7 @@ def prepare(
 ) -> None:
     """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
     from diffmegatron.data.prepare import prepare as prepare_corpus
+    from diffmegatron.files import shown
 
     manifest = prepare_corpus(
         inputs,
@@ -157,10 +162,11 @@ def prepare(
         max_reject_share=max_reject_share,
         restart=restart,
     )
+    name = shown(output)
     print(
-        f"{output}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
+        f"{name}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
         f"tokens of {len(manifest.inputs):,} files; {manifest.rejected:,} rejected"
-        f"{f' (see {output}.rejects.jsonl)' if manifest.rejected else ''}, "
+        f"{f' (see {name}.rejects.jsonl)' if manifest.rejected else ''}, "
         f"{manifest.duplicates:,} duplicates, {manifest.empty:,} empty"
     )
 
@@ -176,11 +182,11 @@ def train(config: Config, overrides: Overrides = None) -> None:
     2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
     """
     from diffmegatron.config.load import load_stages
-    from diffmegatron.parallel.launcher import check_launcher
+    from diffmegatron.parallel.launcher import read_launch
     from diffmegatron.training.signals import EXIT_STOPPED
 
     stages = load_stages(config, overrides or [])
-    check_launcher()
+    read_launch()
     # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
     from diffmegatron.training.trainer import train_stages
 
@@ -198,13 +204,45 @@ def export(
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
     from diffmegatron.checkpoint.manifest import read_manifest
-    from diffmegatron.parallel.launcher import check_launcher
+    from diffmegatron.parallel.launcher import read_launch
 
-    check_launcher()
+    read_launch()
     read_manifest(checkpoint)
     from diffmegatron.hf.from_checkpoint import export_checkpoint
 
     difference = export_checkpoint(checkpoint, out, verify=verify)
+    print(f"wrote {out}")
+    if difference is not None:
+        absolute, relative = difference
+        print(f"logits differ by at most {absolute:.1e} ({relative:.1e} relative)")
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="HF_DIR", help="Folder of a pretrained model: config.json and all"),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
+    vocab_multiple: Annotated[
+        int,
+        typer.Option(min=1, help="Pad the vocabulary to a multiple, for tensor-parallel ranks"),
+    ] = 1,
+    verify: Annotated[bool, typer.Option(help="Compare logits with those of transformers")] = True,
+) -> None:
+    """Write a pretrained Hugging Face model as a run to start from, and prove that it is the same.
+
+    Then train another run from it: a recipe that says "extends: OUT/recipe.yaml", its own run_dir
+    and data, and checkpoint.start_from: OUT.
+
+    Example: diffmegatron import SmolLM2-135M runs/smollm2
+    """
+    from diffmegatron.parallel.launcher import read_launch
+
+    read_launch()
+    from diffmegatron.hf.importing import import_model
+
+    difference = import_model(folder, out, vocab_multiple=vocab_multiple, verify=verify)
     print(f"wrote {out}")
     if difference is not None:
         absolute, relative = difference

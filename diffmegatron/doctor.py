@@ -147,27 +147,24 @@ def _ranks_talk_by() -> Finding:
 
 
 def _attention_choices() -> Iterator[Finding]:
-    import torch
+    from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
+    from diffmegatron.attention.kernels.select import importable_libraries
 
-    from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
-
-    for device in ("cpu", "cuda"):
-        for dtype in (torch.float32, torch.bfloat16):
-            name = f"differential attention, {device} {str(dtype).removeprefix('torch.')}"
-            try:
-                backend, reason = choose_backend(
-                    "auto", device, dtype, HEAD_DIM, importable_libraries()
-                )
-            except ValueError as error:
-                backend, reason = "none", str(error)
-            yield Finding(name, backend, reason)
-    yield Finding("softmax attention", "sdpa", "torch's scaled_dot_product_attention")
+    for op, what in OPS.items():
+        for device in ("cpu", "cuda"):
+            for dtype in ("float32", "bfloat16"):
+                call = Call(op, device, dtype, HEAD_DIM)
+                try:
+                    backend, reason = choose_backend("auto", call, importable_libraries())
+                except ValueError as error:
+                    backend, reason = "none", str(error)
+                yield Finding(f"{what}, {device} {dtype}", backend, reason)
 
 
 def _attention_backends() -> Iterator[Finding]:
-    from diffmegatron.attention.kernels import backend_table
+    from diffmegatron.attention.kernels.api import backend_table
 
-    for name, can_run, why in backend_table(head_dim=HEAD_DIM):
+    for name, can_run, why in backend_table("differential", head_dim=HEAD_DIM):
         yield Finding(name, "can run" if can_run else "cannot run", why)
 
 

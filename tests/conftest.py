@@ -1,9 +1,11 @@
 """What several layers of tests share: a small corpus and recipes on it."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
@@ -14,8 +16,7 @@ run_dir: {run_dir}
 model:
   num_layers: 2
   hidden_size: 64
-  num_heads: 4
-  num_kv_heads: 2
+  attention: {{kind: diff_v1, num_heads: 4, num_kv_heads: 2}}
   ffn_hidden_size: 96
   vocab_size: 320
 data:
@@ -38,14 +39,58 @@ checkpoint:
   interval: 10
 """
 
+# A deadline would test the machine and what else runs on it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="50 times as many random cases, other ones every time"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
+
+
+@pytest.fixture(scope="session")
+def is_long(request: pytest.FixtureRequest) -> bool:
+    """Whether the tests that draw random cases shall draw many."""
+    return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture(scope="session")
+def cases(is_long: bool) -> int:
+    """How many random cases a test of random cases draws."""
+    return 20_000 if is_long else 400
+
+
+def prepare_corpus(folder: Path) -> Path:
+    """Write 160 documents of words that are the same wherever and whenever tests run.
+
+    A network learns something of them in a dozen steps: a few words make most of the text.
+
+    Returns:
+        The prefix of the prepared documents, of the tokenizer ``bytes``.
+    """
+    folder.mkdir(exist_ok=True)
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 8))) for _ in range(400)]
+    ranks = [1 / rank for rank in range(1, len(words) + 1)]
+    for number in range(160):
+        length = int(draw.lognormvariate(6, 1))
+        (folder / f"{number:03d}.txt").write_text(" ".join(draw.choices(words, ranks, k=length)))
+    prepare([folder], folder / "words", "bytes", show_progress=False)
+    return folder / "words"
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of a prepared corpus: this repository's own tests and sources."""
-    prefix = tmp_path_factory.mktemp("corpus") / "code"
-    sources = Path(__file__).parent.parent / "diffmegatron"
-    prepare([sources], prefix, "bytes", pattern="*.py", show_progress=False)
-    return prefix
+    """The prefix of a prepared corpus."""
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

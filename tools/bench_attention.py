@@ -22,27 +22,24 @@ from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffmegatron.attention.kernels import diff_attention, softmax_attention
-from diffmegatron.attention.kernels.select import BACKENDS, importable_libraries, why_not
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.costs import Sizes, triton_work
+from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
+from diffmegatron.attention.kernels.select import importable_libraries
 
 # By torch's scaled_dot_product_attention; on a GPU, in 16 bits, by its flash kernel.
 PLAIN = "transformer_sdpa"
 PLAIN_PYTORCH = ("reference", "blocked")
 
-# Multiply-adds per (query, key) pair and diff head, in units of d: forward, backward.
-COUNTS = {
-    PLAIN: (4, 10),
-    "transformer_flash": (4, 10),
-    "transformer_cudnn": (4, 10),
-    "reference": (4, 8),
-    "blocked": (4, 10),
-    "triton_split": (6, 14),
-    "triton_one_pass": (6, 10),
-    "flash_2call": (6, 14),
-    "flash_4call": (8, 20),
-    "sdpa_4call": (8, 20),
-    "flex": (6, 14),
+# What is timed, and its multiply-adds: a plain Transformer's attention, and every backend's forms.
+FORMS = {
+    PLAIN: SOFTMAX["sdpa"].work,
+    "transformer_flash": SOFTMAX["flash_attn"].work,
+    "transformer_cudnn": SOFTMAX["sdpa"].work,
+    "triton_split": partial(triton_work, one_pass=False),
+    "triton_one_pass": partial(triton_work, one_pass=True),
+    **{name: backend.work for name, backend in DIFFERENTIAL.items() if name != "triton"},
 }
 
 Form = tuple[Callable[..., Tensor], list[Tensor]]
@@ -64,14 +61,14 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="per batch; default one sequence, on a GPU the greatest length, to fill it",
     )
-    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the twin has 2h")
+    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
     parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default h")
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=BACKENDS,
+        choices=DIFFERENTIAL,
         help="to time; default all that can run, on a GPU without those in plain PyTorch",
     )
     parser.add_argument("--name", help="name of the result files; default device, dtype and d")
@@ -92,11 +89,11 @@ def batch_size(arguments: argparse.Namespace, length: int) -> int:
 def backends_to_time(arguments: argparse.Namespace) -> list[str]:
     """Those asked for, or all; says of which it leaves out why."""
     on_gpu = arguments.device == "cuda"
-    by_default = [name for name in BACKENDS if not (on_gpu and name in PLAIN_PYTORCH)]
-    dtype, libraries = getattr(torch, arguments.dtype), importable_libraries()
+    by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
+    call = Call("differential", arguments.device, arguments.dtype, arguments.head_dim)
     can_run = []
     for name in arguments.backends or by_default:
-        reason = why_not(name, arguments.device, dtype, arguments.head_dim, libraries)
+        reason = why_not(name, call, importable_libraries())
         if reason is None:
             can_run.append(name)
         else:
@@ -105,7 +102,7 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
 
 
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The Transformer twin's attention by one of torch's kernels, or an error."""
+    """The Transformer baseline's attention by one of torch's kernels, or an error."""
     with sdpa_kernel(kernel):
         return softmax_attention(q, k, v)
 
@@ -135,7 +132,7 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
             forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
     for name in backends:
         if name == "triton":
-            triton_attention = BACKENDS["triton"].load()
+            triton_attention = DIFFERENTIAL["triton"].load()
             mask = build_mask(
                 length, length, causal=True, cu_seqlens=None, query_offset=None, key_offset=0
             )
@@ -209,19 +206,22 @@ def matmul_ceiling(arguments: argparse.Namespace) -> float:
 def annotate(
     row: dict[str, float], name: str, length: int, arguments: argparse.Namespace, ceiling: float
 ) -> None:
-    """Add TFLOP/s by the counts above, the share of the ceiling, and the bandwidth achieved."""
+    """Add TFLOP/s by the form's work, the share of the ceiling, and the bandwidth achieved."""
     batch = batch_size(arguments, length)
-    pairs = batch * arguments.heads * length * (length + 1) / 2
-    forward, backward = (2 * count * arguments.head_dim * pairs for count in COUNTS[name])
+    pairs = batch * length * (length + 1) / 2
+    heads, element = arguments.heads, getattr(torch, arguments.dtype).itemsize
+    kv_heads = arguments.kv_heads or heads
+    # Two maps of h heads each, or one map of 2h.
+    signal, noise = (2 * heads, 0) if name.startswith("transformer") else (heads, heads)
+    work = FORMS[name](Sizes(element, arguments.head_dim, signal, noise, kv_heads, length))
+    forward, backward = (2 * multiply_adds * pairs for multiply_adds in work)
     row["forward_tflops"] = forward / row["forward_s"] / 1e12
     row["backward_tflops"] = backward / row["backward_s"] / 1e12
     row["both_tflops"] = (forward + backward) / row["both_s"] / 1e12
     row["share_of_matmul"] = row["both_tflops"] / ceiling
     # The least that must move: q, k, v and out once forward; they and their gradients backward.
-    kv_heads = arguments.kv_heads or arguments.heads
     elements = batch * length * arguments.head_dim * 4 * (arguments.heads + kv_heads)
-    size = getattr(torch, arguments.dtype).itemsize
-    row["both_gb_per_s"] = 3 * elements * size / row["both_s"] / 1e9
+    row["both_gb_per_s"] = 3 * elements * element / row["both_s"] / 1e9
 
 
 def write_table(path: Path, report: dict) -> None:
@@ -261,7 +261,7 @@ def write_plot(path: Path, report: dict) -> None:
         rows = {n: report["lengths"][n] for n in lengths if name in report["lengths"][n]}
         ratios = [row[name]["both_s"] / row[PLAIN]["both_s"] for row in rows.values()]
         # A form keeps its colour, whichever others ran.
-        color = pyplot.get_cmap("tab20")(list(COUNTS).index(name))
+        color = pyplot.get_cmap("tab20")(list(FORMS).index(name))
         axes.plot(list(map(str, rows)), ratios, marker="o", label=name, color=color)
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("forward + backward time / Transformer")

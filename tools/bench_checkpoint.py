@@ -27,7 +27,7 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
-from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
+from diffmegatron.checkpoint.contents import Position, open_checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.prepare import prepare
@@ -41,13 +41,12 @@ from diffmegatron.training.agreement import agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.resume import load_snapshot, newest_good
 from diffmegatron.training.saver import Saver
-from diffmegatron.training.snapshot import Position
 from diffmegatron.training.step import forward_backward
 
 RECIPE = """
 run_dir: {scratch}/run
-model: {{num_layers: {layers}, hidden_size: {hidden}, num_heads: 4, ffn_hidden_size: {ffn},
-        vocab_size: 320}}
+model: {{num_layers: {layers}, hidden_size: {hidden}, attention: {{kind: diff_v1, num_heads: 4}},
+        ffn_hidden_size: {ffn}, vocab_size: 320}}
 data: {{tokenizer: bytes, sources: [{{path: {scratch}/corpus}}], validation_fraction: 0.05}}
 training: {{seq_length: 256, global_batch_size: 2, micro_batch_size: 2, steps: 1000,
            precision: fp32}}
@@ -99,7 +98,9 @@ def main() -> None:
 def measure(file: Path, arguments: argparse.Namespace) -> dict:
     """All figures, in seconds and bytes."""
     recipe = load_recipe(file)
-    store = CheckpointStore(Path(recipe.run_dir))
+    run_dir = Path(recipe.run_dir)
+    run_dir.mkdir()
+    store = CheckpointStore(run_dir)
     with process_groups(recipe.parallel, recipe.training.seed) as topology:
         network = build_model(recipe, topology)
         shards = parameter_shards(network)
@@ -135,7 +136,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             after = peak_memory()
         path = store.latest()
         load = timed(lambda: load_snapshot(newest_good(store, topology), engine, shards, topology))
-        verify = timed(lambda: verify_contents(path, read_manifest(path).files))
+        verify = timed(lambda: open_checkpoint(path))
     return {
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}",
         "parameters": sum(parameter.numel() for parameter in network.parameters()),

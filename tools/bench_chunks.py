@@ -1,9 +1,8 @@
-"""Time a ring's pair of chunks: the gradients from the whole's log-sum-exps, beside what they save.
+"""Time a ring's pair of chunks: each map's part, and the gradients from the whole's log-sum-exps.
 
-Each backend that attends chunk by chunk: the forward (each map's part), the backward by
-`chunk_gradients`, and, where it can, the same gradients by differentiating the parts, which
-computes them once more. The Transformer twin of equal size stands beside them. Repetitions
-alternate. Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
+Each backend that attends chunk by chunk: the forward by `chunk_attention`, the backward by
+`chunk_gradients`. The Transformer baseline of equal size stands beside them. Repetitions alternate.
+Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
 
     python tools/bench_chunks.py                       # on a GPU: bf16, chunks of 4096
     python tools/bench_chunks.py --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
@@ -19,16 +18,17 @@ import torch
 from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     Maps,
     WholeAttention,
-    attention_with_lse,
     chunk_attention,
     chunk_gradients,
+    combine_maps,
 )
-from diffmegatron.attention.kernels.select import BACKENDS, importable_libraries, why_not
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call, why_not
+from diffmegatron.attention.kernels.select import importable_libraries
 
-TWIN = "transformer"
+BASELINE = "transformer"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of queries and of keys")
-    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the twin has 2h")
+    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--name", help="name of the result file; default device, dtype and d")
@@ -60,59 +60,30 @@ def draw_maps(arguments: argparse.Namespace, count: int) -> Maps:
     return Maps(queries, keys, draw(count * width))
 
 
-def differentiated(
-    maps: Maps, grads: list[Tensor], backend: str, placed: dict
-) -> tuple[Tensor, ...]:
-    """Every map's part computed again, and its gradients: what a ring would do without the whole's.
-
-    Args:
-        maps: the chunks.
-        grads: gradient of each map's part.
-        backend: what computes them.
-        placed: the chunks' offsets and causality.
-    """
-    leaves = [x.detach().requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
-    count = len(maps.queries)
-    parts = [
-        attention_with_lse(q, k, leaves[-1], backend=backend, **placed)
-        for q, k in zip(leaves[:count], leaves[count:-1], strict=True)
-    ]
-    outputs = [x for part in parts for x in part]
-    of_parts = [
-        x for g, (_, lse) in zip(grads, parts, strict=True) for x in (g.to(lse.dtype), lse.detach())
-    ]
-    return torch.autograd.grad(outputs, leaves, of_parts)
-
-
 def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
-    """What is timed, by name: of the twin, and of each backend that can, every direction."""
+    """What is timed, by name: of the baseline, and of each backend that can, every direction."""
     dtype, width = getattr(torch, arguments.dtype), arguments.head_dim
     forms: dict[str, Callable[[], object]] = {}
 
-    def can(backend: str, feature: str) -> bool:
-        needs, libraries = frozenset({feature}), importable_libraries()
-        return why_not(backend, arguments.device, dtype, width, libraries, needs) is None
+    def can(backend: str) -> bool:
+        call = Call("differential", arguments.device, arguments.dtype, width, frozenset({"chunks"}))
+        return why_not(backend, call, importable_libraries()) is None
 
     def add(name: str, backend: str, maps: Maps, lambda_: Tensor | None) -> None:
         parts = chunk_attention(maps, backend=backend, **placed)
         outs = [out.to(dtype) for out, _ in parts]
-        out, out2 = outs[0], None
-        if lambda_ is not None:
-            out, out2 = outs[0] - lambda_.to(dtype) * outs[1], outs[1]
+        out = combine_maps(outs, lambda_)
+        out2 = None if lambda_ is None else outs[1]
         whole = WholeAttention(out, out2, tuple(lse for _, lse in parts))
         grad = torch.randn_like(out)
         forms[f"{name} forward"] = partial(chunk_attention, maps, backend=backend, **placed)
         forms[f"{name} backward"] = partial(
             chunk_gradients, grad, maps, lambda_, whole, backend=backend, **placed
         )
-        if lambda_ is not None and can(backend, "lse"):
-            forms[f"{name} differentiated"] = partial(
-                differentiated, maps, [grad, grad], backend, placed
-            )
 
-    add(TWIN, "auto", draw_maps(arguments, 1), None)
-    for backend in BACKENDS:
-        if backend != "reference" and can(backend, "chunks"):
+    add(BASELINE, "auto", draw_maps(arguments, 1), None)
+    for backend in DIFFERENTIAL:
+        if backend != "reference" and can(backend):
             add(
                 backend,
                 backend,

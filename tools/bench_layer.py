@@ -1,13 +1,14 @@
-"""Time whole layers of both twins side by side: forward and backward tokens/s, peak memory.
+"""Time whole layers of attention kinds side by side: forward and backward tokens/s, peak memory.
 
-A stack of a few layers of the recipe's shape is built for the differential model and for its
-Transformer; their repetitions alternate, so that a machine that slows down slows both. Embedding
-and output layer are part of what is timed, as in a training step, with one vocabulary for both.
-Two depths give the time per layer, and from it the estimated ratio at the recipe's full depth.
-Writes NAME.json and NAME.md to benchmarks/results/.
+A stack of a few layers of the recipe's shape is built with the recipe's attention, with others that
+are asked for, and as the Transformer of the pair; their repetitions alternate, so that a machine
+that slows down slows all. Embedding and output layer are part of what is timed, as in a training
+step, with one vocabulary for all. Two depths give the time per layer, and from it the estimated
+ratio at the recipe's full depth. Writes NAME.json and NAME.md to benchmarks/results/.
 
     # on a GPU: the 3B shape at 4K, in batches that keep it busy
     python tools/bench_layer.py training.attention_backend=triton training.micro_batch_size=4
+    python tools/bench_layer.py --attention diff_v1 --attention diff_v2 --attention grouped
     python tools/bench_layer.py --small                             # a CPU: narrower, 1K, float32
 """
 
@@ -27,11 +28,10 @@ from diffmegatron.model.build import build_model
 from diffmegatron.parallel.topology import Topology, process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
-TWINS = ("differential", "softmax")
+BASELINE = "Transformer"
 SMALL = [
     "model.hidden_size=768",
-    "model.num_heads=6",
-    "model.head_dim=64",
+    "model.attention.head_dim=64",
     "model.ffn_hidden_size=2048",
     "model.vocab_size=1024",
     "training.seq_length=1024",
@@ -48,6 +48,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="narrower, for a CPU")
+    parser.add_argument(
+        "--attention",
+        action="append",
+        metavar="KIND[,KEY=VALUE...]",
+        help="measured beside the Transformer, with keys of its section, such as "
+        "grouped,signal_per_noise=3; may be given several times; default: the recipe's",
+    )
     parser.add_argument("--name", default="layer", help="of the files written")
     parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
     return parser.parse_args()
@@ -56,10 +63,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print and write."""
     arguments = parse_arguments()
-    overrides = [*(SMALL if arguments.small else []), *arguments.overrides]
-    full = load_recipe(arguments.recipe, overrides)
-    measured = {layers: measure(full, layers, arguments.repetitions) for layers in arguments.layers}
-    report = describe(full, arguments.layers, measured)
+    models = recipes(arguments)
+    measured = {
+        layers: measure(models, layers, arguments.repetitions) for layers in arguments.layers
+    }
+    report = describe(models, arguments.layers, measured)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
     table = markdown(report)
@@ -67,33 +75,48 @@ def main() -> None:
     print(table)
 
 
-def measure(full: Recipe, layers: int, repetitions: int) -> dict[str, dict]:
-    """Median seconds of forward plus backward, and peak memory, of each twin at one depth."""
-    seconds: dict[str, list[float]] = {twin: [] for twin in TWINS}
+def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
+    """What is measured, by name: each attention asked for, and last the recipe's Transformer."""
+    overrides = [*(SMALL if arguments.small else []), *arguments.overrides]
+
+    def load(*more: str) -> Recipe:
+        return load_recipe(arguments.recipe, [*overrides, *more])
+
+    found = {}
+    for choice in arguments.attention or [load().model.attention.kind]:
+        kind, *keys = choice.split(",")
+        found[choice] = load(
+            f"model.attention.kind={kind}", *(f"model.attention.{key}" for key in keys)
+        )
+    return found | {BASELINE: load("model.baseline=true")}
+
+
+def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[str, dict]:
+    """Median seconds of forward plus backward, and peak memory, of each model at one depth."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
     memory: dict[str, int | None] = {}
-    with process_groups(full.parallel, full.training.seed) as topology:
+    training = models[BASELINE].training
+    with process_groups(models[BASELINE].parallel, training.seed) as topology:
         steps = {}
-        for twin in TWINS:
-            held_by_the_other = (
-                torch.cuda.memory_allocated() if topology.device.type == "cuda" else 0
-            )
-            steps[twin] = prepare(twin_of(full, twin, layers), topology)
-            peak = peak_memory(steps[twin], topology)
-            memory[twin] = None if peak is None else peak - held_by_the_other
+        for name, recipe in models.items():
+            held_by_others = torch.cuda.memory_allocated() if topology.device.type == "cuda" else 0
+            steps[name] = prepare(shortened(recipe, layers), topology)
+            peak = peak_memory(steps[name], topology)
+            memory[name] = None if peak is None else peak - held_by_others
         for _ in range(repetitions):
-            for twin, step in steps.items():
+            for name, step in steps.items():
                 elapsed, _ = timed(step, topology.device.type)
-                seconds[twin].append(elapsed)
+                seconds[name].append(elapsed)
     return {
-        twin: {"seconds": statistics.median(seconds[twin]), "peak_bytes": memory[twin]}
-        for twin in TWINS
+        name: {"seconds": statistics.median(seconds[name]), "peak_bytes": memory[name]}
+        for name in models
     }
 
 
-def twin_of(full: Recipe, twin: str, layers: int) -> Recipe:
-    """The recipe's shape with a few layers, as one of the pair."""
-    model = full.model.model_copy(update={"attention": twin, "num_layers": layers})
-    return full.model_copy(update={"model": model})
+def shortened(recipe: Recipe, layers: int) -> Recipe:
+    """The recipe's shape with a few layers."""
+    model = recipe.model.model_copy(update={"num_layers": layers})
+    return recipe.model_copy(update={"model": model})
 
 
 def prepare(recipe: Recipe, topology: Topology):  # type: ignore[no-untyped-def]
@@ -124,15 +147,16 @@ def peak_memory(step, topology: Topology) -> int | None:  # type: ignore[no-unty
     return torch.cuda.max_memory_allocated()
 
 
-def describe(full: Recipe, layers: list[int], measured: dict) -> dict:
+def describe(models: dict[str, Recipe], layers: list[int], measured: dict) -> dict:
     """The report: what was measured, the ratios, and the estimate at full depth."""
     few, many = layers
+    full = models[BASELINE]
     tokens = full.training.micro_batch_size * full.training.seq_length
     at_full_depth = {}
-    for twin in TWINS:
-        low, high = measured[few][twin]["seconds"], measured[many][twin]["seconds"]
+    for name in models:
+        low, high = measured[few][name]["seconds"], measured[many][name]["seconds"]
         per_layer = (high - low) / (many - few)
-        at_full_depth[twin] = high + per_layer * (full.model.num_layers - many)
+        at_full_depth[name] = high + per_layer * (full.model.num_layers - many)
     on_gpu = torch.cuda.is_available()
     return {
         "machine": {
@@ -141,21 +165,29 @@ def describe(full: Recipe, layers: list[int], measured: dict) -> dict:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         },
-        "shape": full.model.model_dump(mode="json"),
+        "shape": {
+            **full.model.model_dump(mode="json", exclude={"attention"}),
+            "attention": {
+                name: recipe.model.attention.model_dump(mode="json")
+                for name, recipe in models.items()
+            },
+        },
         "seq_length": full.training.seq_length,
         "precision": full.training.precision,
         "measured": {
             str(depth): {
-                twin: {**values, "tokens_per_second": tokens / values["seconds"]}
-                for twin, values in twins.items()
+                name: {
+                    **values,
+                    "tokens_per_second": tokens / values["seconds"],
+                    "ratio_of_throughput": of_all[BASELINE]["seconds"] / values["seconds"],
+                }
+                for name, values in of_all.items()
             }
-            for depth, twins in measured.items()
+            for depth, of_all in measured.items()
         },
-        "ratio_of_throughput": {
-            str(depth): twins["softmax"]["seconds"] / twins["differential"]["seconds"]
-            for depth, twins in measured.items()
+        "estimated_ratio_at_full_depth": {
+            name: at_full_depth[BASELINE] / seconds for name, seconds in at_full_depth.items()
         },
-        "estimated_ratio_at_full_depth": at_full_depth["softmax"] / at_full_depth["differential"],
     }
 
 
@@ -165,18 +197,19 @@ def markdown(report: dict) -> str:
         f"{report['machine']['device']}, {report['precision']}, sequence {report['seq_length']}, "
         f"hidden {report['shape']['hidden_size']}, {report['machine']['threads']} threads",
         "",
-        "| layers | Diff tokens/s | Transformer tokens/s | Diff / Transformer | peak memory |",
+        "| layers | attention | tokens/s | of the Transformer's | peak memory, of its |",
         "|---|---|---|---|---|",
     ]
-    for depth, twins in report["measured"].items():
-        speeds = [f"{twins[twin]['tokens_per_second']:.0f}" for twin in TWINS]
-        ratio = report["ratio_of_throughput"][depth]
-        memory = [twins[twin]["peak_bytes"] for twin in TWINS]
-        peak = f"{memory[0] / memory[1]:.3f}" if all(memory) else "on a GPU only"
-        lines.append(f"| {depth} | {speeds[0]} | {speeds[1]} | {ratio:.3f} | {peak} |")
-    estimate = report["estimated_ratio_at_full_depth"]
-    layers = report["shape"]["num_layers"]
-    lines += ["", f"Estimated at {layers} layers: {estimate:.3f}."]
+    for depth, of_all in report["measured"].items():
+        for name, values in of_all.items():
+            own, baseline = values["peak_bytes"], of_all[BASELINE]["peak_bytes"]
+            peak = f"{own / baseline:.3f}" if own and baseline else "on a GPU only"
+            speed, ratio = values["tokens_per_second"], values["ratio_of_throughput"]
+            lines.append(f"| {depth} | {name} | {speed:.0f} | {ratio:.3f} | {peak} |")
+    estimates = ", ".join(
+        f"{name} {ratio:.3f}" for name, ratio in report["estimated_ratio_at_full_depth"].items()
+    )
+    lines += ["", f"Estimated at {report['shape']['num_layers']} layers: {estimates}."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Launches the Triton kernels on a GPU that is not there, and reads what the compiler made of them.
 
 A driver stands in for CUDA's: it names the chip, and remembers what would have been launched. All
-before that is the real thing: the calls of `triton_attention`, what Triton specialises on in their
+before that is the real thing: the calls of `kernels.triton`, what Triton specialises on in their
 arguments, and ptxas.
 """
 
@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import get_ptxas
 
-from diffmegatron.attention.kernels import HeadwiseNorm, triton_attention, triton_config
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.api import HeadwiseNorm
+from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.triton import attention as triton_attention
+from diffmegatron.attention.kernels.triton import blocks as triton_blocks
+from diffmegatron.attention.kernels.triton import subtraction
 
 # Bytes of shared memory that one block may have, by compute capability.
 SHARED_LIMIT = {
@@ -130,14 +134,20 @@ def compile_launches(
         dtype: of queries, keys and values.
         head_dim: d.
         one_pass: form of the backward.
-        variant: "plain", with the headwise "norm", with "documents", or of "one map".
+        variant: "plain", with the headwise "norm", with "documents", "grouped" (each map on its
+            own), or "softmax" (one map, of values as wide as the queries).
     """
     length, heads = 512, 12
-    target = triton_config.target_of(dtype, divmod(capability, 10))
-    inputs = [
-        torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
-        for width in (*[head_dim] * 4, 2 * head_dim)
-    ]
+    target = triton_blocks.target_of(dtype, divmod(capability, 10))
+
+    def draw(columns: int, count: int = heads) -> Tensor:
+        return torch.zeros(1, length, count, columns, dtype=dtype, requires_grad=True)
+
+    q1, k1, k2, v = (draw(width) for width in (head_dim, head_dim, head_dim, 2 * head_dim))
+    q2 = draw(head_dim, heads)
+    if variant == "grouped":
+        q2 = draw(head_dim, heads // 4)
+        k1, k2, v = (x[:, :, :1] for x in (k1, k2, v))
     mask = build_mask(
         length,
         length,
@@ -146,52 +156,66 @@ def compile_launches(
         query_offset=None,
         key_offset=0,
     )
+    norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2) if variant == "norm" else None
+    options: dict[str, Any] = {
+        "softmax_scale": 0.1, "mask": mask, "one_pass": one_pass, "target": target
+    }  # fmt: skip
     with pretended_gpu(capability) as kernels:
-        if variant == "one map":
-            problem = triton_attention.Problem(0.1, mask, one_pass, target)
-            q, k, v = inputs[0], inputs[1], inputs[4]
-            out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
+        if variant == "softmax":
+            out = triton_attention.softmax_attention(q1, k1, v[..., :head_dim], **options)
         else:
-            norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2) if variant == "norm" else None
-            out = triton_attention.diff_attention(
-                *inputs,
-                torch.tensor(0.5, requires_grad=True),
-                softmax_scale=0.1,
-                mask=mask,
-                norm=norm,
-                one_pass=one_pass,
-                target=target,
-            )
+            lambda_ = torch.tensor(0.5, requires_grad=True)
+            out = triton_attention.diff_attention(q1, k1, q2, k2, v, lambda_, norm=norm, **options)
+        out.backward(torch.zeros_like(out))
+    return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
+
+
+def compile_subtraction(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """The compiled kernels of `subtract_noise` with four signal heads to a noise head."""
+    heads = torch.zeros(1, 512, 10, head_dim, dtype=dtype, requires_grad=True)
+    lambda_ = torch.zeros(1, 512, 8, requires_grad=True)
+    with pretended_gpu(capability) as kernels:
+        out = subtraction.subtract_noise(heads, lambda_)
         out.backward(torch.zeros_like(out))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
 
 
 def usage_of(kernel: Any) -> Usage:
-    """What a compiled kernel takes, from ptxas itself, with the options that Triton gives it."""
-    arch = kernel.metadata.target.arch
+    """What a compiled kernel takes, read from its machine code."""
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(kernel.asm["ptx"])
-        assembled = _run(
-            get_ptxas(arch).path, "-lineinfo", "-v", "--regAllocOptLevel=2",
-            f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", str(ptx), "-o", str(cubin),
-        )  # fmt: skip
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        resources = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)).stdout
         listing = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout
-    (stack,) = re.findall(r"(\d+) bytes stack frame", assembled.stderr)
+    (stack,) = re.findall(r"STACK:(\d+)", resources)
     warps = kernel.metadata.num_warps
     found = re.findall(r"\b(HGMMA\.\w+|HMMA\.\w+|LDL|STL)\b[.\w]*([^;]*);", listing)
     products = [_multiply_adds(name, warps) for name, _ in found]
     where = [index for index, size in enumerate(products) if size]
     between = found[where[0] : where[-1]] if where else []
+    has_wgmma = "wgmma" in kernel.asm["ptx"]
     return Usage(
         stack=int(stack),
         spills=sum(name in ("LDL", "STL") for name, _ in between),
         shared=kernel.metadata.shared,
         products=sum(products),
         cycles=sum(_cycles(*instruction) * warps / 4 for instruction in found),
-        has_wgmma="wgmma" in kernel.asm["ptx"],
-        is_serialized="serialized" in assembled.stderr,
+        has_wgmma=has_wgmma,
+        is_serialized=has_wgmma and _is_serialized(kernel),
     )
+
+
+def _is_serialized(kernel: Any) -> bool:
+    """Whether ptxas says so, asked once more with the options that Triton gives it."""
+    arch = kernel.metadata.target.arch
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(kernel.asm["ptx"])
+        assembled = _run(
+            get_ptxas(arch).path, "-lineinfo", "-v", "--regAllocOptLevel=2",
+            f"--gpu-name=sm_{arch}a", str(ptx), "-o", str(cubin),
+        )  # fmt: skip
+    return "serialized" in assembled.stderr
 
 
 def _multiply_adds(instruction: str, warps: int) -> int:

@@ -2,16 +2,19 @@
 
     python tools/fault_campaign.py --kills 50 --stops 1 --out benchmarks/results/fault_campaign.json
     python tools/fault_campaign.py --kills 1 --steps 120       # a trial
+    python tools/fault_campaign.py --kills 0 --long --out benchmarks/results/fault_trials.json
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
 SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end): at a random time, while
 starting, or when a save is seen in one of its phases. The report says whether the final weights
 and Adam's moments equal those of the undisturbed run to the bit, and whether any checkpoint that
-the store listed failed to verify.
+the store listed failed to verify. ``--long`` adds the classes of ``fault_trials.py``, each tried
+many times; without kills and stops they are all there is, and nothing is launched.
 """
 
 import argparse
 import json
+import logging
 import os
 import platform
 import random
@@ -30,8 +33,10 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
+from fault_trials import run_trials
+
 from diffmegatron.checkpoint.contents import STATE, open_checkpoint
-from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest, verify_contents
+from diffmegatron.checkpoint.manifest import MANIFEST
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.data.prepare import prepare
 from diffmegatron.training.metrics import read_metrics
@@ -43,8 +48,8 @@ PATIENCE_SECONDS = 10
 
 RECIPE = """
 run_dir: {run_dir}
-model: {{num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 96,
-        vocab_size: 320}}
+model: {{num_layers: 2, hidden_size: 64, ffn_hidden_size: 96, vocab_size: 320,
+        attention: {{kind: diff_v1, num_heads: 4, num_kv_heads: 2}}}}
 data: {{tokenizer: bytes, sources: [{{path: {corpus}}}], validation_fraction: 0.2}}
 training: {{seq_length: 64, global_batch_size: 8, micro_batch_size: 2, steps: {steps},
            precision: fp32, log_interval: 1, eval_interval: 1000000, eval_batches: 0}}
@@ -68,15 +73,43 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=time.time_ns() % 2**32, help="of the faults; default the time"
     )
+    parser.add_argument("--long", action="store_true", help="also every class of fault_trials.py")
     parser.add_argument("--out", type=Path, help="the report; default: print it only")
     arguments = parser.parse_args()
+    report: dict = {"kept_its_promise": True, "machine": machine(), "seed": arguments.seed}
     with tempfile.TemporaryDirectory() as folder:
-        report = campaign(Path(folder), arguments)
+        if arguments.kills + arguments.stops:
+            report = campaign(Path(folder), arguments)
+        if arguments.long:
+            add_trials(report, Path(folder) / "trials", arguments)
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")
     sys.exit(0 if report["kept_its_promise"] else 1)
+
+
+def machine() -> str:
+    """What the figures of a report are of."""
+    return f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
+
+
+def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> None:
+    """Per class of faults how many were tried and survived; those under torchrun are classes too.
+
+    A run that ended with the same bits has survived all of its faults, another none for certain.
+    """
+    logging.disable(logging.WARNING)  # a line for every damaged cache and file of metrics
+    started, kept = time.monotonic(), report["kept_its_promise"]
+    classes: dict[str, dict] = {
+        kind: {"tried": number, "survived": number if kept else 0}
+        for kind, number in report.get("by_kind", {}).items()
+    }
+    folder.mkdir()
+    classes |= run_trials(folder, recipe(folder, "run", arguments), arguments.seed)
+    report["classes"] = classes
+    report["kept_its_promise"] = all(each["tried"] == each["survived"] for each in classes.values())
+    report["trials_seconds"] = round(time.monotonic() - started, 1)
 
 
 def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
@@ -85,16 +118,7 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
     package = Path(__file__).parent.parent / "diffmegatron"
     prepare([package], corpus, "bytes", pattern="*.py", show_progress=False)
     for name in ("undisturbed", "disturbed"):
-        (folder / f"{name}.yaml").write_text(
-            RECIPE.format(
-                run_dir=folder / name,
-                corpus=corpus,
-                steps=arguments.steps,
-                interval=arguments.interval,
-                startup=arguments.startup_seconds,
-                step=arguments.step_seconds,
-            )
-        )
+        (folder / f"{name}.yaml").write_text(recipe(folder, name, arguments))
     undisturbed = launch(folder / "undisturbed.yaml", restarts=0)
     if undisturbed.wait() != 0:
         raise SystemExit("the undisturbed run failed; see its output above")
@@ -110,7 +134,7 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
     stacks = sorted(path.name for path in (folder / "disturbed" / "stacks").glob("rank_*.txt"))
     return {
         "kept_its_promise": bool(equal and not unreadable and len(done) == faults),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}",
+        "machine": machine(),
         "seed": arguments.seed,
         "steps": arguments.steps,
         "faults": len(done),
@@ -123,11 +147,23 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
     }
 
 
-def launch(recipe: Path, restarts: int) -> subprocess.Popen:
+def recipe(folder: Path, name: str, arguments: argparse.Namespace) -> str:
+    """The text of a run's recipe."""
+    return RECIPE.format(
+        run_dir=folder / name,
+        corpus=folder / "corpus",
+        steps=arguments.steps,
+        interval=arguments.interval,
+        startup=arguments.startup_seconds,
+        step=arguments.step_seconds,
+    )
+
+
+def launch(file: Path, restarts: int) -> subprocess.Popen:
     """The run under torchrun, two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.2"]
-    command += ["-m", "diffmegatron", "train", str(recipe)]
+    command += ["-m", "diffmegatron", "train", str(file)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         # As launch/torchrun.sh sets it, and says why.
@@ -226,8 +262,7 @@ def children(parent: int) -> list[int]:
 def damage(store: CheckpointStore, step: int) -> str | None:
     """What is wrong with a checkpoint that the store lists."""
     try:
-        manifest = read_manifest(store.path(step))
-        verify_contents(store.path(step), manifest.files)
+        open_checkpoint(store.path(step))
     except ValueError as error:
         # Retention may have removed it since it was listed.
         return str(error) if store.path(step).exists() else None

@@ -1,10 +1,10 @@
-"""The main job at the size of a laptop: text to a verified Hugging Face export, for both twins.
+"""The main job at the size of a laptop: text to verified Hugging Face exports of several runs.
 
 `make quickstart` runs it; every phase is a command that a user could type. With GPUs it uses them
-(NCCL, bf16, one rank per GPU), without it runs two CPU ranks. Arguments are overrides of the
-recipe, such as `training.steps=1000`.
+(NCCL, bf16, one rank per GPU), without it runs two CPU ranks.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 
+from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.cli import quiet_libraries
 
 RUNS = Path("runs/quickstart")
 CONFIG = Path(__file__).parent.parent / "configs/quickstart.yaml"
+PAIR = ("diff_v1", "softmax")
 NOT_TEXT = {"site-packages", "__pycache__", "lib-dynload"}
 CLI = ["-m", "diffmegatron"]
 
@@ -26,10 +28,9 @@ CLI = ["-m", "diffmegatron"]
 def main() -> None:
     """Run every phase, into the present directory; stop at the first that fails."""
     quiet_libraries()
-    from diffmegatron.evaluation.report import TWINS, Twin, write_report
+    from diffmegatron.evaluation.report import Run, write_report
 
-    if any("=" not in argument for argument in sys.argv[1:]):
-        sys.exit(f"{__doc__}\nusage: python tools/quickstart.py [KEY=VALUE ...]")
+    arguments = parse_arguments()
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)
@@ -37,16 +38,52 @@ def main() -> None:
     corpus = f"{RUNS}/data/stdlib"
     reading = ["--pattern", "*.py", "--tokenizer", "bytes", "--workers", "2", "--output", corpus]
     run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
-    for twin in TWINS:
-        chosen = [f"model.attention={twin}", f"run_dir={RUNS}/{twin}"]
-        run(seconds, f"train {twin}", *torchrun(), "train", str(CONFIG), *overrides(), *chosen)
-    for twin in TWINS:
-        checkpoint = max((RUNS / twin / "checkpoints").glob("step_????????"))
-        run(seconds, f"export {twin}", *CLI, "export", str(checkpoint), f"{RUNS}/{twin}/hf")
+    names = {choice.partition(",")[0]: choice for choice in arguments.attention or PAIR}
+    for name, choice in names.items():
+        chosen = [*overrides(arguments.overrides), *attention(choice), f"run_dir={RUNS}/{name}"]
+        run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
+    for name in names:
+        checkpoint = max((RUNS / name / "checkpoints").glob("step_????????"))
+        run(seconds, f"export {name}", *CLI, "export", str(checkpoint), f"{RUNS}/{name}/hf")
     started = announce("report")
-    twins = [Twin(name, RUNS / name, RUNS / name / "hf") for name in TWINS]
-    write_report(RUNS, twins, seconds, started)
+    write_report(RUNS, [Run(n, RUNS / n, RUNS / n / "hf") for n in names], seconds, started)
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--attention",
+        action="append",
+        metavar="KIND[,KEY=VALUE...]",
+        help=f"a run with attention of this kind, of {', '.join(VARIANTS)}, and keys of its "
+        "section, such as grouped,signal_per_noise=2; may be given several times; default: "
+        f"{' and '.join(PAIR)}",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="of the recipe, for every run, such as training.steps=1000",
+    )
+    arguments = parser.parse_args()
+    if wrong := [each for each in arguments.overrides if "=" not in each]:
+        parser.error(f"{wrong[0]!r} is not of the form KEY=VALUE")
+    for choice in arguments.attention or []:
+        kind, *keys = choice.split(",")
+        if kind not in VARIANTS or not all("=" in key for key in keys):
+            parser.error(
+                f"--attention {choice!r} is not of the form KIND[,KEY=VALUE...] with a kind of "
+                f"{', '.join(VARIANTS)}"
+            )
+    return arguments
+
+
+def attention(choice: str) -> list[str]:
+    """The overrides of ``KIND[,KEY=VALUE...]``."""
+    kind, *keys = choice.split(",")
+    return [f"model.attention.kind={kind}", *(f"model.attention.{key}" for key in keys)]
 
 
 def library_sources() -> list[str]:
@@ -60,10 +97,10 @@ def ranks() -> int:
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
-def overrides() -> list[str]:
+def overrides(given: list[str]) -> list[str]:
     """What this machine and the user change of the recipe."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
-    return [f"parallel.tensor={ranks()}", *precision, *sys.argv[1:]]
+    return [f"parallel.tensor={ranks()}", *precision, *given]
 
 
 def torchrun() -> list[str]:

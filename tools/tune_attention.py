@@ -4,7 +4,7 @@ Every combination of rows M, keys N, warps and stages is compiled for one kernel
 that do not compile, need more shared memory than the chip has, or serialise wgmma are left out. On
 a GPU the rest are timed beside the default, and their results compared with it; without one, what
 the compiler says of a chip is listed, with an estimate of a Hopper's tensor-core cycles. Best
-first. Writes NAME.json to benchmarks/results/; `triton_config.py` is where a better choice goes.
+first. Writes NAME.json to benchmarks/results/; `triton/blocks.py` is where a better choice goes.
 
     python tools/tune_attention.py --head-dim 64 --kernels key_value_one_pass
     python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json --best 8
@@ -28,9 +28,10 @@ from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from diffmegatron.attention.kernels import triton_attention
-from diffmegatron.attention.kernels.triton_config import Blocks
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.triton import attention as triton_attention
+from diffmegatron.attention.kernels.triton import launch
+from diffmegatron.attention.kernels.triton.blocks import Blocks
 
 KERNELS = ("forward", "key_value", "key_value_one_pass", "query")
 # Multiply-adds per pair in units of d, and how many loops of the machine code have them all: one
@@ -87,7 +88,7 @@ def this_capability() -> int | None:
 def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
     """Within, the kernel runs in these blocks."""
     function = f"{kernel.removesuffix('_one_pass')}_blocks"
-    with mock.patch.object(triton_attention, function, lambda *_: blocks):
+    with mock.patch.object(launch, function, lambda *_: blocks):
         yield
 
 

@@ -1,17 +1,15 @@
-"""Layer specs: the twins' core attention inside Megatron's own layers.
+"""Layer specs: a variant's self-attention inside Megatron's own layers.
 
 Two hosts. ``local`` uses Megatron-core's own linear layers and our RMSNorm; ``transformer_engine``
-uses Transformer Engine's classes around the same core attention and is taken wherever
+uses Transformer Engine's classes around the same attention and is taken wherever
 ``transformer_engine`` imports.
 """
 
 import importlib.util
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,41 +18,47 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from diffmegatron.attention.core import (
-    ContextExchange,
-    DifferentialCoreAttention,
-    SoftmaxCoreAttention,
-)
+from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.attention.norm import RMSNorm
-from diffmegatron.config.schema import ModelConfig
+from diffmegatron.attention.self_attention import SelfAttention, SelfAttentionSubmodules
+from diffmegatron.attention.variants.base import Exchange, Variant
+from diffmegatron.config.lora import LoraConfig
 
 Host = Literal["local", "transformer_engine"]
+Linear: TypeAlias = type | ModuleSpec
 
 
-def available_host() -> Host:
-    """The host of the layers: Transformer Engine where it is installed, else local."""
+def available_host(lora: LoraConfig | None = None) -> Host:
+    """The host of the layers: Transformer Engine where it is installed, else local.
+
+    LoRA is in local layers only: Transformer Engine's apply norm and projection in one.
+    """
+    if lora is not None:
+        return "local"
     found = importlib.util.find_spec("transformer_engine") is not None
     return "transformer_engine" if found else "local"
 
 
 def layer_spec(
-    model: ModelConfig,
+    variant: Variant,
     host: Host,
     backend: str = "auto",
-    exchange: ContextExchange = "ring",
+    exchange: Exchange = "ring",
+    lora: LoraConfig | None = None,
 ) -> ModuleSpec:
     """The spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
     Args:
-        model: which twin, and its sizes.
+        variant: of attention, with its sizes.
         host: whose linear and norm classes.
         backend: the differential attention kernel, ``auto`` or a name that ``doctor`` lists.
         exchange: what context-parallel ranks exchange, where there are any.
+        lora: of the projections; the host is local then.
     """
-    core_attention = _core_attention(model, backend, exchange)
+    attention = {"variant": variant, "backend": backend, "exchange": exchange}
     if host == "transformer_engine":
-        return _transformer_engine_layer(core_attention)
-    return _local_layer(core_attention)
+        return _transformer_engine_layer(attention)
+    return _local_layer(attention, lora)
 
 
 def final_norm(host: Host) -> type:
@@ -66,72 +70,87 @@ def final_norm(host: Host) -> type:
     return RMSNorm
 
 
-def _core_attention(model: ModelConfig, backend: str, exchange: ContextExchange) -> ModuleSpec:
-    twin = DifferentialCoreAttention if model.is_differential else SoftmaxCoreAttention
-    params = {"model": model, "backend": backend, "exchange": exchange}
-    return ModuleSpec(module=twin, params=params)
-
-
-def _local_layer(core_attention: ModuleSpec) -> ModuleSpec:
+def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> ModuleSpec:
+    linear = _linear_layers(lora)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_self_attention(ColumnParallelLinear, core_attention, RowParallelLinear),
+            self_attention=_self_attention(attention, linear["linear_qkv"], linear["linear_proj"]),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_mlp(ColumnParallelLinear, RowParallelLinear),
+            mlp=_mlp(linear["linear_fc1"], linear["linear_fc2"]),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _transformer_engine_layer(core_attention: ModuleSpec) -> ModuleSpec:
+def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
+    """The projections of a layer by their names in it, with LoRA where it is wanted."""
+    plain: dict[str, Linear] = {
+        "linear_qkv": ColumnParallelLinear,
+        "linear_proj": RowParallelLinear,
+        "linear_fc1": ColumnParallelLinear,
+        "linear_fc2": RowParallelLinear,
+    }
+    if lora is None:
+        return plain
+    column, row = LoraColumnParallelLinear, LoraRowParallelLinear
+    adapted = {
+        "linear_qkv": ModuleSpec(module=column, params={"lora": lora}),
+        "linear_proj": ModuleSpec(module=row, params={"lora": lora}),
+        "linear_fc1": ModuleSpec(module=column, params={"lora": lora, "gated": True}),
+        "linear_fc2": ModuleSpec(module=row, params={"lora": lora}),
+    }
+    return plain | {name: adapted[name] for name in lora.targets}
+
+
+def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
     """Norm and following projection are one class here, so the checkpoint's keys are mapped back.
+
+    A variant that reads the normalised input itself keeps the norm apart.
 
     Not run yet on a machine with Transformer Engine: see docs/architecture.md.
     """
     from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
+        TENorm,
         TERowParallelLinear,
     )
 
+    variant = attention["variant"]
+    assert isinstance(variant, Variant)
+    keys = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+    input_norm, linear_qkv = TENorm, TEColumnParallelLinear
+    if not variant.reads_hidden:
+        input_norm, linear_qkv = IdentityOp, TELayerNormColumnParallelLinear
+        keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp,
-            self_attention=_self_attention(
-                TELayerNormColumnParallelLinear, core_attention, TERowParallelLinear
-            ),
+            input_layernorm=input_norm,
+            self_attention=_self_attention(attention, linear_qkv, TERowParallelLinear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp,
             mlp=_mlp(TELayerNormColumnParallelLinear, TERowParallelLinear),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-                "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-            },
+            sharded_state_dict_keys_map=keys,
         ),
     )
 
 
 def _self_attention(
-    column_linear: type, core_attention: ModuleSpec, row_linear: type
+    attention: dict[str, object], column_linear: Linear, row_linear: Linear
 ) -> ModuleSpec:
     return ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=column_linear,
-            core_attention=core_attention,
-            linear_proj=row_linear,
-            q_layernorm=IdentityOp,
-            k_layernorm=IdentityOp,
-        ),
+        params=attention,
+        submodules=SelfAttentionSubmodules(linear_qkv=column_linear, linear_proj=row_linear),
     )
 
 
-def _mlp(column_linear: type, row_linear: type) -> ModuleSpec:
+def _mlp(column_linear: Linear, row_linear: Linear) -> ModuleSpec:
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
     )

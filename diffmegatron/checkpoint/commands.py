@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from diffmegatron.checkpoint.manifest import Manifest, read_manifest, verify_contents, verify_files
+from diffmegatron.checkpoint.manifest import Manifest, read_manifest
 from diffmegatron.checkpoint.store import CheckpointStore, superfluous
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, shown
 
 app = typer.Typer(
     help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
@@ -28,10 +30,9 @@ def list_(run_dir: RunDir) -> None:
     for step in store.steps():
         try:
             manifest = read_manifest(store.path(step))
-            verify_files(store.path(step), manifest)
             table.add_row(str(step), f"{_gib(manifest):.3f}", str(len(manifest.files)), "complete")
         except UserError as error:
-            table.add_row(str(step), "", "", f"damaged: {error}")
+            table.add_row(str(step), "", "", Text(f"damaged: {error}"))
     Console().print(table)
 
 
@@ -39,23 +40,23 @@ def list_(run_dir: RunDir) -> None:
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
-    """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
-    if not path.is_dir():
-        raise UserError(f"{path} is no folder; give a checkpoint, or the run_dir of a recipe")
+    """Read every byte, as a start does, and say what is wrong; exit status 1 if anything is."""
+    from diffmegatron.checkpoint.contents import open_checkpoint
+
+    if not _is_folder(path):
+        raise UserError(f"{shown(path)} is no folder; give a checkpoint or a run_dir")
     checkpoints = [path]
-    if (path / "checkpoints").is_dir():
+    if _is_folder(path / "checkpoints"):
         store = _store(path)
         checkpoints = [store.path(step) for step in store.steps()]
     damaged = 0
     for directory in checkpoints:
         try:
-            manifest = read_manifest(directory)
-            verify_files(directory, manifest)
-            verify_contents(directory, manifest.files)
-            print(f"{directory}: good, {_gib(manifest):.3f} GiB")
+            opened = open_checkpoint(directory)
+            print(f"{shown(directory)}: good, {_gib(opened.manifest):.3f} GiB")
         except UserError as error:
             damaged += 1
-            print(f"{directory}: damaged: {error}")
+            print(f"{shown(directory)}: damaged: {error}")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -85,23 +86,33 @@ def inspect(
         Path, typer.Argument(metavar="CHECKPOINT", help="Such as RUN_DIR/checkpoints/step_00001000")
     ],
 ) -> None:
-    """What a checkpoint holds: position, versions, every tensor with its shape."""
+    """What a checkpoint holds: position, versions, every tensor with its shape.
+
+    All of it is read and verified first.
+    """
     from diffmegatron.checkpoint.contents import open_checkpoint
 
     opened = open_checkpoint(checkpoint)
     print(json.dumps(opened.state, indent=1))
     table = Table("tensor", "shape")
     for name in sorted(opened.tensors.names()):
-        table.add_row(name, str(list(opened.tensors.shape(name))))
+        table.add_row(Text(clipped(name)), str(list(opened.tensors.shape(name))))
     Console().print(table)
 
 
 def _store(run_dir: Path) -> CheckpointStore:
     store = CheckpointStore(run_dir)
-    if not store.directory.is_dir():
-        raise UserError(f"{run_dir} has no checkpoints; give the run_dir of a recipe")
+    if not _is_folder(store.directory):
+        raise UserError(f"{shown(run_dir)} has no checkpoints; give the run_dir of a recipe")
     return store
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, say
+        return False
+
+
 def _gib(manifest: Manifest) -> float:
-    return sum(entry.size for entry in manifest.files) / 2**30
+    return manifest.size / 2**30

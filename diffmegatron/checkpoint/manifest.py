@@ -3,44 +3,65 @@
 The manifest is written last. A directory without one, or whose files differ from it, does not
 count as a checkpoint.
 
-Sizes are compared whenever checkpoints are listed; they show a file that is missing or cut short.
-Checksums, which alone show a flipped byte, need every byte read: a run compares them before it goes
-on from a checkpoint (each rank its share of the files, which the loading that follows then finds
-in the page cache), ``diffmegatron checkpoint verify`` at any time.
+:func:`read_manifest` compares names, kinds and sizes, which shows a file that is missing, foreign
+or cut short, and is all that listing needs. What is in the files only
+:func:`~diffmegatron.checkpoint.contents.open_checkpoint` can tell, for it reads them.
 """
 
 import json
+import os
 import re
+import stat
 import zlib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_json, reason, shown
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
+MAX_STEP = 99_999_999
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHUNK = 1 << 22
 _LISTED = 5
+
+
+def _plain(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{clipped(name)!r} is not a plain file name")
+    return name
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """One file: its plain name, size in bytes and CRC-32."""
 
-    name: str
-    size: int
-    crc32: int
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, AfterValidator(_plain)]
+    size: Annotated[int, Field(ge=0, lt=2**63)]
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The files of a checkpoint and the step it was taken at."""
 
-    step: int
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     files: tuple[FileEntry, ...]
     format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -59,30 +80,74 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint whose files are those that it lists; none of them is read.
 
     Raises:
-        UserError: there is none, it cannot be parsed, it is of another format or step, or it
-            names a file outside the directory.
+        UserError: there is no manifest, it cannot be used, it is of another format or step; or a
+            file is missing, has another size, is no ordinary file, or is not listed.
     """
     path = directory / MANIFEST
-    try:
-        values = json.loads(path.read_text())
-        files = tuple(FileEntry(**entry) for entry in values["files"])
-        manifest = Manifest(int(values["step"]), files, int(values["format"]))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(_no_checkpoint(directory)) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}; use another checkpoint") from None
+    status = _status(path)
+    if status is None:
+        raise UserError(_no_checkpoint(directory))
+    _check_ordinary(path, status)
+    manifest: Manifest = read_json(path, Manifest)
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
-        raise UserError(f"{path} is of step {manifest.step}, not of {directory.name}")
+        raise UserError(f"{shown(path)} is of step {manifest.step}, not of {directory.name}")
     if manifest.format != FORMAT:
-        raise UserError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    for entry in manifest.files:
-        if Path(entry.name).name != entry.name:
-            raise UserError(f"{path} names {entry.name!r}, which is not a plain file name")
+        raise UserError(
+            f"{shown(path)} has format {manifest.format}; this version reads format {FORMAT}"
+        )
+    _check_files(directory, manifest)
     return manifest
+
+
+def _check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare a directory with its manifest, as far as that can be told without reading."""
+    listed = {MANIFEST}
+    for entry in manifest.files:
+        path = directory / entry.name
+        if entry.name in listed:
+            raise UserError(f"{shown(directory / MANIFEST)} lists {entry.name} more than once")
+        listed.add(entry.name)
+        status = _status(path)
+        if status is not None:
+            _check_ordinary(path, status)
+        if status is None or status.st_size != entry.size:
+            found = "is missing" if status is None else f"has {status.st_size} bytes"
+            raise UserError(
+                f"{shown(path)} {found}; the checkpoint's manifest says {entry.size} bytes"
+            )
+    for name in _names(directory):
+        if name not in listed:
+            raise UserError(
+                f"{shown(directory / name)} is not in the checkpoint's manifest; move it away"
+            )
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in directory.iterdir())
+    except OSError as error:  # retention removes checkpoints while somebody lists them
+        raise UserError(f"cannot read {shown(directory)}: {reason(error)}") from None
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of the file itself, not of what a link leads to; None: there is none."""
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+
+
+def _check_ordinary(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise UserError(f"{shown(path)} is a link; the files of a checkpoint lie in its directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{shown(path)} is not an ordinary file, as those of a checkpoint are")
 
 
 def _no_checkpoint(directory: Path) -> str:
@@ -96,40 +161,8 @@ def _no_checkpoint(directory: Path) -> str:
         )
         if steps:
             listed = f"{', '.join(steps[-_LISTED:])}{' and older' if len(steps) > _LISTED else ''}"
-            return f"{directory} is not a checkpoint: {kind}; {folder} has {listed}"
+            return f"{shown(directory)} is not a checkpoint: {kind}; {shown(folder)} has {listed}"
     return (
-        f"{directory} is not a checkpoint: {kind}; give a directory such as "
+        f"{shown(directory)} is not a checkpoint: {kind}; give a directory such as "
         "runs/NAME/checkpoints/step_00001000"
     )
-
-
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compare the files with the manifest by their sizes.
-
-    Raises:
-        UserError: a file is missing, has another size, or is a link.
-    """
-    for entry in manifest.files:
-        path = directory / entry.name
-        if path.is_symlink():
-            raise UserError(f"{path} is a link; the files of a checkpoint lie in its directory")
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise UserError(f"{path} {found}; the checkpoint's manifest says {entry.size} bytes")
-
-
-def verify_contents(directory: Path, entries: Iterable[FileEntry]) -> None:
-    """Read files whole and compare them with the manifest's checksums.
-
-    Raises:
-        UserError: a file is damaged or cannot be read.
-    """
-    for entry in entries:
-        path = directory / entry.name
-        try:
-            found = describe_file(path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        if found != entry:
-            raise UserError(f"{path} is damaged: its checksum is not the manifest's")

@@ -12,22 +12,27 @@ Why not ``torch.distributed.checkpoint``: its metadata is a pickle, which execut
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.reading import TensorFile
+from diffmegatron.checkpoint.tiling import Box, Place, check_tiling
 from diffmegatron.checkpoint.writing import write_safetensors
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, parse_json, shown
 from diffmegatron.model.shards import Shard
 
+WEIGHT = "weight"
+# What is saved of every element that is trained: the float32 master weight and Adam's moments. Of
+# the others it is the weight alone.
+KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
+# What the names begin with of a rank's own tensors, each a vector of bytes.
+OWN = "random."
 _PIECES = "pieces"
-# How a pickle of protocol 2 to 5 begins, and a zip archive, which is what torch.save writes.
-# A safetensors file begins with the length of its header, which neither can be.
-_PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece as a file's header describes it; ``index`` numbers it within the file."""
+    """A piece in a file; ``index`` numbers it there."""
 
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    numel: int
-    file: str
+    place: Place
+    file: TensorFile
     index: int
 
 
@@ -85,16 +85,9 @@ def named_tensors(
     described = []
     for index, piece in enumerate(pieces):
         shard = piece.shard
-        described.append(
-            {
-                "name": shard.name,
-                "global_shape": shard.global_shape,
-                "offset": shard.offset,
-                "shape": shard.shape,
-                "start": piece.start,
-                "numel": next(iter(piece.tensors.values())).numel(),
-            }
-        )
+        numel = next(iter(piece.tensors.values())).numel()
+        place = Place(shard.name, shard.global_shape, shard.offset, shard.shape, piece.start, numel)
+        described.append(asdict(place))
         tensors |= {f"{kind}.{index}": values for kind, values in piece.tensors.items()}
     return tensors | dict(extra), json.dumps(described)
 
@@ -105,46 +98,49 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) ->
 
 
 class ShardedReader:
-    """Reads boxes of named tensors from the files of a checkpoint.
+    """Reads boxes of named tensors from the files of a checkpoint, which are checked by headers.
+
+    Args:
+        directory: of the checkpoint.
+        files: the names of its ranks' files.
 
     Raises:
-        UserError: a file cannot be read as what :func:`write_pieces` writes.
+        UserError: a file cannot be read as what :func:`write_pieces` writes, or the pieces of all
+            files are not whole tensors.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._files = {}
-        self._stored: dict[str, list[_Stored]] = {}
-        for path in paths:
-            try:
-                self._refuse_pickle(path)
-                self._files[path.name] = safe_open(path, framework="pt")
-                header = json.loads((self._files[path.name].metadata() or {})[_PIECES])
-                for index, entry in enumerate(header):
-                    stored = _described(entry, path.name, index)
-                    self._stored.setdefault(stored.name, []).append(stored)
-            except UserError:
-                raise
-            except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{path} is not a readable checkpoint file: {error}") from None
+    def __init__(self, directory: Path, files: Iterable[str]) -> None:
+        self._directory = directory
+        self._files = {name: TensorFile(directory / name) for name in files}
+        self._boxes: dict[str, dict[Box, list[_Stored]]] = {}
+        for file in self._files.values():
+            for index, place in enumerate(_places(file)):
+                boxes = self._boxes.setdefault(place.name, {})
+                boxes.setdefault(place.box, []).append(_Stored(place, file, index))
+        for boxes in self._boxes.values():
+            places = [stored.place for box in boxes.values() for stored in box]
+            check_tiling(places, shown(directory))
 
-    @staticmethod
-    def _refuse_pickle(path: Path) -> None:
-        """Name the one kind of file that would be worse than unreadable."""
-        with path.open("rb") as stream:
-            beginning = stream.read(2)
-        if beginning in _PICKLES:
-            raise UserError(
-                f"{path} is a pickle, which can run any program when it is read; checkpoints "
-                "consist of safetensors and JSON only"
-            )
+    def check_content(self, entry: FileEntry) -> None:
+        """Read one of the files whole.
+
+        Raises:
+            UserError: its checksum is not the entry's, or a number in it is not finite.
+        """
+        self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:
         """Every named tensor."""
-        return list(self._stored)
+        return list(self._boxes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole named tensor."""
-        return self._pieces(name)[0].global_shape
+        return next(iter(self._boxes_of(name).values()))[0].place.global_shape
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What is there of a named tensor: the weight alone where it was not trained."""
+        stored = next(iter(self._boxes_of(name).values()))[0]
+        return _kinds(stored.file, stored.index)
 
     def whole(self, kind: str, name: str) -> Tensor:
         """A whole named tensor, float32."""
@@ -155,65 +151,83 @@ class ShardedReader:
         """A box of a named tensor, float32.
 
         Raises:
-            UserError: the files do not hold all of it.
+            UserError: the tensor is not in the files, or not of that kind, or has another shape
+                than the box is of.
         """
-        wanted = torch.empty(shape)
-        filled = 0
-        boxes: dict[tuple, list[_Stored]] = {}
-        for piece in self._pieces(name):
-            boxes.setdefault((piece.offset, piece.shape), []).append(piece)
-        for (box_offset, box_shape), pieces in boxes.items():
-            overlap = _overlap(offset, shape, box_offset, box_shape)
-            if overlap is None:
-                continue
-            to, source = overlap
-            part = self._join(kind, name, box_shape, pieces)[source]
-            wanted[to] = part
-            filled += part.numel()
-        if filled != wanted.numel():
+        whole = self.shape(name)
+        if len(shape) != len(whole) or any(
+            first + size > end for first, size, end in zip(offset, shape, whole, strict=True)
+        ):
             raise UserError(
-                f"the checkpoint holds {filled} of the {wanted.numel()} elements of {name} that "
-                "were asked for; it is not complete or of another model"
+                f"{shown(self._directory)} has {name} in the shape {list(whole)}, which does not "
+                f"hold {list(shape)} elements from {list(offset)} on; it is of another model"
             )
+        wanted = torch.empty(shape)
+        for (box_offset, box_shape), pieces in self._boxes_of(name).items():
+            overlap = _overlap(offset, shape, box_offset, box_shape)
+            if overlap is not None:
+                to, source = overlap
+                if any(kind not in _kinds(piece.file, piece.index) for piece in pieces):
+                    raise UserError(
+                        f"{shown(self._directory)} has no {kind} of {name}, which was not trained; "
+                        "start a new run from it with checkpoint.start_from"
+                    )
+                wanted[to] = _join(kind, box_shape, pieces)[source]
         return wanted
 
     def extra(self, file: str, name: str) -> Tensor | None:
         """A tensor that a rank wrote under a plain name, or None."""
-        if file not in self._files or name not in self._files[file].keys():  # noqa: SIM118
+        if file not in self._files or name not in self._files[file].tensors:
             return None
-        return self._files[file].get_tensor(name)
+        return torch.tensor(self._files[file].array(name))
 
-    def _pieces(self, name: str) -> list[_Stored]:
-        if name not in self._stored:
-            raise UserError(f"the checkpoint has no tensor {name}; it is of another model")
-        return self._stored[name]
-
-    def _join(self, kind: str, name: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-        flat = torch.empty(math.prod(shape))
-        filled = 0
-        for piece in pieces:
-            run = slice(piece.start, piece.start + piece.numel)
-            flat[run] = self._files[piece.file].get_tensor(f"{kind}.{piece.index}")
-            filled += piece.numel
-        if filled != flat.numel():
+    def _boxes_of(self, name: str) -> dict[Box, list[_Stored]]:
+        if name not in self._boxes:
             raise UserError(
-                f"the checkpoint holds {filled} of {flat.numel()} elements of a part of {name}; "
-                "a rank's file is missing"
+                f"{shown(self._directory)} has no tensor {name}; it is of another model"
             )
-        return flat.view(shape)
+        return self._boxes[name]
 
 
-def _described(entry: dict, file: str, index: int) -> _Stored:
-    return _Stored(
-        name=str(entry["name"]),
-        global_shape=tuple(entry["global_shape"]),
-        offset=tuple(entry["offset"]),
-        shape=tuple(entry["shape"]),
-        start=int(entry["start"]),
-        numel=int(entry["numel"]),
-        file=file,
-        index=index,
-    )
+def _places(file: TensorFile) -> list[Place]:
+    """What a file's header says of its pieces, every tensor of which is there and as it should be.
+
+    Raises:
+        UserError: it is not.
+    """
+    path = shown(file.path)
+    places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
+    wanted = {
+        f"{kind}.{index}": ("F32", (place.numel,))
+        for index, place in enumerate(places)
+        for kind in _kinds(file, index)
+    }
+    for name, tensor in file.tensors.items():
+        own = name.startswith(OWN) and tensor.dtype == "U8"
+        if not own and wanted.get(name) != (tensor.dtype, tensor.shape):
+            raise UserError(
+                f"{path} holds {clipped(name)}, {tensor.shape[0]} elements of {tensor.dtype}, "
+                "which is no tensor that its pieces have"
+            )
+    if missing := wanted.keys() - file.tensors.keys():
+        raise UserError(f"{path} lacks {min(missing)}, a tensor that its pieces have")
+    return places
+
+
+def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
+    """What a piece has: all kinds if it has any but the weight."""
+    is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
+    return KINDS if is_trained else (WEIGHT,)
+
+
+def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
+    """The box that the pieces are the runs of."""
+    flat = torch.empty(math.prod(shape))
+    values = flat.numpy()
+    for piece in pieces:
+        start = piece.place.start
+        values[start : start + piece.place.numel] = piece.file.array(f"{kind}.{piece.index}")
+    return flat.view(shape)
 
 
 def _overlap(

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffmegatron.checkpoint.manifest import STEP_NAME, read_manifest, verify_files
+from diffmegatron.checkpoint.manifest import STEP_NAME, read_manifest
 from diffmegatron.errors import UserError
+from diffmegatron.files import reason, shown
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +33,26 @@ class CheckpointStore:
         return self.directory / f"step_{step:08d}{_UNFINISHED}"
 
     def steps(self) -> list[int]:
-        """Steps that have a finished directory, ascending."""
-        if not self.directory.is_dir():
+        """Steps that have a finished directory, ascending.
+
+        Raises:
+            UserError: the directory is there and cannot be read.
+        """
+        try:
+            names = [path.name for path in self.directory.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = (STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {shown(self.directory)}: {reason(error)}") from None
+        found = (STEP_NAME.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> list[int]:
         """Steps whose files are all there, ascending; damaged ones are reported and left out."""
         found = []
         for step in self.steps():
-            path = self.path(step)
             try:
-                verify_files(path, read_manifest(path))
+                read_manifest(self.path(step))
             except UserError as error:
                 log.warning("checkpoint passed over: %s", error)
                 continue

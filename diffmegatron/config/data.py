@@ -1,16 +1,18 @@
 """The ``data`` section of a recipe: tokenizer, sources and their weights, held-out splits."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from diffmegatron.config.base import Section
+from diffmegatron.files import clipped
+from diffmegatron.section import PathText, Section, Seed, Size
 
 
 class Source(Section):
     """One prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
 
-    path: str
+    path: PathText
     weight: float = Field(default=1.0, ge=0, description="share of the tokens, in any unit")
 
 
@@ -23,25 +25,28 @@ class Upsampling(Section):
     """
 
     mode: Literal["none", "per_source", "global"] = "none"
-    long_tokens: int = Field(default=4096, ge=1)
+    long_tokens: Size = 4096
     keep_short: float = Field(default=0.1, ge=0, le=1)
 
 
 class DataConfig(Section):
     """What is read, in which shares and sequences, and how much of it is held out."""
 
-    tokenizer: str = "cl100k_base"
-    sources: tuple[Source, ...] = Field(min_length=1)
+    tokenizer: PathText = "cl100k_base"
+    sources: tuple[Source, ...] = Field(min_length=1, max_length=128)
     validation_fraction: float = Field(default=0.001, ge=0, lt=1)
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
-    split_seed: int = Field(default=1234, ge=0, description="which documents are held out")
+    split_seed: Seed = Field(default=1234, description="which documents are held out")
     packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
     upsampling: Upsampling = Upsampling()
     on_exhausted: Literal["repeat", "stop"] = "repeat"
     reset_position_ids: bool = Field(default=False, description="positions restart per document")
     reset_attention_mask: bool = Field(default=False, description="attention stays within one")
     eod_mask_loss: bool = Field(default=False, description="no loss across document ends")
-    cache_dir: str | None = Field(default=None, description="null: PREFIX.cache, per source")
+    verify: Literal["sizes", "hashes"] = Field(
+        default="sizes", description="hashes: read every source in full before a run starts"
+    )
+    cache_dir: PathText | None = Field(default=None, description="null: PREFIX.cache, per source")
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
@@ -51,7 +56,10 @@ class DataConfig(Section):
                 f"data.validation_fraction {self.validation_fraction:g} and data.test_fraction "
                 f"{self.test_fraction:g} leave no document to train on; their sum must be below 1"
             )
-        if not sum(source.weight for source in self.sources):
-            weights = [source.weight for source in self.sources]
-            raise ValueError(f"the weights of data.sources are {weights}; one must be above zero")
+        weights = [source.weight for source in self.sources]
+        if not 0 < sum(weights) < math.inf:
+            raise ValueError(
+                f"the weights of data.sources are {clipped(str(weights))}; one must be above zero, "
+                "and their sum a finite number"
+            )
         return self

@@ -3,14 +3,17 @@
 import math
 from typing import TYPE_CHECKING, Literal
 
+from diffmegatron.attention.kernels.registry import whole_sequence_backends
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
+from diffmegatron.section import divisors
 
 if TYPE_CHECKING:
     from diffmegatron.config.schema import Recipe
 
 
-# Those of attention.kernels.select.BACKENDS that lack "chunks", held equal by a test.
-WHOLE_SEQUENCE_BACKENDS = frozenset({"flash_2call", "flash_4call", "flex"})
+# Ten times what has been run; a search over divisors of any number up to it is quick.
+MAX_WORLD_SIZE = 2**20
 
 
 def check_layout(recipe: "Recipe") -> None:
@@ -30,8 +33,10 @@ def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
     """Data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: the ranks do not fill the layout, or the batch does not divide by it.
+        UserError: nobody can start so many ranks, they do not fill the layout, or the batch does
+            not divide by it.
     """
+    check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
     if world_size % parallel.model_ranks:
         raise UserError(
@@ -71,24 +76,40 @@ def context_exchange(recipe: "Recipe") -> Literal["ring", "all_gather", "ulysses
     parallel = recipe.parallel
     if parallel.context_exchange != "auto":
         return parallel.context_exchange
-    heads = recipe.model.num_kv_heads // parallel.tensor
+    heads = recipe.model.attention.num_kv_heads // parallel.tensor
     return "ring" if heads % parallel.context else "ulysses"
+
+
+def check_ranks(world_size: int) -> None:
+    """Refuse a number of ranks that nobody can start.
+
+    Raises:
+        UserError: with the numbers that can be.
+    """
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise UserError(
+            f"{clipped(str(world_size))} ranks cannot be started; give 1 to {MAX_WORLD_SIZE}"
+        )
 
 
 def _check_tensor(recipe: "Recipe") -> None:
     tensor = recipe.parallel.tensor
+    model = recipe.model
     sharded = {
-        f"model.{name}": getattr(recipe.model, name)
-        for name in ("num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+        # A key-value head with all queries that meet it is what a rank holds whole.
+        "model.attention.num_kv_heads": model.attention.num_kv_heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
     }
     if recipe.parallel.sequence_parallel:
         sharded["training.seq_length"] = recipe.training.seq_length
-    fits = _nearest_divisor(math.gcd(*sharded.values()), tensor)
     for name, size in sharded.items():
         if size % tensor:
+            common = math.gcd(*sharded.values())
             raise ValueError(
                 f"{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
-                f"tensor-parallel size that divides all it shards is {fits}"
+                f"tensor-parallel size that divides all it shards is "
+                f"{_nearest_divisor(common, tensor)} of {clipped(str(divisors(common)))}"
             )
 
 
@@ -109,7 +130,7 @@ def _check_context(recipe: "Recipe") -> None:
             f"{parallel.context}{over}; the nearest length is {nearest}, the nearest "
             f"context-parallel size for this length {fits}"
         )
-    heads = recipe.model.num_kv_heads // parallel.tensor
+    heads = recipe.model.attention.num_kv_heads // parallel.tensor
     if parallel.context_exchange == "ulysses" and heads % parallel.context:
         fits = _nearest_divisor(heads, parallel.context)
         raise ValueError(
@@ -123,10 +144,10 @@ def _check_ring(recipe: "Recipe") -> None:
     """The chunks of a ring need a backend that attends chunk by chunk."""
     backend = recipe.training.attention_backend
     if (
-        recipe.model.is_differential
+        recipe.model.attention.operation == "differential"
         and recipe.parallel.context > 1
         and context_exchange(recipe) == "ring"
-        and backend in WHOLE_SEQUENCE_BACKENDS
+        and backend in whole_sequence_backends("differential")
     ):
         raise ValueError(
             f"training.attention_backend {backend!r} attends to whole sequences, and "
@@ -173,5 +194,4 @@ def _check_recompute(recipe: "Recipe") -> None:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return min(divisors, key=lambda n: (abs(n - wanted), n))
+    return min(divisors(number), key=lambda n: (abs(n - wanted), n))

@@ -4,49 +4,29 @@ A recipe may ``extends`` another (a path relative to itself, or a list of them, 
 mappings merge key by key, everything else replaces. Every error names where the key came from.
 """
 
-import copy
 import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.config.documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.stages import check_follows, named_stages
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_text, shown
 
 COMMAND_LINE = "the command line"
+# Files that a recipe is made of, one counted as often as it is extended.
+MAX_FILES = 32
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers and keys: PyYAML reads ``1e-6`` as a string, which nobody means.
-
-    Of a key that stands twice it takes the last without a word, where the format has an error.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping each of whose keys stands once."""
-        node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            # Merges (<<) may be several; what is no scalar the constructor refuses by itself.
-            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-                continue
-            if (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(
-                    None, None, f"key {key.value!r} stands twice; keep one", key.start_mark
-                )
-            seen.add((key.tag, key.value))
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+# What files say, merged, and per dotted key the file that said it. Nothing of it is ever changed:
+# files and aliases share their parts.
+Values = dict[str, Any]
+Origins = dict[str, str]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -59,10 +39,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: a file cannot be read, a key is unknown, or a value does not fit.
     """
-    values, origins = _read_file(Path(path), ())
-    for override in overrides:
-        _apply_override(values, origins, override)
-    return _validate(values, origins, str(path))
+    name = shown(Path(path))
+    return _validate(*_overridden(*_Files().read(Path(path)), overrides), name)
 
 
 def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, ...]:
@@ -76,99 +54,117 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         The stages in order; of a recipe without ``stages``, the recipe.
 
     Raises:
-        UserError: as :func:`load_recipe`, or a stage has no name of its own.
+        UserError: as :func:`load_recipe`, a stage has no name of its own, or it cannot start with
+            the weights of the one before.
     """
-    values, origins = _read_file(Path(path), ())
-    stages = values.pop("stages", None)
-    if stages is None:
-        return (load_recipe(path, overrides),)
+    path = Path(path)
+    values, origins = _Files().read(path)
+    shared = {key: value for key, value in values.items() if key != "stages"}
+    if shared == values:
+        return (_validate(*_overridden(values, origins, overrides), shown(path)),)
     recipes: list[Recipe] = []
-    for name, changes in _named(stages, str(path)).items():
-        merged, merged_origins = copy.deepcopy(values), dict(origins)
-        _merge(merged, changes)
-        merged_origins |= dict.fromkeys(_dotted_keys(changes), f"{path}, stage {name!r}")
-        for override in overrides:
-            _apply_override(merged, merged_origins, override)
-        merged["run_dir"] = f"{merged.get('run_dir', 'runs')}/{name}"
+    for name, changes in named_stages(values["stages"], shown(path)).items():
+        origin = f"{shown(path)}, stage {name!r}"
+        own = origins | dict.fromkeys(_dotted_keys(changes), origin)
+        stage, own = _overridden(_merged(shared, changes), own, overrides)
+        recipe = _validate(_placed(stage, name, recipes), own, shown(path))
         if recipes:
-            _merge(merged, {"checkpoint": {"start_from": recipes[-1].run_dir}})
-        recipes.append(_validate(merged, merged_origins, str(path)))
+            check_follows(recipes[-1], recipes[-1].run_dir, recipe, origin)
+        recipes.append(recipe)
     return tuple(recipes)
 
 
+def load_resolved(path: Path) -> Recipe:
+    """Read what :func:`dump_recipe` wrote: one file, which names no other.
+
+    Raises:
+        UserError: it cannot be read, extends another file, has stages, or is no recipe.
+    """
+    values = _read_mapping(path)
+    for key in ("extends", "stages"):
+        if key in values:
+            raise UserError(f"{shown(path)} has {key!r}, which a resolved recipe has not")
+    return _validate(values, {}, shown(path))
+
+
+def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe of values that no file holds.
+
+    Args:
+        values: of a recipe, key by key.
+        name: of the values in a sentence.
+        overrides: as :func:`load_recipe` takes them.
+
+    Raises:
+        UserError: as :func:`load_recipe`.
+    """
+    return _validate(*_overridden(values, {}, overrides), name)
+
+
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that :func:`load_recipe` reads back to the same."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    """The resolved recipe as YAML that :func:`load_resolved` reads back to the same."""
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _named(stages: Any, path: str) -> dict[str, dict[str, Any]]:
-    """The stages' changes by name."""
-    named: dict[str, dict[str, Any]] = {}
-    listed: list[Any] = stages if isinstance(stages, list) else [stages]
-    for stage in listed:
-        changes = dict(stage) if isinstance(stage, dict) else {}
-        name = changes.pop("name", None)
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in named:
-            raise UserError(
-                f"{path}: stages must be a list of mappings, each with a name of its own in "
-                f"letters, digits, '_', '-' and '.'; {stage!r} is not"
-            )
-        named[name] = changes
-    if not named:
-        raise UserError(f"{path}: stages is empty; list one at least or leave it out")
-    return named
+class _Files:
+    """The files of one recipe, each of them parsed once."""
+
+    def __init__(self) -> None:
+        self._merged: dict[Path, tuple[Values, Origins] | None] = {}
+        self._read = 0
+
+    def read(self, path: Path) -> tuple[Values, Origins]:
+        """The values of a file, merged into those of the files that it extends."""
+        self._read += 1
+        if self._read > MAX_FILES:
+            raise UserError(f"{shown(path)}: a recipe is made of {MAX_FILES} files at most")
+        own = _read_mapping(path)
+        file = path.resolve()
+        if file not in self._merged:
+            self._merged[file] = None
+            self._merged[file] = self._extended(path, own)
+        merged = self._merged[file]
+        if merged is None:
+            raise UserError(f"{shown(path)}: recipes extend each other in a circle; break it")
+        return merged
+
+    def _extended(self, path: Path, own: Values) -> tuple[Values, Origins]:
+        merged: Values = {}
+        origins: Origins = {}
+        for parent in _parents(own.get("extends", []), path):
+            inherited, inherited_origins = self.read(path.parent / parent)
+            merged, origins = _merged(merged, inherited), origins | inherited_origins
+        own = {key: value for key, value in own.items() if key != "extends"}
+        return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), shown(path))
 
 
-def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The merged values of a file and, per dotted key, the file that set it."""
-    if path.resolve() in chain:
-        raise UserError(f"{path}: recipes extend each other in a circle; break it")
-    values = _parse(path)
-    merged: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for parent in _parents(values.pop("extends", []), path):
-        inherited, inherited_origins = _read_file(path.parent / parent, (*chain, path.resolve()))
-        _merge(merged, inherited)
-        origins |= inherited_origins
-    _merge(merged, values)
-    origins |= dict.fromkeys(_dotted_keys(values), str(path))
-    return merged, origins
+def _read_mapping(path: Path) -> Values:
+    values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{shown(path)} must be a mapping of sections, not {type(values).__name__}")
+    return values
 
 
 def _parents(extends: Any, path: Path) -> list[str]:
     parents = [extends] if isinstance(extends, str) else extends
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise UserError(f"{path}: extends is {extends!r}; it takes a path or a list of paths")
+        raise UserError(
+            f"{shown(path)}: extends is {clipped(repr(extends))}; it takes a path or a list of "
+            "paths"
+        )
     return parents
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read recipe {path}: {_reason(error)}") from None
-    try:
-        values = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must be a mapping of sections, not {type(values).__name__}")
-    return values
+def _merged(below: Values, above: Values) -> Values:
+    """``below`` with what ``above`` says, mapping by mapping; neither is changed."""
+    both = dict(below)
+    for key, value in above.items():
+        is_mapping = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = _merged(both[key], value) if is_mapping else value
+    return both
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
-def _dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
     keys = []
     for key, value in values.items():
         keys.append(f"{prefix}{key}")
@@ -177,19 +173,44 @@ def _dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def _apply_override(values: dict[str, Any], origins: dict[str, str], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"override {override!r} is not of the form section.key=value")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
-    nested: Any = value
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    _merge(values, nested)
-    origins |= dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
+def _overridden(
+    values: Values, origins: Origins, overrides: Sequence[str]
+) -> tuple[Values, Origins]:
+    """Values with what the command line says, and where each came from then."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {clipped(override)!r} is not of the form section.key=value")
+        nested = parse_yaml(text, f"the value of override {clipped(override)!r}")
+        parts = key.split(".")
+        if len(parts) > MAX_DEPTH:
+            raise UserError(f"override {clipped(override)!r} names no key: it has too many dots")
+        for part in reversed(parts):
+            nested = {part: nested}
+        values = _merged(values, nested)
+        origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
+    return _with_files(values), origins
+
+
+def _with_files(values: Values) -> Values:
+    """Values with what the files hold that the section of attention names."""
+    model = values.get("model")
+    attention = model.get("attention") if isinstance(model, dict) else None
+    if not isinstance(attention, dict):
+        return values
+    kind = attention.get("kind")
+    if not isinstance(kind, str) or kind not in VARIANTS:
+        return values
+    return _merged(values, {"model": {"attention": dict(VARIANTS[kind].with_files(attention))}})
+
+
+def _placed(values: Values, name: str, before: Sequence[Recipe]) -> Values:
+    """A stage's values with a folder of its own and, after the first, the weights of the last."""
+    if isinstance(run_dir := values.get("run_dir"), str):
+        values = values | {"run_dir": f"{run_dir}/{name}"}
+    if before and isinstance(values.get("checkpoint", {}), dict):
+        values = _merged(values, {"checkpoint": {"start_from": before[-1].run_dir}})
+    return values
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str], path: str) -> Recipe:
@@ -197,25 +218,29 @@ def _validate(values: dict[str, Any], origins: dict[str, str], path: str) -> Rec
         return Recipe.model_validate(values)
     except ValidationError as error:
         # A mistyped key also leaves one missing; the mistyped one is what the user can see.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise UserError(_sentence(first, origins, path)) from None
+        errors = error.errors(include_url=False)
+        first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
+        raise UserError(_sentence(first, values, origins, path)) from None
 
 
-def _sentence(error: Any, origins: dict[str, str], path: str) -> str:
+def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path: str) -> str:
     """One pydantic error in the words of the recipe: origin, key, value, what would be right."""
     key = ".".join(str(part) for part in error["loc"])
     origin = _origin(key, origins, path)
     if error["type"] == "extra_forbidden":
-        known = sorted(_known_keys(error["loc"][:-1]))
+        if hint := _variants_key(error["loc"], values):
+            return f"{origin}: unknown key {clipped(key)!r}; {hint}"
+        known = sorted(_known_keys(error["loc"][:-1], values))
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
-        return f"{origin}: unknown key {key!r}; {hint}"
+        return f"{origin}: unknown key {clipped(key)!r}; {hint}"
     if error["type"] == "missing":
         return f"{origin}: key {key!r} is missing; a recipe must give it"
     message = str(error.get("ctx", {}).get("error") or error["msg"])
     if error["type"] == "value_error":
         return f"{_origin_of_clash(message, origins) or origin}: {message}"
-    return f"{origin}: {key} is {error['input']!r}: {message[:1].lower()}{message[1:]}"
+    value = clipped(repr(error["input"]))
+    return f"{origin}: {clipped(key)} is {value}: {message[:1].lower()}{message[1:]}"
 
 
 def _origin(key: str, origins: dict[str, str], path: str) -> str:
@@ -232,13 +257,32 @@ def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
     return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 
 
-def _known_keys(location: tuple[str | int, ...]) -> set[str]:
+def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[str]:
     section: type[BaseModel] = Recipe
     for part in location:
         if isinstance(part, int):
             continue
         section = _section_type(section.model_fields[part].annotation)
+        if section is Variant:
+            section = VARIANTS[values["model"]["attention"]["kind"]]
     return set(section.model_fields)
+
+
+def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
+    """Where a key of some kind of attention belongs that stands somewhere else in ``model``."""
+    section, name = location[:-1], str(location[-1])
+    if section not in (("model",), ("model", "attention"), ("model", "initialization")):
+        return None
+    key = f"model.attention.{name}"
+    kinds = [kind for kind, variant in VARIANTS.items() if name in variant.model_fields]
+    if not kinds:
+        return None
+    attention = values["model"].get("attention")
+    own = attention.get("kind") if isinstance(attention, dict) else None
+    if own in kinds or len(kinds) == len(VARIANTS):
+        return None if "attention" in section else f"give {key}"
+    its = "" if own is None else f"; the recipe's is {own}"
+    return f"{key} is a key of kind {', '.join(kinds)}{its}"
 
 
 def _section_type(annotation: Any) -> type[BaseModel]:

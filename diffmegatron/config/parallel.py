@@ -4,18 +4,18 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from diffmegatron.config.base import Section
+from diffmegatron.section import Ranks, Section, Size
 
 
 class ParallelConfig(Section):
     """What ranks do not take as tensor x context x pipeline is data parallel."""
 
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    virtual_pipeline: int = Field(
-        default=1, ge=1, description="model chunks per pipeline rank; above 1: interleaved 1F1B"
+    tensor: Ranks = 1
+    pipeline: Ranks = 1
+    virtual_pipeline: Size = Field(
+        default=1, description="model chunks per pipeline rank; above 1: interleaved 1F1B"
     )
-    context: int = Field(default=1, ge=1, description="ranks that share each sequence")
+    context: Ranks = Field(default=1, description="ranks that share each sequence")
     context_exchange: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
         default="auto",
         description="auto: ulysses where the key-value heads divide over the ranks, else ring",
@@ -69,7 +69,7 @@ class RecomputeConfig(Section):
 
     granularity: Literal["none", "selective", "full"] = "none"
     method: Literal["uniform", "block"] = "uniform"
-    layers: int = Field(default=1, ge=1)
+    layers: Size = 1
 
     @model_validator(mode="after")
     def _layers_belong_to_full(self) -> Self:

@@ -1,24 +1,24 @@
 """The sections of a recipe about survival: ``checkpoint``, ``guard`` and ``watchdog``."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from diffmegatron.config.base import Section
+from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Size
 
 
 class CheckpointConfig(Section):
     """When a run saves, what it keeps and how it starts."""
 
-    interval: int = Field(default=1000, ge=1, description="steps; the last step always saves")
+    interval: Count = Field(default=1000, description="steps; the last step always saves")
     resume: bool = Field(default=True, description="go on from the newest checkpoint in run_dir")
-    start_from: str | None = Field(
+    start_from: PathText | None = Field(
         default=None, description="checkpoint or run_dir whose weights a new run starts with"
     )
     asynchronous: bool = Field(default=True, description="write while training goes on")
-    keep_last: int | None = Field(default=None, ge=1, description="newest ones; null: all")
-    keep_every: int | None = Field(
-        default=None, ge=1, description="steps whose multiples keep_last never removes"
+    keep_last: Size | None = Field(default=None, description="newest ones; null: all")
+    keep_every: Count | None = Field(
+        default=None, description="steps whose multiples keep_last never removes"
     )
     time_limit_margin: float = Field(
         default=300.0, ge=0, description="seconds before the end of a Slurm job to save and stop at"
@@ -37,10 +37,10 @@ class GuardConfig(Section):
 
     spikes: Literal["ignore", "record", "skip"] = "record"
     sigma: float = Field(default=8.0, gt=0)
-    window: int = Field(default=128, ge=8, description="steps")
-    patience: int = Field(default=3, ge=1, description="skipped steps in a row")
+    window: Annotated[Size, Field(ge=8)] = Field(default=128, description="steps")
+    patience: Size = Field(default=3, description="skipped steps in a row")
     then: Literal["rollback", "stop"] = "rollback"
-    max_rollbacks: int = Field(default=3, ge=0)
+    max_rollbacks: int = Field(default=3, ge=0, le=MAX_SIZE)
 
 
 class WatchdogConfig(Section):

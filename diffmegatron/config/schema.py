@@ -4,36 +4,29 @@ What can be known from the recipe alone is checked here, before any process grou
 needs the number of ranks is checked by :func:`Recipe.data_parallel`.
 """
 
-import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from diffmegatron.config.base import Section
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.variants import Variant, read_variant
 from diffmegatron.config.data import DataConfig
 from diffmegatron.config.layout import check_layout, data_parallel_size
+from diffmegatron.config.lora import LoraConfig
+from diffmegatron.config.optimizer import OptimizerConfig
 from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
 from diffmegatron.config.recovery import CheckpointConfig, GuardConfig, WatchdogConfig
-
-
-class LambdaInit(Section):
-    """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
-
-    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)) with l the global layer number from 1;
-    ``constant`` is ``value`` in every layer.
-    """
-
-    policy: Literal["exponential", "constant"] = "exponential"
-    value: float | None = Field(default=None, gt=0, lt=1)
-
-    @model_validator(mode="after")
-    def _value_belongs_to_constant(self) -> Self:
-        if (self.policy == "constant") != (self.value is not None):
-            raise ValueError(
-                f"lambda_init.value is {self.value} with policy {self.policy!r}; "
-                "give a value with 'constant' and none with 'exponential'"
-            )
-        return self
+from diffmegatron.config.rope import RopeScaling
+from diffmegatron.config.trainable import check_trainable
+from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Seed, Size, SizeOrNone
 
 
 class Initialization(Section):
@@ -42,7 +35,7 @@ class Initialization(Section):
     ``scaled`` (default) divides the standard deviation of the two projections that write into the
     residual stream by sqrt(2 num_layers), so that its variance does not grow with depth
     (GPT-2; Megatron-core's own default); ``normal`` uses ``std`` everywhere. Norm weights start
-    at 1 and lambda vectors at N(0, ``lambda_std``), the reference code's value.
+    at 1, what a kind of attention has of its own as that kind says.
 
     The paper names no scheme. Embeddings start at N(0, 1): the headwise norm makes the output of
     every differential head as large as a trained one from the first step, and embeddings of 0.02
@@ -55,78 +48,60 @@ class Initialization(Section):
     embedding_std: float | None = Field(
         default=None, gt=0, description="null: 1, or std where the embedding is also the output"
     )
-    lambda_std: float = Field(default=0.1, ge=0)
 
 
 class ModelConfig(Section):
-    """The network. Every size is that of the pair: the twins differ in ``attention`` alone.
+    """The network. ``attention`` is a section of its kind's own, with the heads of that kind.
 
-    ``num_heads`` is h, the number of *differential* heads; the Transformer of the pair has 2h
-    heads of the same ``head_dim``, and so has the differential model projections of the same
-    width. ``num_kv_heads`` counts alike. Nobody halves anything by hand.
+    ``baseline`` puts the Transformer of the pair in its place: as wide, with as many keys and
+    values, so that nobody halves or doubles heads by hand. The resolved recipe has its numbers.
     """
 
-    attention: Literal["differential", "softmax"] = "differential"
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=2)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(default=0, ge=0, description="0: as many as num_heads")
-    head_dim: int = Field(default=0, ge=0, description="0: hidden_size / (2 num_heads)")
-    ffn_hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=1, description="padded size of the embedding")
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    norm_eps: float = Field(default=1e-5, gt=0)
-    headwise_norm: bool | None = Field(
-        default=None, description="null: on for differential, off for softmax"
+    num_layers: Size
+    hidden_size: Annotated[Size, Field(ge=2)]
+    baseline: bool = Field(default=False, exclude=True, description="the Transformer of the pair")
+    attention: SerializeAsAny[Variant]
+    ffn_hidden_size: Size
+    vocab_size: Size = Field(description="padded size of the embedding")
+    vocab_padding: SizeOrNone = Field(
+        default=0, description="rows at the end that no token has: out of the loss and of an export"
     )
-    lambda_init: LambdaInit = LambdaInit()
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = Field(default=1e-5, gt=0)
     tied_embeddings: bool = False
+    lora: LoraConfig | None = None
     initialization: Initialization = Initialization()
 
-    @model_validator(mode="before")
+    @field_validator("attention", mode="before")
     @classmethod
-    def _derive_sizes(cls, values: object) -> object:
+    def _of_its_kind(cls, section: object) -> Variant:
+        return read_variant(section)
+
+    @field_validator("attention", mode="after")
+    @classmethod
+    def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
         """Fill in what follows from other keys, so that the saved recipe shows every number."""
-        if not isinstance(values, dict):
-            return values
-        derived = dict(values)
-        heads, hidden = (_integer(values.get(name)) for name in ("num_heads", "hidden_size"))
-        if heads is not None and heads > 0:
-            if not _integer(values.get("num_kv_heads", 0)):
-                derived["num_kv_heads"] = heads
-            if not _integer(values.get("head_dim", 0)) and hidden is not None:
-                if hidden % (2 * heads):
-                    raise ValueError(
-                        f"model.hidden_size {hidden} is no multiple of 2 x num_heads "
-                        f"(2 x {heads} heads of the Transformer twin); choose num_heads to divide "
-                        f"{hidden / 2:g} or give model.head_dim"
-                    )
-                derived["head_dim"] = hidden // (2 * heads)
-        return derived
+        if "hidden_size" not in others.data or "baseline" not in others.data:
+            return attention
+        sized = attention.sized(others.data["hidden_size"])
+        if "num_layers" in others.data:
+            sized.check_layers(others.data["num_layers"])
+        return sized.baseline() if others.data["baseline"] else sized
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            fits = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+    def _padding_leaves_tokens(self) -> Self:
+        if self.vocab_padding >= self.vocab_size:
             raise ValueError(
-                f"model.num_kv_heads {self.num_kv_heads} does not divide num_heads "
-                f"{self.num_heads}; one of {fits} would"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"model.head_dim {self.head_dim} is odd; rotary embeddings turn pairs of channels"
+                f"model.vocab_padding {self.vocab_padding} leaves no token of model.vocab_size "
+                f"{self.vocab_size}; it counts the rows at its end that pad it"
             )
         return self
 
     @property
-    def is_differential(self) -> bool:
-        """Whether this is the differential model of the pair."""
-        return self.attention == "differential"
-
-    @property
-    def has_headwise_norm(self) -> bool:
-        """Whether each head's output is normalised on its own."""
-        return self.is_differential if self.headwise_norm is None else self.headwise_norm
+    def tokens(self) -> int:
+        """Rows of the embedding that a token may have."""
+        return self.vocab_size - self.vocab_padding
 
     @property
     def embedding_std(self) -> float:
@@ -136,88 +111,39 @@ class ModelConfig(Section):
             return given
         return self.initialization.std if self.tied_embeddings else 1.0
 
-    @property
-    def num_attention_heads(self) -> int:
-        """Heads of width ``head_dim`` in the projections, 2h: Megatron's and Hugging Face's."""
-        return 2 * self.num_heads
 
-    @property
-    def num_query_groups(self) -> int:
-        """Key and value heads of width ``head_dim``, 2 h_kv: Megatron's and Hugging Face's."""
-        return 2 * self.num_kv_heads
-
-    @property
-    def head_norm_dim(self) -> int:
-        """Channels of one head's output: 2d for a differential head, d for the Transformer's."""
-        return 2 * self.head_dim if self.is_differential else self.head_dim
-
-
-class Schedule(Section):
-    """Learning rate after ``warmup_steps`` of linear warm-up: down to ``final_lr`` at the end."""
-
-    kind: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_steps: int = Field(default=0, ge=0)
-    final_lr: float = Field(default=0.0, ge=0)
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO."""
-
-    lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    decay_embeddings: bool = True
-    decay_lambda: bool = False
-    clip_grad_norm: float = Field(default=1.0, gt=0)
-    schedule: Schedule = Schedule()
-
-    @model_validator(mode="after")
-    def _betas_are_decays(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _final_lr_is_below(self) -> Self:
-        if self.schedule.final_lr > self.lr:
-            raise ValueError(
-                f"optimizer.schedule.final_lr {self.schedule.final_lr:g} is above optimizer.lr "
-                f"{self.lr:g}; it is where the decay ends"
-            )
-        return self
-
-
-# The names of attention.kernels.select.BACKENDS, which would load torch: a test holds them equal.
-AttentionBackend = Literal[
-    "auto", "reference", "blocked", "triton", "flash_2call", "flash_4call", "sdpa_4call", "flex"
-]
+def _check_backend(name: str) -> str:
+    if name != "auto" and name not in DIFFERENTIAL:
+        raise PydanticCustomError(
+            "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(DIFFERENTIAL)}
+        )
+    return name
 
 
 class TrainingConfig(Section):
     """Length, batch and precision of a run. Batch sizes count sequences."""
 
-    seq_length: int = Field(ge=2)
-    global_batch_size: int = Field(ge=1)
-    micro_batch_size: int = Field(default=1, ge=1)
-    steps: int | None = Field(default=None, ge=1)
-    tokens: int | None = Field(default=None, ge=1, description="instead of steps")
+    seq_length: Annotated[Size, Field(ge=2)]
+    global_batch_size: Size
+    micro_batch_size: Size = 1
+    steps: Count | None = None
+    tokens: Count | None = Field(default=None, description="instead of steps")
     precision: Literal["bf16", "fp32"] = "bf16"
-    attention_backend: AttentionBackend = Field(
+    attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         default="auto", description="what computes differential attention; doctor says what can run"
     )
-    loss_chunk: int | None = Field(
-        default=None, ge=1, description="tokens whose logits exist at once; null: all"
+    loss_chunk: Size | None = Field(
+        default=None, description="tokens whose logits exist at once; null: all"
     )
     offload_activations: bool = Field(
         default=False, description="what the backward pass needs waits in the host's memory"
     )
-    seed: int = Field(default=1234, ge=0)
-    log_interval: int = Field(default=10, ge=1)
-    eval_interval: int = Field(default=1000, ge=1)
-    eval_batches: int = Field(default=10, ge=0, description="global batches; 0: no evaluation")
+    seed: Seed = 1234
+    log_interval: Count = 10
+    eval_interval: Count = 1000
+    eval_batches: int = Field(
+        default=10, ge=0, le=MAX_SIZE, description="global batches; 0: no evaluation"
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -239,13 +165,13 @@ class TrainingConfig(Section):
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None
-        return math.ceil(self.tokens / self.tokens_per_step)
+        return -(-self.tokens // self.tokens_per_step)
 
 
 class Recipe(Section):
     """One run: everything ``train`` needs, resolved and frozen."""
 
-    run_dir: str
+    run_dir: PathText
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
@@ -261,14 +187,22 @@ class Recipe(Section):
         self._check_steps()
         self._check_documents()
         check_layout(self)
+        check_trainable(self)
         return self
 
     def _check_steps(self) -> None:
-        warmup, steps = self.optimizer.schedule.warmup_steps, self.training.total_steps
+        schedule, steps = self.optimizer.schedule, self.training.total_steps
+        warmup = schedule.warmup(steps)
         if warmup >= steps:
             raise ValueError(
                 f"optimizer.schedule.warmup_steps {warmup} leaves nothing of the run's {steps} "
                 f"steps; it must be at most {steps - 1}"
+            )
+        if schedule.kind == "wsd" and warmup + schedule.decay(steps) > steps:
+            raise ValueError(
+                f"optimizer.schedule.decay_steps {schedule.decay(steps)} and "
+                f"optimizer.schedule.warmup_steps {warmup} are more than the run's {steps} steps; "
+                f"the decay may have {steps - warmup}"
             )
 
     def _check_documents(self) -> None:
@@ -291,14 +225,3 @@ class Recipe(Section):
         """Microbatches that each data-parallel rank runs per step on ``world_size`` ranks."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size
         return self.training.global_batch_size // per_microbatch
-
-
-_INTEGER = TypeAdapter(int)
-
-
-def _integer(value: object) -> int | None:
-    """``value`` as an integer field will read it, 1e1 and "10" too; None where it will not."""
-    try:
-        return _INTEGER.validate_python(value)
-    except ValidationError:
-        return None

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from diffmegatron.data.cache import open_cached
-from diffmegatron.data.documents import DocumentOrder, Selection, cache_folder
+from diffmegatron.data.cache import Cache
+from diffmegatron.data.documents import DocumentOrder, Selection
 from diffmegatron.data.packing import pack
 from diffmegatron.data.store import Corpus
 from diffmegatron.errors import UserError
@@ -102,10 +102,9 @@ class Packed:
         seq_length: int,
         packing: Packing,
         selection: Selection,
-        cache_dir: str | None,
+        cache: Cache,
     ) -> None:
-        self._arrays, _ = open_cached(
-            cache_folder(corpus, cache_dir),
+        self._arrays, _ = cache.open(
             (packing, seq_length, corpus.manifest.content, selection),
             lambda: (
                 pack(
@@ -147,7 +146,7 @@ def open_blocks(
     seq_length: int,
     packing: Packing,
     selection: Selection,
-    cache_dir: str | None,
+    cache: Cache,
 ) -> Blocks:
     """The sequences of a source.
 
@@ -158,7 +157,7 @@ def open_blocks(
         return Concatenated(corpus, order, seq_length)
     if packing == "none":
         _check_some_document_fills(corpus, order, seq_length)
-    return Packed(corpus, order, seq_length, packing, selection, cache_dir)
+    return Packed(corpus, order, seq_length, packing, selection, cache)
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:

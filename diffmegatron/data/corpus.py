@@ -5,17 +5,20 @@ A reader yields bytes; decoding, parsing and tokenising is the workers' part (``
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
 
 import pyarrow
 import pyarrow.parquet
 import zstandard
 
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, open_file, reason, shown
 
 Format = Literal["jsonl", "parquet", "text"]
 _SUFFIXES: dict[str, Format] = {
@@ -24,14 +27,11 @@ _SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-_READ_ERRORS = (
-    OSError,
-    EOFError,
-    zlib.error,
-    zstandard.ZstdError,
-    pyarrow.ArrowException,
-    UnicodeDecodeError,
-)
+# What the libraries say of a file that is damaged or breaks off.
+_READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
+_READ_BYTES = 1 << 20
+# One call may unpack that much input to 32,768 times its size.
+_ZSTD_BYTES = 1 << 12
 
 
 class Record(NamedTuple):
@@ -48,13 +48,42 @@ class Record(NamedTuple):
     problem: str | None = None
 
 
+class Fingerprint(NamedTuple):
+    """What changes with a file: its size in bytes, time of modification in ns, and inode."""
+
+    size: int
+    modified: int
+    inode: int
+
+
 @dataclass(frozen=True)
 class CorpusFile:
-    """One input file, its path as the user would name it, and its size in bytes."""
+    """One input file, its path as the user would name it, and what it was when it was found."""
 
     path: Path
     format: Format
-    size: int
+    fingerprint: Fingerprint
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.fingerprint.size
+
+    def check_unchanged(self) -> None:
+        """Refuse to use what was read of a file that is another by now.
+
+        Raises:
+            UserError: it was written, replaced or removed since it was found.
+        """
+        try:
+            changed = "was changed" if _fingerprint(self.path.stat()) != self.fingerprint else None
+        except OSError:
+            changed = "was removed"
+        if changed:
+            raise UserError(
+                f"corpus file {shown(self.path)} {changed} while it was read; let it be, and start "
+                "again with --restart"
+            )
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
@@ -65,44 +94,56 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
         pattern: glob of the files that count within a folder, such as ``*.py``.
 
     Raises:
-        UserError: an input does not exist or cannot be read, or there is no file in it.
+        UserError: an input does not exist, is no ordinary file or cannot be read, or there is no
+            file in it.
     """
-    files = [file for path in inputs for file in _find(path, pattern)]
-    for file in files:
-        try:
-            file.path.open("rb").close()
-        except OSError as error:
-            raise UserError(f"cannot read corpus file {file.path}: {error.strerror}") from None
-    return files
+    if not pattern:
+        raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
+    return [_corpus_file(file) for path in inputs for file in _find(path, pattern)]
 
 
-def _find(path: Path, pattern: str) -> list[CorpusFile]:
-    if path.is_file():
-        return [_corpus_file(path)]
-    if not path.exists():
-        raise UserError(f"corpus {path} does not exist; give a file or a folder")
-    found = sorted(
-        (file for file in path.rglob(pattern) if file.is_file()), key=lambda file: file.as_posix()
-    )
+def _find(path: Path, pattern: str) -> list[Path]:
+    if not os.path.lexists(path):  # False too for a name that is too long, where others raise
+        raise UserError(f"corpus {shown(path)} does not exist; give a file or a folder")
+    if not path.is_dir():
+        return [path]
+    found = [
+        Path(folder, name)
+        # A folder that cannot be read would go unseen otherwise, with all that it holds.
+        for folder, _, names in os.walk(path, onerror=_refuse_folder)
+        for name in names
+        if Path(folder, name).relative_to(path).match(pattern)
+    ]
     if not found:
-        raise UserError(f"corpus folder {path} holds no file that matches {pattern!r}")
-    return [_corpus_file(file) for file in found]
+        raise UserError(f"corpus folder {shown(path)} holds no file that matches {pattern!r}")
+    return sorted(found, key=lambda file: file.as_posix())
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"cannot read corpus folder {shown(Path(error.filename))}: {reason(error)}")
 
 
 def _corpus_file(path: Path) -> CorpusFile:
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    return CorpusFile(path, _SUFFIXES.get(Path(name).suffix, "text"), path.stat().st_size)
+    with open_file(path) as stream:
+        fingerprint = _fingerprint(os.fstat(stream.fileno()))
+    return CorpusFile(path, _SUFFIXES.get(Path(name).suffix, "text"), fingerprint)
+
+
+def _fingerprint(status: os.stat_result) -> Fingerprint:
+    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Every record of a file in order.
-
-    A file that breaks off (a truncated archive, a disk error) yields what it holds and then one
-    failed record; a record above ``max_bytes`` is a failed record; nothing is raised.
+    """Every record of a file in order; one above ``max_bytes`` is a failed record.
 
     Args:
         columns: those of a Parquet file that are read, as far as it has them.
         max_bytes: the longest payload that is read.
+
+    Raises:
+        UserError: the file cannot be read to its end (an archive that breaks off, a disk error),
+            so that documents would be missing, or it is not what it was when it was found.
     """
     line = 0
     try:
@@ -110,7 +151,12 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
             line = record.line
             yield record
     except _READ_ERRORS as error:
-        yield Record(line + 1, b"", f"file cannot be read further: {error}")
+        file.check_unchanged()
+        raise UserError(
+            f"corpus file {shown(file.path)} cannot be read beyond document {line}: "
+            f"{clipped(str(error))}; mend it or leave it out, and start again with --restart"
+        ) from None
+    file.check_unchanged()
 
 
 def _read_lines(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
@@ -122,7 +168,7 @@ def _read_lines(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterato
                 yield Record(line, payload)
                 continue
             while payload and not payload.endswith(b"\n"):
-                payload = stream.readline(1 << 20)
+                payload = stream.readline(_READ_BYTES)
             yield _oversized(line, max_bytes)
 
 
@@ -133,7 +179,7 @@ def _read_text(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator
 
 
 def _read_parquet(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    with pyarrow.parquet.ParquetFile(path) as table:
+    with open_file(path) as stream, pyarrow.parquet.ParquetFile(stream) as table:
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
@@ -141,10 +187,27 @@ def _read_parquet(path: Path, columns: tuple[str, ...], max_bytes: int) -> Itera
             yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
-            for row in _as_bytes(batch).to_pylist():
+            for row in _rows(_as_bytes(batch)):
                 line += 1
+                if isinstance(row, str):
+                    yield Record(line, b"", row)
+                    continue
                 size = sum(len(value) for value in row.values() if isinstance(value, bytes))
                 yield Record(line, row) if size <= max_bytes else _oversized(line, max_bytes)
+        if line != table.metadata.num_rows:
+            raise EOFError(f"it says that it has {table.metadata.num_rows} rows")
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
+    """The rows as Python values, or why one has none: bad UTF-8, a date beyond Python's."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            yield f"a value cannot be read: {error}"
+            return
+        for number in range(len(batch)):
+            yield from _rows(batch.slice(number, 1))
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
@@ -165,12 +228,60 @@ def _oversized(line: int, max_bytes: int) -> Record:
     return Record(line, b"", f"longer than {max_bytes} bytes")
 
 
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".zst":
-        # Several frames in a row are one file to zstd's own tools, pzstd writes them.
-        decompressor = zstandard.ZstdDecompressor()
-        raw = decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-        return io.BufferedReader(cast(io.RawIOBase, raw), buffer_size=1 << 20)
-    return path.open("rb", buffering=1 << 20)
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked where it is an archive.
+
+    Raises:
+        EOFError: on reading; the archive breaks off.
+    """
+    with open_file(path, buffering=_READ_BYTES) as raw:
+        if path.suffix not in (".gz", ".zst"):
+            yield raw
+            return
+        if not raw.peek(1):  # type: ignore[attr-defined]
+            raise EOFError("the archive is empty")
+        unpacked = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else _ZstdFile(raw)
+        with io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_READ_BYTES) as stream:
+            yield stream
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of the frames of a zstd archive; several in a row are one to zstd's own tools.
+
+    (The library's own reader ends silently where a frame breaks off.)
+    """
+
+    def __init__(self, archive: BinaryIO) -> None:
+        self._archive = archive
+        self._frame: Any = None
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See :class:`io.RawIOBase`.
+
+        Raises:
+            EOFError: the archive ends within a frame.
+        """
+        target = memoryview(buffer)
+        while not self._unpacked and (packed := self._archive.read(_ZSTD_BYTES)):
+            self._unpacked = memoryview(self._unpack(packed))
+        if not self._unpacked and self._frame is not None:
+            raise EOFError("the archive ends within a frame")
+        count = min(len(target), len(self._unpacked))
+        target[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
+
+    def _unpack(self, packed: bytes) -> bytes:
+        parts = []
+        while packed:
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            parts.append(self._frame.decompress(packed))
+            packed, self._frame = (
+                (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
+            )
+        return b"".join(parts)

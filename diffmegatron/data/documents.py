@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from diffmegatron.data.cache import Arrays, open_cached
+from diffmegatron.data.cache import Arrays, Cache
 from diffmegatron.data.manifest import Histogram, LengthBin
 from diffmegatron.data.permutation import derive_key, random_bits, uniform
 from diffmegatron.data.store import Corpus
@@ -70,19 +70,18 @@ class DocumentOrder:
         return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
 
 
-def cache_folder(corpus: Corpus, cache_dir: str | None) -> Path:
+def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
     """Where the indices of a corpus are kept: beside it, or where the recipe says."""
-    return Path(cache_dir) if cache_dir else Path(f"{corpus.prefix}.cache")
+    return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 
-def open_order(corpus: Corpus, selection: Selection, cache_dir: str | None) -> DocumentOrder:
+def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
     """The document order of a split, from the cache, which is filled first where it is empty.
 
     Raises:
         UserError: the index points outside its file, or the cache cannot be written.
     """
-    arrays, summary = open_cached(
-        cache_folder(corpus, cache_dir),
+    arrays, summary = cache.open(
         ("documents", corpus.manifest.content, selection),
         lambda: build_order(corpus, selection),
     )

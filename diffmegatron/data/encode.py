@@ -10,7 +10,9 @@ import numpy as np
 
 from diffmegatron.data.corpus import CorpusFile, Record
 from diffmegatron.data.layouts import Fields, UnusableError, parse, segments
+from diffmegatron.data.manifest import printable
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
+from diffmegatron.files import clipped
 
 DIGEST_BYTES = 16
 
@@ -29,7 +31,7 @@ class EncodeSettings:
 
 
 class Reject(NamedTuple):
-    """A document that could not be used, and why."""
+    """A document that could not be used, and why; ``file`` is :func:`printable`."""
 
     file: str
     line: int
@@ -143,7 +145,8 @@ def _reject(file: CorpusFile, record: Record, fields: Fields, reason: str) -> Re
             identity = parse(record, file.format, fields).get(fields.id_field)
         except UnusableError:
             identity = None
-    return Reject(str(file.path), record.line, None if identity is None else str(identity), reason)
+    name = None if identity is None else str(identity)
+    return Reject(printable(file.path), record.line, name, clipped(reason))
 
 
 class Deduplicator:

@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from diffmegatron.errors import UserError
+from diffmegatron.files import create_file, open_file, shown
 
 _MAGIC = b"MMIDIDX\x00\x00"
+_START = _MAGIC + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPE_CODES: dict[np.dtype, int] = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 _CHUNK = 1 << 20
@@ -49,7 +51,7 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
         counts: int32 ``[documents]``, sequences of each document; may be memory-mapped.
         dtype: type of the tokens, int32 or uint16.
     """
-    with path.open("wb") as stream:
+    with create_file(path) as stream:
         header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
         stream.write(_HEADER.pack(*header))
         for part in _chunks(lengths):
@@ -64,28 +66,67 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read and check the header of an index against the size of its file.
+    """Read and check the header of an index against the size and the end of its file.
 
     Raises:
-        UserError: it is missing, is no index, or is truncated.
+        UserError: it is missing, is no ordinary file or no index, has no document, or is truncated
+            or damaged at its end.
     """
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(_HEADER.size)
-    except OSError as error:
-        raise UserError(f"cannot read index {path}: {error.strerror}") from None
+    with open_file(path) as stream:
+        content = stream.read(_HEADER.size)
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 8))
+        end = int.from_bytes(stream.read(8), "little")
     types: dict[int, np.dtype] = {code: dtype for dtype, code in _TYPE_CODES.items()}
-    if len(content) < _HEADER.size or not content.startswith(_MAGIC) or content[17] not in types:
-        raise UserError(f"{path} is not an index of Megatron's with int32 or uint16 tokens")
+    if len(content) < _HEADER.size or not content.startswith(_START) or content[17] not in types:
+        raise UserError(
+            f"{shown(path)} is not an index of Megatron's, version 1, with int32 or uint16 tokens"
+        )
     _, _, code, sequences, boundaries = _HEADER.unpack(content)
     header = IndexHeader(types[code], sequences, boundaries)
-    size = path.stat().st_size
+    if not 1 <= header.documents <= sequences:
+        raise UserError(
+            f"index {shown(path)} says that {sequences} sequences make {header.documents} "
+            "documents; copy or prepare it again"
+        )
     if size != header.file_size:
         raise UserError(
-            f"index {path} has {size} bytes, but one of {sequences} sequences has "
+            f"index {shown(path)} has {size} bytes, but one of {sequences} sequences has "
             f"{header.file_size}; copy or prepare it again"
         )
+    if end != sequences:
+        raise UserError(
+            f"index {shown(path)} is damaged: its documents end with sequence {end} of "
+            f"{sequences}; copy or prepare it again"
+        )
     return header
+
+
+def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
+    """Refuse documents that are not runs of sequences, one after the other.
+
+    Args:
+        path: of the index, for the sentence.
+        boundaries: int64 ``[documents + 1]``, the sequence at which each document begins, and
+            their number, which :func:`read_header` has checked; may be memory-mapped.
+
+    Raises:
+        UserError: the first begins elsewhere, or a document has no sequence.
+    """
+    if boundaries[0] != 0:
+        raise _damaged_boundary(path, boundaries, 0)
+    for start in range(0, len(boundaries), _CHUNK):
+        part = boundaries[start : start + _CHUNK + 1]
+        empty = np.flatnonzero(part[1:] <= part[:-1])
+        if len(empty):
+            raise _damaged_boundary(path, boundaries, start + int(empty[0]) + 1)
+
+
+def _damaged_boundary(path: str | Path, boundaries: np.ndarray, place: int) -> UserError:
+    return UserError(
+        f"index {shown(Path(path))} is damaged at boundary {place} of its documents: sequence "
+        f"{boundaries[place]}; copy or prepare it again"
+    )
 
 
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -1,94 +1,148 @@
 """Append-only files with a commit point: what was committed survives a kill at any moment."""
 
-import json
+import hashlib
 import os
+import shutil
+import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Generic, Self, TypeVar
 
+from pydantic import BaseModel, Field
+
+from diffmegatron.data.sealed import read_sealed, write_sealed
 from diffmegatron.errors import UserError
+from diffmegatron.files import shown
 
 _STATE = "journal.json"
+_CHUNK = 1 << 24
+
+State = TypeVar("State", bound=BaseModel)
+
+
+class FileState(BaseModel):
+    """How long a file validly is, and the sha256 of that much of it."""
+
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+class Commit(BaseModel, Generic[State]):
+    """What a commit makes survive: a state, and what the files then hold."""
+
+    state: State
+    files: dict[str, FileState]
+
+
+def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
+    """The last commit in ``folder``; None where there was none.
+
+    Raises:
+        UserError: it cannot be read, or was changed since.
+    """
+    path = folder / _STATE
+    if not os.path.lexists(path):
+        return None
+    commit: Commit[State] = read_sealed(path, Commit[schema])  # type: ignore[valid-type]
+    return commit
 
 
 class Journal:
     """A folder of files that only grow, and a state that says how long each one validly is.
 
     Opening it cuts every file back to its committed length, so bytes written after the last
-    commit are as if never written.
+    commit are as if never written. What was committed is read once and compared to its hash.
+    It is a context, which closes the files; what was not committed is lost at the next opening.
+
+    Args:
+        folder: made where it is missing.
+        names: of the files.
+        commit: of :func:`last_commit`; None begins anew.
 
     Raises:
-        UserError: a file is shorter than what was committed.
+        UserError: a file is no ordinary file, or not what was committed.
     """
 
-    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit[Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        sizes = _read(folder).get("sizes", {})
         self._files: dict[str, BinaryIO] = {}
-        for name in names:
-            file = self._files[name] = (folder / name).open("ab")
-            committed, found = sizes.get(name, 0), file.tell()
-            if found < committed:
-                raise UserError(
-                    f"{folder / name} has {found} bytes, but {committed} were committed; delete "
-                    f"{folder} and start again"
-                )
-            file.truncate(committed)
-            file.seek(committed)
+        self._digests = {name: hashlib.sha256() for name in names}
+        nothing = FileState(bytes=0, sha256=hashlib.sha256().hexdigest())
+        try:
+            for name in names:
+                self._files[name] = _open(folder / name)
+                committed = commit.files.get(name) if commit else nothing
+                if committed is None or not self._goes_on_from(name, committed):
+                    raise UserError(f"{shown(folder / name)} is not what was committed")
+        except BaseException:
+            self.close()
+            raise
+
+    def _goes_on_from(self, name: str, committed: FileState) -> bool:
+        file, digest, left = self._files[name], self._digests[name], committed.bytes
+        while left and (part := file.read(min(left, _CHUNK))):
+            digest.update(part)
+            left -= len(part)
+        if left or digest.hexdigest() != committed.sha256:
+            return False
+        file.truncate(committed.bytes)
+        file.seek(committed.bytes)
+        return True
 
     def append(self, name: str, content: bytes | memoryview) -> None:
         """Append to one of the files."""
         self._files[name].write(content)
+        self._digests[name].update(content)
 
-    def commit(self, state: dict[str, Any]) -> None:
-        """Make everything appended so far, and ``state`` (JSON-able), survive."""
+    def sha256(self, name: str) -> str:
+        """Hash of all that is in one of the files."""
+        return self._digests[name].hexdigest()
+
+    def commit(self, state: BaseModel) -> None:
+        """Make everything appended so far, and ``state``, survive."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        sizes = {name: file.tell() for name, file in self._files.items()}
-        content = json.dumps({"state": state, "sizes": sizes})
-        replace_durably(self.folder / _STATE, content.encode())
+        files = {
+            name: FileState(bytes=file.tell(), sha256=self.sha256(name))
+            for name, file in self._files.items()
+        }
+        content = Commit[BaseModel](state=state, files=files).model_dump_json(serialize_as_any=True)
+        write_sealed(self.folder / _STATE, content)
 
     def close(self) -> None:
-        """Close the files; what was not committed is lost at the next opening."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-def committed_state(folder: Path) -> dict[str, Any] | None:
-    """What the last commit in ``folder`` was given; None where there was none."""
-    return _read(folder).get("state")
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(path: Path) -> BinaryIO:
+    # Without O_NONBLOCK the opening of a FIFO could wait for ever.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{shown(path)} is no ordinary file")
+    return os.fdopen(descriptor, "r+b")
 
 
 def remove_journal(folder: Path) -> None:
     """Delete the folder, the state last: a kill on the way leaves a journal that still reads."""
     for path in folder.iterdir():
         if path.name != _STATE:
-            path.unlink()
-    (folder / _STATE).unlink(missing_ok=True)
+            _remove(path)
+    if os.path.lexists(folder / _STATE):
+        _remove(folder / _STATE)
     folder.rmdir()
 
 
-def replace_durably(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a neighbour is written, synced and renamed over it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    path = folder / _STATE
-    return json.loads(path.read_text()) if path.exists() else {}
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

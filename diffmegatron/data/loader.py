@@ -56,8 +56,8 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
     size, length = tokens.shape[0], tokens.shape[1] - 1
     loss_mask = torch.ones(size, length)
     for row, sample in enumerate(samples):
-        if sample.learnt is not None:
-            loss_mask[row] = torch.from_numpy(sample.learnt[1:])
+        if sample.loss_mask is not None:
+            loss_mask[row] = torch.from_numpy(sample.loss_mask[1:])
         if config.eod_mask_loss:
             loss_mask[row, sample.starts[1:] - 1] = 0
     positions = torch.arange(length).expand(size, length).contiguous()

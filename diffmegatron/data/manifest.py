@@ -1,20 +1,28 @@
 """``PREFIX.json``: what a prepared corpus is and what it was made of.
 
-It holds no times and no machine, so that the same input and settings give the same bytes.
+It holds no times and no machine, so that the same input and settings give the same bytes. Names
+of files stand in it as :func:`printable` gives them.
 """
 
 import hashlib
-import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, field_validator
 
-from diffmegatron.config.base import Section
 from diffmegatron.errors import UserError
+from diffmegatron.files import open_file, read_json, reason, shown
+from diffmegatron.section import Section
 
-VERSION = 1
 _CHUNK = 1 << 20
+_READ_BYTES = 1 << 24
+_HASHED_AT_ONCE = 1 << 30
+LAYOUTS = ("text", "instruction", "chat")
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
@@ -22,41 +30,48 @@ class TokenizerRecord(Section):
 
     name: str
     sha256: str
-    vocab_size: int
-    end_of_document: int
+    vocab_size: Count
+    end_of_document: Count
 
 
 class FileRecord(Section):
-    """One file as it was read or written."""
+    """One file as it was read or written; ``path`` is :func:`printable`."""
 
     path: str
-    bytes: int
+    bytes: Count
     sha256: str
 
 
 class LengthBin(Section):
     """Documents of ``at_least`` to twice as many tokens less one, end of document counted."""
 
-    at_least: int
-    documents: int
-    tokens: int
+    at_least: Count
+    documents: Count
+    tokens: Count
 
 
 class Manifest(Section):
     """The whole of ``PREFIX.json``; counts are of documents and of tokens in ``PREFIX.bin``."""
 
-    version: int = VERSION
+    version: Literal[1] = 1
     tokenizer: TokenizerRecord
     settings: dict[str, str | bool | int | None]
-    documents: int
-    tokens: int
-    text_bytes: int
-    rejected: int
-    empty: int
-    duplicates: int
+    documents: Annotated[Count, Field(ge=1)]
+    tokens: Annotated[Count, Field(ge=1)]
+    text_bytes: Count
+    rejected: Count
+    empty: Count
+    duplicates: Count
     lengths: tuple[LengthBin, ...]
     inputs: tuple[FileRecord, ...]
     outputs: tuple[FileRecord, ...]
+
+    @field_validator("settings")
+    @classmethod
+    def _has_layout(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if settings.get("layout") not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}")
+        return settings
 
     @property
     def content(self) -> str:
@@ -77,21 +92,58 @@ def read_manifest(prefix: str | Path) -> Manifest:
         UserError: it is missing, damaged or of another version.
     """
     path = manifest_path(prefix)
-    try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise UserError(
-            f"{path} does not exist; 'diffmegatron prepare INPUT --output {prefix}' writes it"
-        ) from None
-    except (OSError, ValueError) as error:
-        detail = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise UserError(f"{path} is not the manifest of a prepared corpus: {detail}") from None
+            f"{shown(path)} does not exist; 'diffmegatron prepare INPUT --output "
+            f"{shown(Path(prefix))}' writes it"
+        )
+    manifest: Manifest = read_json(path, Manifest)
+    return manifest
+
+
+def printable(path: str | Path) -> str:
+    r"""A file's name as UTF-8 text, which any JSON and any output takes; one text for one name.
+
+    Names are bytes to the system. Those that are UTF-8 stand as they are, every other byte is
+    written ``\xff``, and a backslash of the name is doubled so that none is mistaken for one of
+    those; undoing the two gives the name back.
+    """
+    return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """sha256 of an ordinary file, read in pieces.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    *_, sha256 = hash_in_parts(path)
+    return sha256
+
+
+def hash_in_parts(path: Path) -> Iterator[str]:
+    """The same, given after every gibibyte and at the end: sha256 of what has been read so far.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    digest, read = hashlib.sha256(), 0
+    with open_file(path, buffering=0) as stream:
+        buffer = memoryview(bytearray(_READ_BYTES))
+        while count := _read_into(stream, buffer, path):
+            digest.update(buffer[:count])
+            read += count
+            if read >= _HASHED_AT_ONCE:
+                read = 0
+                yield digest.hexdigest()
+    yield digest.hexdigest()
+
+
+def _read_into(stream: Any, buffer: memoryview, path: Path) -> int:
+    try:
+        return int(stream.readinto(buffer))
+    except OSError as error:
+        raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
 
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:

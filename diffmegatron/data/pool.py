@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from diffmegatron.data.corpus import CorpusFile, Record, read_records
-from diffmegatron.data.encode import Batch, EncodedBatch, EncodeSettings, encode_batch, loaded
+from diffmegatron.data.encode import Batch, EncodedBatch, EncodeSettings, encode_batch
 from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
@@ -44,7 +44,8 @@ def encode_in_order(
     At most a fixed number of batches is held, so memory does not grow with the corpus.
 
     Raises:
-        UserError: a worker process was killed.
+        UserError: a file cannot be read to its end or was changed meanwhile, or a worker process
+            was killed.
     """
     batches = _read_batches(files, start, settings.fields.columns, max_bytes)
     if workers == 1:
@@ -56,7 +57,6 @@ def encode_in_order(
         # Not fork: the parent may hold threads and locks of torch or of the progress line.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(settings,),
     ) as pool:
         queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
         try:
@@ -77,9 +77,9 @@ def encode_in_order(
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(settings: EncodeSettings) -> None:
+def _start_worker() -> None:
+    # Nothing that may fail: what an initializer raises is lost, and the worker counts as killed.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    loaded(settings.tokenizer)
 
 
 def _exit_with_parent() -> None:

@@ -6,65 +6,37 @@ moment goes on from its last commit, and its files are byte for byte those of a 
 """
 
 import dataclasses
-import hashlib
-import time
-from contextlib import suppress
+import os
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from diffmegatron.data.corpus import CorpusFile, find_files
-from diffmegatron.data.encode import Deduplicator, EncodedBatch, EncodeSettings, loaded
-from diffmegatron.data.index_file import write_index
-from diffmegatron.data.journal import (
-    Journal,
-    committed_state,
-    remove_journal,
-    replace_durably,
-    sync_folder,
-)
+from diffmegatron.data.encode import EncodeSettings, loaded
+from diffmegatron.data.journal import Journal, last_commit, remove_journal
 from diffmegatron.data.layouts import Fields, Layout
 from diffmegatron.data.manifest import (
-    FileRecord,
     Manifest,
-    TokenizerRecord,
     hash_file,
-    length_histogram,
     manifest_path,
+    printable,
     read_manifest,
 )
-from diffmegatron.data.pool import Position, encode_in_order
+from diffmegatron.data.preparation import (
+    FILES,
+    INDEX,
+    MANIFEST,
+    REJECTS,
+    TOKENS,
+    Identity,
+    Preparation,
+    State,
+)
 from diffmegatron.data.prepare_progress import PrepareProgress
+from diffmegatron.data.verify import check_hashes
 from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import clipped, reason, shown, sync_folder
 
-TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
-REJECTS = "rejects.jsonl"
-# Below this many documents one bad one is a large share; the limit then holds at the end only.
-_EARLY_CHECK = 1000
-
-
-@dataclasses.dataclass
-class Counts:
-    """Running totals of a preparation."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    rejected: int = 0
-    empty: int = 0
-    duplicates: int = 0
-
-    def add(self, batch: EncodedBatch, duplicates: int) -> None:
-        """Count a batch."""
-        self.documents += len(batch.counts)
-        self.tokens += len(batch.tokens)
-        self.text_bytes += batch.text_bytes
-        self.rejected += len(batch.rejects)
-        self.empty += batch.empty
-        self.duplicates += duplicates
+_REMEDY = " (--restart prepares it anew)"
 
 
 def prepare(
@@ -89,7 +61,8 @@ def prepare(
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    A prefix that these inputs and settings have filled before is left as it is.
+    A prefix that these inputs and settings have filled before is verified and left as it is. One
+    process at a time is at a prefix: ``PREFIX.lock`` is held meanwhile.
 
     Args:
         inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
@@ -109,13 +82,15 @@ def prepare(
         deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.
         max_reject_share: the share of unusable documents above which the corpus is refused.
-        restart: drop the unfinished work of other inputs or settings at this prefix.
+        restart: drop what is at this prefix and cannot be used: unfinished work that is damaged or
+            of other inputs or settings, finished files that are damaged.
         commit_seconds: how much work a kill may cost.
         show_progress: a progress line on standard error.
 
     Raises:
-        UserError: an input cannot be read, the prefix cannot be written, no document is usable,
-            too many are not, or the prefix holds something else.
+        UserError: an input cannot be read to its end or is changed meanwhile, the prefix cannot
+            be written, no document is usable, too many are not, the prefix holds something else
+            or something damaged, or another process is at it.
     """
     _check_prefix(output_prefix)
     fields = Fields(layout, text_field, prompt_field, response_field, messages_field, id_field)
@@ -127,217 +102,132 @@ def prepare(
         "max_document_bytes": max_document_bytes,
     }
     files = find_files(inputs, pattern)
-    folder = _partial(output_prefix)
-    if manifest_path(output_prefix).exists() and not folder.exists():
-        return _already_prepared(output_prefix, files, recorded)
-    identity = {"settings": recorded, "files": [_identity(file.path) for file in files]}
+    identity = Identity(
+        settings=recorded,
+        files=tuple((printable(f.path), f.size, f.fingerprint.modified) for f in files),
+    )
+    lock = FileLock(
+        Path(f"{output_prefix}.lock"), f"--output {output_prefix}", "give another --output"
+    )
     try:
-        state = _unfinished(folder, identity, restart=restart)
-        if state is None or not state["finished"]:
-            with PrepareProgress(files, show_progress) as progress:
-                run = _Run(output_prefix, files, settings, identity, state)
-                run.encode(workers, max_reject_share, commit_seconds, progress)
-                run.finish()
-        return _publish(output_prefix)
+        with lock:
+            finished = _finished(output_prefix, files, identity, restart=restart)
+            if finished is not None:
+                return finished
+            state, journal = _unfinished(_partial(output_prefix), identity, restart=restart)
+            with journal:
+                if not state.finished:
+                    run = Preparation(output_prefix, files, settings, state, journal)
+                    with PrepareProgress(files, show_progress) as progress:
+                        run.encode(
+                            workers, max_document_bytes, max_reject_share, commit_seconds, progress
+                        )
+                        run.finish()
+            _publish(output_prefix)
+            # What a killed run had finished may have been damaged since.
+            return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
-            f"cannot write {error.filename or folder}: {error.strerror}; mend that and run the "
-            "same command again, it goes on where it was"
+            f"cannot write {shown(Path(error.filename or output_prefix))}: {reason(error)}; mend "
+            "that and run the same command again, it goes on where it was"
         ) from None
 
 
 def _check_prefix(prefix: Path) -> None:
     """What a prefix is, said to whoever gives a folder or one of the files."""
-    if prefix.is_dir():
-        raise UserError(
-            f"--output {prefix} is a folder; give a name in it, such as {prefix}/corpus"
-        )
+    name = shown(prefix)
+    if os.path.lexists(prefix) and prefix.is_dir():
+        raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
     if prefix.suffix in (".bin", ".idx", ".json"):
         raise UserError(
-            f"--output {prefix} becomes {prefix}.bin and more; give {prefix.with_suffix('')}"
+            f"--output {name} becomes {name}.bin and more; give {shown(prefix.with_suffix(''))}"
         )
 
 
-def _unfinished(folder: Path, identity: dict[str, Any], *, restart: bool) -> dict[str, Any] | None:
-    """The last commit of this very preparation, or None to begin it."""
-    state = committed_state(folder)
-    if state is None or state["identity"] == identity:
-        return state
-    if restart:
-        remove_journal(folder)
+def _finished(
+    prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
+) -> Manifest | None:
+    """The manifest at ``prefix``, verified; None where there is none, or it is dropped."""
+    path = manifest_path(prefix)
+    if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None
-    before, now = state["identity"]["settings"], identity["settings"]
-    others = [f"{name} {before.get(name)!r}" for name in now if before.get(name) != now[name]]
-    if state["identity"]["files"] != identity["files"]:
+    try:
+        manifest = read_manifest(prefix)
+    except UserError as damage:
+        if not restart:
+            raise UserError(f"{damage}{_REMEDY}") from None
+    else:
+        _check_same(manifest, path, files, identity)
+        try:
+            return _verified(prefix)
+        except UserError:
+            if not restart:
+                raise
+    path.unlink()
+    return None
+
+
+def _check_same(
+    manifest: Manifest, path: Path, files: list[CorpusFile], identity: Identity
+) -> None:
+    same = (
+        manifest.settings == identity.settings
+        and [(record.path, record.bytes) for record in manifest.inputs]
+        == [(printable(file.path), file.size) for file in files]
+        and all(
+            hash_file(file.path) == record.sha256
+            for file, record in zip(files, manifest.inputs, strict=True)
+        )
+    )
+    if not same:
+        raise UserError(
+            f"{shown(path)} was prepared from other inputs or settings; choose another --output or "
+            "delete it"
+        )
+
+
+def _verified(prefix: Path) -> Manifest:
+    try:
+        return check_hashes(prefix)
+    except UserError as damage:
+        raise UserError(f"{damage}{_REMEDY}") from None
+
+
+def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
+    """The last commit of this very preparation, or its beginning; and its files."""
+    try:
+        commit = last_commit(folder, State)
+        state = commit.state if commit else State(identity=identity)
+        if state.identity == identity:
+            return state, Journal(folder, () if state.finished else FILES, commit)
+        problem = _another(folder, state.identity, identity)
+    except UserError as error:
+        problem = str(error)
+    if not restart:
+        raise UserError(f"{problem}, or add --restart to drop it and begin this one")
+    remove_journal(folder)
+    return State(identity=identity), Journal(folder, FILES, None)
+
+
+def _another(folder: Path, before: Identity, now: Identity) -> str:
+    settings = before.settings
+    others = [
+        f"{name} {clipped(repr(settings.get(name)))}"
+        for name in now.settings
+        if settings.get(name) != now.settings[name]
+    ]
+    if before.files != now.files:
         others.append("other input files")
-    raise UserError(
-        f"{folder} holds an unfinished preparation with {', '.join(others)}; finish that one with "
-        "its own command, or add --restart to drop it and begin this one"
+    return (
+        f"{shown(folder)} holds an unfinished preparation with {', '.join(others)}; finish that "
+        "one with its own command"
     )
 
 
-class _Run:
-    """One run over the rest of a corpus, from the last commit to the finished journal."""
-
-    def __init__(
-        self,
-        prefix: Path,
-        files: list[CorpusFile],
-        settings: EncodeSettings,
-        identity: dict[str, Any],
-        state: dict[str, Any] | None,
-    ) -> None:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        self.prefix, self.files, self.settings, self.identity = prefix, files, settings, identity
-        self.folder = _partial(prefix)
-        self.journal = Journal(self.folder, (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS))
-        self.position = Position(**state["position"]) if state else Position()
-        self.counts = Counts(**state["counts"]) if state else Counts()
-        self.first_reject: str = state["first_reject"] if state else ""
-        self.digest = hashlib.sha256()
-        with (self.folder / TOKENS).open("rb") as stream:
-            while part := stream.read(1 << 24):
-                self.digest.update(part)
-        self.deduplicator = (
-            Deduplicator((self.folder / DIGESTS).read_bytes())
-            if identity["settings"]["deduplicate"]
-            else None
-        )
-
-    def encode(
-        self,
-        workers: int,
-        max_reject_share: float,
-        commit_seconds: float,
-        progress: PrepareProgress,
-    ) -> None:
-        """Tokenise what is left, committing as it goes."""
-        progress.update(self.position, self.counts)
-        committed = time.monotonic()
-        max_bytes = self.identity["settings"]["max_document_bytes"]
-        batches = encode_in_order(self.files, self.position, self.settings, workers, max_bytes)
-        for position, batch in batches:
-            self._append(batch)
-            self.position = position
-            progress.update(position, self.counts)
-            if time.monotonic() - committed >= commit_seconds:
-                self._commit(finished=False)
-                if self.counts.documents + self.counts.rejected >= _EARLY_CHECK:
-                    self._check_rejects(max_reject_share)
-                committed = time.monotonic()
-        self._commit(finished=False)
-        self._check_rejects(max_reject_share)
-
-    def _append(self, batch: EncodedBatch) -> None:
-        duplicates = self.deduplicator.drop_duplicates(batch) if self.deduplicator else 0
-        self.journal.append(TOKENS, batch.tokens.data)
-        self.digest.update(batch.tokens.data)
-        self.journal.append(LENGTHS, batch.lengths.data)
-        self.journal.append(COUNTS, batch.counts.data)
-        if self.deduplicator:
-            self.journal.append(DIGESTS, b"".join(batch.digests))
-        for reject in batch.rejects:
-            self.first_reject = self.first_reject or str(reject)
-            self.journal.append(REJECTS, reject.to_json())
-        self.counts.add(batch, duplicates)
-
-    def _commit(self, *, finished: bool) -> None:
-        self.journal.commit(
-            {
-                "identity": self.identity,
-                "position": dataclasses.asdict(self.position),
-                "counts": dataclasses.asdict(self.counts),
-                "first_reject": self.first_reject,
-                "finished": finished,
-            }
-        )
-
-    def _check_rejects(self, limit: float) -> None:
-        bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
-        if bad > limit * seen:
-            self.journal.close()
-            raise UserError(
-                f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
-                f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
-                f"{self.folder / REJECTS}; name the right fields ({self._field_options()}) with "
-                "--restart, or allow more and go on"
-            )
-
-    def _field_options(self) -> str:
-        options = {
-            "text": "--text-field",
-            "instruction": "--prompt-field, --response-field",
-            "chat": "--messages-field",
-        }
-        return options[self.settings.fields.layout]
-
-    def _columns(self) -> str:
-        """The columns of a Parquet file that lacks one; its reader sees those it asks for only."""
-        required = set(self.settings.fields.required)
-        for file in self.files:
-            if file.format == "parquet" and self.first_reject.startswith(f"{file.path} line"):
-                with suppress(OSError, pyarrow.ArrowException):
-                    names = pyarrow.parquet.read_schema(file.path).names
-                    return "" if required <= set(names) else f", its columns: {', '.join(names)}"
-        return ""
-
-    def finish(self) -> None:
-        """Write index and manifest, and mark the journal as ready to be published."""
-        if not self.counts.documents:
-            self._refuse_empty()
-        index = self.folder / "index.idx"
-        lengths = np.memmap(self.folder / LENGTHS, dtype=np.int32, mode="r")
-        counts = np.memmap(self.folder / COUNTS, dtype=np.int32, mode="r")
-        write_index(index, lengths, counts, self.settings.dtype())
-        content = self._manifest(index, lengths, counts).model_dump_json(indent=1) + "\n"
-        replace_durably(self.folder / "manifest.json", content.encode())
-        self._commit(finished=True)
-        self.journal.close()
-
-    def _refuse_empty(self) -> None:
-        self.journal.close()
-        remove_journal(self.folder)
-        names = ", ".join(str(file.path) for file in self.files[:3])
-        raise UserError(
-            f"the corpus holds no document with text ({len(self.files)} files: {names}"
-            f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"
-        )
-
-    def _manifest(self, index: Path, lengths: np.ndarray, counts: np.ndarray) -> Manifest:
-        tokenizer = loaded(self.settings.tokenizer)
-        return Manifest(
-            tokenizer=TokenizerRecord(
-                name=tokenizer.name,
-                sha256=tokenizer.sha256,
-                vocab_size=tokenizer.vocab_size,
-                end_of_document=tokenizer.end_of_document,
-            ),
-            settings=self.identity["settings"],
-            **dataclasses.asdict(self.counts),
-            lengths=length_histogram(lengths, counts),
-            inputs=tuple(
-                FileRecord(path=str(file.path), bytes=file.size, sha256=hash_file(file.path))
-                for file in self.files
-            ),
-            outputs=(
-                FileRecord(
-                    path=f"{self.prefix.name}.bin",
-                    bytes=self.counts.tokens * self.settings.dtype().itemsize,
-                    sha256=self.digest.hexdigest(),
-                ),
-                FileRecord(
-                    path=f"{self.prefix.name}.idx",
-                    bytes=index.stat().st_size,
-                    sha256=hash_file(index),
-                ),
-            ),
-        )
-
-
-def _publish(prefix: Path) -> Manifest:
+def _publish(prefix: Path) -> None:
     """Rename finished files to their places; each step may be repeated after a kill."""
     folder = _partial(prefix)
-    targets = {TOKENS: ".bin", "index.idx": ".idx", "manifest.json": ".json"}
+    targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:
         targets = {REJECTS: ".rejects.jsonl", **targets}
     for name, suffix in targets.items():
@@ -345,30 +235,7 @@ def _publish(prefix: Path) -> Manifest:
             (folder / name).replace(f"{prefix}{suffix}")
             sync_folder(prefix.parent)
     remove_journal(folder)
-    return read_manifest(prefix)
-
-
-def _already_prepared(prefix: Path, files: list[CorpusFile], recorded: dict[str, Any]) -> Manifest:
-    """The manifest at ``prefix`` where it was made of these very files with these settings."""
-    manifest = read_manifest(prefix)
-    same = (
-        manifest.settings == recorded
-        and [(record.path, record.bytes) for record in manifest.inputs]
-        == [(str(file.path), file.size) for file in files]
-        and all(hash_file(Path(record.path)) == record.sha256 for record in manifest.inputs)
-    )
-    if not same:
-        raise UserError(
-            f"{manifest_path(prefix)} was prepared from other inputs or settings; choose another "
-            "--output or delete it"
-        )
-    return manifest
 
 
 def _partial(prefix: Path) -> Path:
     return Path(f"{prefix}.partial")
-
-
-def _identity(path: Path) -> list[str | int]:
-    status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns]

@@ -16,6 +16,7 @@ from diffmegatron.data.documents import (
     DocumentOrder,
     Selection,
     Split,
+    corpus_cache,
     open_order,
     require_documents,
 )
@@ -33,13 +34,13 @@ class Sample:
     Attributes:
         tokens: int64 ``[s + 1]``; the inputs are ``[:-1]``, the labels ``[1:]``.
         starts: int64 ``[n]``, positions at which a document (or padding) begins, the first 0.
-        learnt: bool ``[s + 1]``, tokens that count as labels; None: all of them.
+        loss_mask: bool ``[s + 1]``, tokens that count as labels; None: all of them.
         source: path of the source it comes from.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
-    learnt: np.ndarray | None
+    loss_mask: np.ndarray | None
     source: str
 
 
@@ -76,6 +77,7 @@ class SourceSamples:
         filled = int(ends[-1])
         firsts = self.corpus.offsets[pieces.documents] // self.corpus.tokens.itemsize
         firsts += pieces.starts
+        self._check_places(firsts, pieces.lengths, filled)
         stored, end = self.corpus.tokens, 0
         for first, length in zip(firsts.tolist(), pieces.lengths.tolist(), strict=True):
             tokens[end : end + length] = stored[first : first + length]
@@ -83,7 +85,19 @@ class SourceSamples:
         self._check_ids(tokens[:filled])
         tokens[filled:] = self.corpus.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
-        return Sample(tokens, starts, self._learnt(pieces, filled), self.corpus.prefix)
+        return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
+
+    def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
+        """An index that was damaged since the cache was made of it points anywhere."""
+        inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
+        if not inside.all() or filled > self._seq_length + 1:
+            raise self._damaged_index()
+
+    def _damaged_index(self) -> UserError:
+        return UserError(
+            f"index {self.corpus.prefix}.idx is damaged: a sequence that was made of it has tokens "
+            "that are not there; copy or prepare it again"
+        )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         """A damaged file has ids without a row in the embedding, which ends a GPU's process."""
@@ -96,19 +110,20 @@ class SourceSamples:
                 "it again"
             )
 
-    def _learnt(self, pieces: Pieces, filled: int) -> np.ndarray | None:
+    def _loss_mask(self, pieces: Pieces, filled: int) -> np.ndarray | None:
         if not self.corpus.is_fine_tuning:
             if filled == self._seq_length + 1:
                 return None
             return np.arange(self._seq_length + 1) < filled
-        learnt = np.zeros(self._seq_length + 1, dtype=bool)
-        learnt[:filled] = np.concatenate(
-            [
-                self.corpus.learnt(document)[start : start + length]
-                for document, start, length in zip(*pieces, strict=True)
-            ]
-        )
-        return learnt
+        loss_mask = np.zeros(self._seq_length + 1, dtype=bool)
+        parts = [
+            self.corpus.loss_mask(document)[start : start + length]
+            for document, start, length in zip(*pieces, strict=True)
+        ]
+        if sum(map(len, parts)) != filled:
+            raise self._damaged_index()
+        loss_mask[:filled] = np.concatenate(parts)
+        return loss_mask
 
 
 class Samples:
@@ -265,9 +280,10 @@ def _open_sources(
                 "list one and give it both weights"
             )
         check_tokenizer(corpus, tokenizer)
-        order = open_order(corpus, selection, config.cache_dir)
+        cache = corpus_cache(corpus, config.cache_dir)
+        order = open_order(corpus, selection, cache)
         require_documents(order, corpus, selection)
-        blocks = open_blocks(corpus, order, seq_length, config.packing, selection, config.cache_dir)
+        blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
         key = derive_key("samples", content, selection.split, selection.seed)
         repeat = config.on_exhausted == "repeat"
         sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from diffmegatron.data.index_file import IndexHeader, read_header
+from diffmegatron.data.index_file import check_boundaries
 from diffmegatron.data.manifest import Manifest, read_manifest
 from diffmegatron.data.tokenizers import Tokenizer
+from diffmegatron.data.verify import check_sizes
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, shown
 
 _CHUNK = 1 << 22
 
@@ -55,10 +57,11 @@ class Corpus:
         """Whether documents alternate between prompts and responses, and only the latter learn."""
         return self.manifest.settings["layout"] != "text"
 
-    def learnt(self, document: int) -> np.ndarray:
-        """Mask of the tokens of a fine-tuning document that are learnt: bool ``[length]``."""
+    def loss_mask(self, document: int) -> np.ndarray:
+        """Which tokens of a fine-tuning document count in the loss: bool ``[length]``."""
         first, end = self.dataset.document_indices[document : document + 2]
         segments = self.dataset.sequence_lengths[first:end]
+        _check_segments(self.prefix, segments)
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
@@ -67,6 +70,8 @@ class Corpus:
         Raises:
             UserError: a document lies outside the file, over another, or is empty.
         """
+        segments = self.dataset.sequence_lengths
+        check_boundaries(f"{self.prefix}.idx", self.dataset.document_indices)
         expected = 0
         for first in range(0, self.num_documents, _CHUNK):
             lengths = self.lengths[first : first + _CHUNK].astype(np.int64)
@@ -76,10 +81,12 @@ class Corpus:
             if wrong.any():
                 place = int(np.argmax(wrong))
                 raise UserError(
-                    f"index {self.prefix}.idx is damaged at document {first + place}: byte "
+                    f"index {_shown(self.prefix)} is damaged at document {first + place}: byte "
                     f"{offsets[place]}, {lengths[place]} tokens; copy or prepare it again"
                 )
             expected = int(ends[-1])
+        for first in range(0, len(segments), _CHUNK):
+            _check_segments(self.prefix, segments[first : first + _CHUNK])
 
 
 def open_corpus(prefix: str) -> Corpus:
@@ -91,40 +98,34 @@ def open_corpus(prefix: str) -> Corpus:
         UserError: a file is missing or truncated, or they do not belong together.
     """
     manifest = read_manifest(prefix)
-    header = read_header(Path(f"{prefix}.idx"))
-    _check_sizes(prefix, manifest, header)
+    header = check_sizes(prefix, manifest)
     dataset = IndexedDataset(prefix)
     index = dataset.index
     last = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     if last != manifest.tokens * index.dtype_size:
         raise UserError(
-            f"index {prefix}.idx ends at byte {last} of {prefix}.bin, which has "
+            f"index {_shown(prefix)} ends at byte {last} of the tokens, which have "
             f"{manifest.tokens * index.dtype_size}; copy or prepare it again"
         )
     lengths, offsets = index.sequence_lengths, index.sequence_pointers
     if header.sequences != header.documents:
+        check_boundaries(f"{prefix}.idx", index.document_indices)
         starts = index.document_indices[:-1]
         lengths, offsets = np.add.reduceat(lengths, starts, dtype=np.int32), offsets[starts]
     tokens = dataset.bin_reader.read(header.dtype, count=manifest.tokens, offset=0)
     return Corpus(prefix, manifest, tokens, lengths, offsets, dataset)
 
 
-def _check_sizes(prefix: str, manifest: Manifest, header: IndexHeader) -> None:
-    """What can go wrong between the three files, before Megatron's reader asserts or maps it."""
-    data = Path(f"{prefix}.bin")
-    if not data.is_file():
-        raise UserError(f"{data} does not exist; {prefix}.json says that it has tokens")
-    size, wanted = data.stat().st_size, manifest.tokens * header.dtype.itemsize
-    if size != wanted:
+def _check_segments(prefix: str, segments: np.ndarray) -> None:
+    if len(segments) and int(segments.min()) < 0:
         raise UserError(
-            f"{data} has {size} bytes, but {prefix}.json says {manifest.tokens} tokens of "
-            f"{header.dtype.itemsize} bytes ({wanted}); copy or prepare it again"
+            f"index {_shown(prefix)} is damaged: it has a sequence of {int(segments.min())} "
+            "tokens; copy or prepare it again"
         )
-    if header.documents != manifest.documents:
-        raise UserError(
-            f"index {prefix}.idx has {header.documents} documents, but {prefix}.json says "
-            f"{manifest.documents}; copy or prepare it again"
-        )
+
+
+def _shown(prefix: str) -> str:
+    return shown(Path(f"{prefix}.idx"))
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
@@ -136,7 +137,14 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
     recorded = corpus.manifest.tokenizer
     if recorded.sha256 != tokenizer.sha256:
         raise UserError(
-            f"corpus {corpus.prefix} was prepared with tokenizer {recorded.name!r} (sha256 "
-            f"{recorded.sha256[:12]}), but data.tokenizer is {tokenizer.name!r} "
+            f"corpus {corpus.prefix} was prepared with tokenizer {clipped(repr(recorded.name))} "
+            f"(sha256 {clipped(recorded.sha256[:12])}), but data.tokenizer is {tokenizer.name!r} "
             f"({tokenizer.sha256[:12]}); prepare it again or name the tokenizer it was made with"
+        )
+    made = recorded.vocab_size, recorded.end_of_document
+    if made != (tokenizer.vocab_size, tokenizer.end_of_document):
+        raise UserError(
+            f"{corpus.prefix}.json is damaged: it says that tokenizer {tokenizer.name!r} has "
+            f"{made[0]} ids and ends documents with {made[1]}, which are {tokenizer.vocab_size} "
+            f"and {tokenizer.end_of_document}; copy or prepare it again"
         )

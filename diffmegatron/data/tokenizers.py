@@ -9,12 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tiktoken
 import tokenizers
+from pydantic import BaseModel, Field
 
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_bytes, read_json, shown
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -34,6 +37,7 @@ CL100K_SPECIAL_TOKENS = {
     "<|fim_suffix|>": 100260,
     "<|endofprompt|>": 100276,
 }
+_MAX_ID = 1 << 31
 SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
@@ -94,6 +98,30 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.decode([int(token) for token in ids])
 
 
+class _Named(BaseModel):
+    """A token as ``tokenizer_config.json`` may describe it."""
+
+    content: str
+
+
+class _FolderConfig(BaseModel):
+    """What we read of ``tokenizer_config.json``."""
+
+    eos_token: str | _Named | None = None
+
+    @property
+    def end(self) -> str | None:
+        """The token that ends a document."""
+        return self.eos_token.content if isinstance(self.eos_token, _Named) else self.eos_token
+
+
+class _Description(BaseModel):
+    """The JSON file beside a ``.tiktoken`` file."""
+
+    pat_str: str
+    special_tokens: dict[str, Annotated[int, Field(ge=0, lt=_MAX_ID)]]
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """The fast tokenizer of a Hugging Face folder, for continued training of imported models.
 
@@ -107,27 +135,22 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, folder: str) -> None:
         self.name, self.folder = folder, Path(folder)
-        try:
-            content = (self.folder / "tokenizer.json").read_bytes()
-            config = json.loads((self.folder / "tokenizer_config.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"tokenizer folder {folder} must hold tokenizer.json and tokenizer_config.json: "
-                f"{error}"
-            ) from None
+        content = read_bytes(self.folder / "tokenizer.json")
+        config = self.folder / "tokenizer_config.json"
+        token = read_json(config, _FolderConfig).end
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{self.folder / 'tokenizer.json'} is no tokenizer: {error}") from None
+            raise UserError(
+                f"{shown(self.folder / 'tokenizer.json')} is no tokenizer: {clipped(str(error))}"
+            ) from None
         # Text of a document that looks like a special token stays text.
         self._tokenizer.encode_special_tokens = True
-        token = config.get("eos_token")
-        token = token["content"] if isinstance(token, dict) else token
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
             raise UserError(
-                f"{self.folder / 'tokenizer_config.json'} has eos_token {token!r}, which is no "
-                "token of tokenizer.json; it must name the token that ends a document"
+                f"{shown(config)} has eos_token {clipped(repr(token))}, which is no token of "
+                "tokenizer.json; it must name the token that ends a document"
             )
         self.end_of_document = end
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
@@ -234,7 +257,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _cl100k(path: Path, name: str = CL100K) -> Tokenizer:
-    content = path.read_bytes()
+    content = read_bytes(path)
     found = hashlib.sha256(content).hexdigest()
     if found != CL100K_FILE_SHA256:
         raise UserError(
@@ -251,20 +274,22 @@ def _cl100k(path: Path, name: str = CL100K) -> Tokenizer:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read tokenizer file {path}: {error.strerror}") from None
+    content = read_bytes(path)
     if hashlib.sha256(content).hexdigest() == CL100K_FILE_SHA256:
         return _cl100k(path, name=CL100K)
     ranks = _parse_ranks(path, content)
     pattern, special_tokens = CL100K_PATTERN, {END_OF_TEXT: max(ranks.values()) + 1}
     description = path.with_suffix(".json")
-    if description.exists():
-        pattern, special_tokens = _read_description(description)
-    encoding = tiktoken.Encoding(
-        path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
-    )
+    if os.path.lexists(description):
+        pattern, special_tokens = _read_description(description, set(ranks.values()))
+    try:
+        encoding = tiktoken.Encoding(
+            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+    except ValueError as error:
+        raise UserError(
+            f"{shown(description)} has a pat_str that cannot be used: {clipped(str(error))}"
+        ) from None
     return TiktokenTokenizer(str(path), encoding, special_tokens[END_OF_TEXT])
 
 
@@ -275,22 +300,28 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError:
         ranks = {}
-    if len(ranks) < 256:
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
         raise UserError(
-            f"tokenizer file {path} is not a tiktoken file: it must have a line "
-            "'base64(token) rank' for each of at least 256 tokens"
+            f"tokenizer file {shown(path)} is not a tiktoken file: it must have a line "
+            "'base64(token) rank' for each token, the 256 bytes among them"
+        )
+    ids = set(ranks.values())
+    if len(ids) < len(ranks) or min(ids) < 0 or max(ids) >= _MAX_ID:
+        raise UserError(
+            f"tokenizer file {shown(path)} is damaged: its ranks must differ, from 0 to "
+            f"{_MAX_ID - 1}; copy the file again"
         )
     return ranks
 
 
-def _read_description(path: Path) -> tuple[str, dict[str, int]]:
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        pattern, special_tokens = description["pat_str"], dict(description["special_tokens"])
-        special_tokens[END_OF_TEXT]
-    except (OSError, ValueError, KeyError, TypeError):
+def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
+    """The pattern, and special tokens with ids that are not among the ``used``."""
+    description: _Description = read_json(path, _Description)
+    special_tokens = description.special_tokens
+    ids = set(special_tokens.values())
+    if END_OF_TEXT not in special_tokens or len(ids) < len(special_tokens) or ids & used:
         raise UserError(
-            f"{path} must be a JSON object with 'pat_str' and 'special_tokens', and "
-            f"{END_OF_TEXT!r} among the special tokens"
-        ) from None
-    return pattern, special_tokens
+            f"{shown(path)} must give {END_OF_TEXT!r} among its special_tokens, and each of them "
+            "an id that no other token has"
+        )
+    return description.pat_str, special_tokens

@@ -1,4 +1,4 @@
-"""The pair side by side: ``report.json`` and ``report.png`` of a differential run and its twin."""
+"""Runs of one recipe side by side, a pair or more: ``report.json`` and ``report.png``."""
 
 import json
 import os
@@ -19,20 +19,20 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.samples import open_samples
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.plots import plot_pair
+from diffmegatron.evaluation.plots import plot_runs
 from diffmegatron.hf.export import MAX_VERIFY_TOKENS, verify_export
 from diffmegatron.hf.from_checkpoint import training_logits
+from diffmegatron.hf.modeling import register
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.metrics import read_metrics
 
-TWINS = ("differential", "softmax")
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 96
 
 
 @dataclass(frozen=True)
-class Twin:
-    """One run of the pair: its name, its ``run_dir`` and its Hugging Face export."""
+class Run:
+    """One of the runs: its name, its ``run_dir`` and its Hugging Face export."""
 
     name: str
     run_dir: Path
@@ -40,13 +40,13 @@ class Twin:
 
 
 def write_report(
-    out: Path, twins: Sequence[Twin], seconds: dict[str, float], started: float
+    out: Path, runs: Sequence[Run], seconds: dict[str, float], started: float
 ) -> dict[str, Any]:
     """Measure what is left to measure and write ``report.json`` and ``report.png`` into ``out``.
 
     Args:
         out: directory of the report.
-        twins: finished and exported runs of one recipe.
+        runs: finished and exported, of one recipe.
         seconds: duration of the phases so far.
         started: when this phase began, of ``time.perf_counter``.
 
@@ -57,9 +57,11 @@ def write_report(
         UserError: a run has no checkpoint.
     """
     transformers_logging.disable_progress_bar()
-    metrics = {twin.name: read_metrics(twin.run_dir) for twin in twins}
-    models = {twin.name: _describe(twin, metrics[twin.name]) for twin in twins}
-    plot_pair(out / "report.png", metrics)
+    register()
+    metrics = {run.name: read_metrics(run.run_dir) for run in runs}
+    models = {run.name: _describe(run, metrics[run.name]) for run in runs}
+    titles = {name: str(model["title"]) for name, model in models.items()}
+    plot_runs(out / "report.png", {titles[name]: metrics[name] for name in metrics})
     report = {
         "machine": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -74,26 +76,28 @@ def write_report(
     return report
 
 
-def _describe(twin: Twin, metrics: list[dict[str, float]]) -> dict[str, Any]:
-    latest = CheckpointStore(twin.run_dir).latest()
+def _describe(run: Run, metrics: list[dict[str, float]]) -> dict[str, Any]:
+    latest = CheckpointStore(run.run_dir).latest()
     if latest is None:
-        raise UserError(f"{twin.run_dir} has no checkpoint; train it before reporting on it")
+        raise UserError(f"{run.run_dir} has no checkpoint; train it before reporting on it")
     checkpoint = open_checkpoint(latest)
     tokens = _held_out(checkpoint.recipe)
-    difference = verify_export(twin.export, tokens, training_logits(checkpoint, tokens))
+    difference = verify_export(run.export, tokens, training_logits(checkpoint, tokens))
     held_out = [entry["valid/loss"] for entry in metrics if "valid/loss" in entry]
     speeds = [e["perf/tokens_per_second"] for e in metrics if "perf/tokens_per_second" in e]
     parameters = count_parameters(checkpoint.recipe.model)
     return {
+        "title": checkpoint.recipe.model.attention.title,
+        "attention": checkpoint.recipe.model.attention.model_dump(mode="json"),
         "parameters": parameters.total,
         "tokens": checkpoint.state["step"] * checkpoint.recipe.training.tokens_per_step,
         "loss_first": held_out[0],
         "loss_last": held_out[-1],
         "tokens_per_second": round(statistics.median(speeds)),
         "logit_difference": {"absolute": difference.absolute, "relative": difference.relative},
-        "continuation": _continue(twin.export, tokens[:, :_PROMPT_TOKENS]),
+        "continuation": _continue(run.export, tokens[:, :_PROMPT_TOKENS]),
         "checkpoint": str(latest),
-        "export": str(twin.export),
+        "export": str(run.export),
     }
 
 

@@ -1,14 +1,46 @@
-"""A recipe as the configuration of a Hugging Face model."""
+"""A recipe's network as the configuration of a Hugging Face model, and the way back."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import DiffLlamaConfig, LlamaConfig, PretrainedConfig
+from pydantic import ValidationError
+from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
-from diffmegatron.config.schema import Recipe
-from diffmegatron.hf.layout import require_expressible
+from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_json, shown
+from diffmegatron.hf.modeling import register
+from diffmegatron.section import MAX_SIZE
+
+# What a field of config.json must be where it stands, for the networks here have nothing else.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+}
+_FULL = "full_attention"
+# Far above what anybody trains; transformers makes lists as long as a file says.
+_MAX_LAYERS = 10_000
+# By kind of scaling: keys of the recipe and of Hugging Face's rope_parameters.
+_LLAMA3 = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+_SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {"factor": "factor"} | _LLAMA3,
+}
 
 
 def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> PretrainedConfig:
-    """DiffLlama's configuration for the differential model, Llama's for its softmax twin.
+    """The configuration of the class that computes the recipe's kind of attention.
 
     Args:
         recipe: the run the weights come from.
@@ -19,19 +51,9 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         UserError: Hugging Face's class does not compute this model.
     """
     model = recipe.model
-    require_expressible(model)
-    values = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.head_dim,
+    described = model.attention.hugging_face(model.hidden_size)
+    values = decided(model) | {
         "max_position_embeddings": recipe.training.seq_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
@@ -40,9 +62,161 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         # tokenizer have it in their own files.
         "pad_token_id": None,
         "dtype": dtype,
+        "architectures": [described.architecture],
     }
-    if model.is_differential:
-        lambda_std = model.initialization.lambda_std
-        values |= {"architectures": ["DiffLlamaForCausalLM"], "lambda_std_dev": lambda_std}
-        return DiffLlamaConfig(**values)
-    return LlamaConfig(architectures=["LlamaForCausalLM"], **values)
+    if described.remote_code:
+        register()
+    return AutoConfig.for_model(described.model_type, **values)
+
+
+def decided(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a configuration that say which network it is, as the recipe decides them.
+
+    Raises:
+        UserError: Hugging Face's class does not compute this model.
+    """
+    return {
+        "vocab_size": model.tokens,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "rope_parameters": _rope_parameters(model),
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_embeddings,
+        **model.attention.hugging_face(model.hidden_size).config,
+    }
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    theta, scaling = model.rope_theta, model.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALINGS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, "rope_theta": theta} | values
+
+
+def changes(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
+    """What must change in a pretrained model's configuration for it to be that of a recipe.
+
+    Args:
+        config: of the class that computes the recipe's network.
+        recipe: of the run that started from that model.
+    """
+    changed = {
+        key: value for key, value in decided(recipe.model).items() if not _says(config, key, value)
+    }
+    if recipe.training.seq_length > config.max_position_embeddings:
+        changed["max_position_embeddings"] = recipe.training.seq_length
+    return changed
+
+
+def _says(config: PretrainedConfig, key: str, value: Any) -> bool:
+    stands = getattr(config, key, None)
+    if key != "rope_parameters":
+        return bool(stands == value)
+    return stands is not None and bool(value.items() <= stands.items())
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a pretrained model whose network a recipe can have.
+
+    None of the code that may lie in the folder is run.
+
+    Raises:
+        UserError: ``config.json`` cannot be read, or has a field with no equivalent here.
+    """
+    path = folder / CONFIG_NAME
+    raw = read_json(path, dict[str, Any])
+    known = [name for variant in VARIANTS.values() for name in variant.model_types]
+    if raw.get("model_type") not in known:
+        raise _no_equivalent(path, "model_type", raw.get("model_type"), ", ".join(known))
+    _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
+    register()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers has no narrower one for what it does not like
+        raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+    values = config.to_dict()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        _check_count(path, values, key, MAX_SIZE)
+    for key, allowed in _NEUTRAL.items():
+        if values.get(key) not in allowed:
+            raise _no_equivalent(path, key, values[key], str(allowed[0]))
+    kinds = set(values.get("layer_types") or [_FULL])
+    if kinds != {_FULL}:
+        raise _no_equivalent(path, "layer_types", sorted(kinds), _FULL)
+    _check_rope(path, raw, values["rope_parameters"])
+    return config
+
+
+def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> None:
+    value = values.get(key)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise UserError(
+            f"{shown(path)} has {key} {clipped(repr(value))}; a model here has 1 to {most}"
+        )
+
+
+def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    # Older files have the type of the scaling here.
+    section = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
+    kind, share = rope["rope_type"], rope.get("partial_rotary_factor", 1)
+    if kind not in ("default", *_SCALINGS):
+        known = ", ".join(("default", *_SCALINGS))
+        raise _no_equivalent(path, f"{section}.rope_type", kind, known)
+    if share != 1:
+        raise _no_equivalent(path, "partial_rotary_factor", share, "1")
+
+
+def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserError:
+    return UserError(
+        f"{shown(path)} has {field} {clipped(repr(value))}, which has no equivalent here; "
+        f"what can be imported has {known}"
+    )
+
+
+def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any]:
+    """The section ``model`` of a configuration that :func:`read_config` gave.
+
+    Args:
+        config: of the model.
+        vocab_padding: rows that are added to its vocabulary.
+
+    Raises:
+        UserError: a value that the section cannot have.
+    """
+    values = config.to_dict()
+    rope = dict(values["rope_parameters"])
+    return {
+        "num_layers": values["num_hidden_layers"],
+        "hidden_size": values["hidden_size"],
+        "attention": _attention(values),
+        "ffn_hidden_size": values["intermediate_size"],
+        "vocab_size": values["vocab_size"] + vocab_padding,
+        "vocab_padding": vocab_padding,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": _rope_scaling(rope),
+        "norm_eps": values["rms_norm_eps"],
+        "tied_embeddings": values["tie_word_embeddings"],
+    }
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    given = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items() if theirs in rope}
+    return {"kind": kind} | given
+
+
+def _attention(values: Mapping[str, Any]) -> Variant:
+    model_type = values["model_type"]
+    variant = next(each for each in VARIANTS.values() if model_type in each.model_types)
+    try:
+        return variant.from_hugging_face(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{CONFIG_NAME} of model_type {model_type!r} makes {'.'.join(map(str, first['loc']))} "
+            f"{clipped(repr(first['input']))}: {first['msg']}"
+        ) from None

@@ -2,23 +2,25 @@
 
 import math
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_NAME, AutoModelForCausalLM, GenerationConfig
 
 from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
+from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import to_hf_config
 from diffmegatron.hf.layout import Weights, table, to_hf
+from diffmegatron.hf.modeling import remote_files
+from diffmegatron.hf.original import Original
 from diffmegatron.hf.shards import ShardWriter
 from diffmegatron.hf.tokenizer import write_tokenizer
+from diffmegatron.hf.whole_directory import appearing_whole
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
@@ -39,13 +41,18 @@ def write_export(
     out: Path,
     dtype: torch.dtype,
     *,
+    original: Original | None = None,
+    step: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write the model as DiffLlama, its softmax twin as Llama, with the tokenizer.
+    """Write the model as the Hugging Face class that computes it, with the tokenizer.
+
+    A class that ``transformers`` lacks is written along, as code that it loads with
+    ``trust_remote_code=True``.
 
     The files go into a directory beside ``out`` that takes its name when all is done and checked;
-    when anything fails, nothing stays behind.
+    when anything fails, nothing stays behind, and what a killed export left is removed by the next.
 
     Args:
         weights: whole weights under Megatron's names (see :mod:`diffmegatron.hf.layout`), in any
@@ -55,6 +62,10 @@ def write_export(
         out: directory to create; one that exists must be empty.
         dtype: of the file; lambda vectors stay fp32 in it. (``from_pretrained`` rounds them too
             when it loads in bf16, which no configuration of DiffLlama prevents.)
+        original: the pretrained model that the run started from. Where its class computes the
+            recipe's network the export is of that class: its configuration but for what the recipe
+            has changed, each tensor in its dtype there (unless that would round a lambda vector).
+        step: optimizer steps that the weights have behind them, which kinds that anneal ask for.
         max_shard_bytes: largest safetensors file, and the memory the writer needs.
         verify: called with the complete directory before it takes the name ``out``; what it
             raises ends the export.
@@ -63,13 +74,22 @@ def write_export(
         UserError: Hugging Face cannot compute this model, ``out`` is in use or cannot be written,
             weights and recipe do not agree, or the tokenizer does not convert exactly.
     """
+    described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
+    if original is not None and not original.computes(described):
+        original = None
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
-    check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.vocab_size)
-    with _appearing_whole(out) as directory:
-        config.save_pretrained(directory)
-        _generation_config(tokenizer.end_of_document).save_pretrained(directory)
+    check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)
+    with appearing_whole(out) as directory:
+        if original is None:
+            config.save_pretrained(directory)
+            _generation_config(tokenizer.end_of_document).save_pretrained(directory)
+        else:
+            original.write_config(recipe, directory)
+        for file in remote_files(described.model_type):
+            shutil.copy(file, directory)
         write_tokenizer(tokenizer, recipe.training.seq_length, directory)
-        _write_weights(weights, recipe.model, directory, dtype, max_shard_bytes)
+        dtype_of = _stored_dtypes(recipe.model, original, dtype)
+        _write_weights(to_hf(weights, recipe.model, step), directory, dtype_of, max_shard_bytes)
         if verify is not None:
             verify(directory)
 
@@ -79,40 +99,40 @@ def _generation_config(end_of_document: int) -> GenerationConfig:
     return GenerationConfig(**ids)
 
 
-def _write_weights(
-    weights: Weights, model: ModelConfig, directory: Path, dtype: torch.dtype, max_bytes: int
-) -> None:
+def _stored_dtypes(
+    model: ModelConfig, original: Original | None, dtype: torch.dtype
+) -> Callable[[str, Tensor], torch.dtype]:
+    """What gives the dtype that a tensor of a name is stored in."""
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        usual = dtype if original is None else original.dtype(name)
+        if name not in keep_fp32:
+            return usual
+        is_exact = original is not None and torch.equal(tensor.to(usual).float(), tensor.float())
+        return usual if is_exact else torch.float32
+
+    return dtype_of
+
+
+def _write_weights(
+    weights: Iterator[tuple[str, Tensor]],
+    directory: Path,
+    dtype_of: Callable[[str, Tensor], torch.dtype],
+    max_bytes: int,
+) -> None:
     writer = ShardWriter(directory, max_bytes)
-    for name, tensor in to_hf(weights, model):
-        writer.add(name, tensor, torch.float32 if name in keep_fp32 else dtype)
+    for name, tensor in weights:
+        writer.add(name, tensor, dtype_of(name, tensor))
     writer.close()
-
-
-@contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A directory beside ``out`` that is renamed to it on success and removed otherwise."""
-    out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already; give a directory that is new or empty")
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot create a directory beside {out}: {error.strerror}") from error
-    try:
-        yield partial
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @torch.no_grad()
 def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDifference:
-    """Load an export as any user would, in fp32 on the CPU, and compare its logits.
+    """Load a Hugging Face model as any user would, in fp32 on the CPU, and compare its logits.
 
     Args:
-        directory: what :func:`write_export` wrote.
+        directory: what :func:`write_export` wrote, or a model to import.
         tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS`` of them, for this needs memory and time.
         expected: logits of the training model, [b, s, vocab_size].
 
@@ -127,18 +147,28 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
         directory,
         dtype=torch.float32,
         local_files_only=True,
-        trust_remote_code=False,
+        trust_remote_code=_carries_our_code(directory),
         output_loading_info=True,
+        use_safetensors=True,
     )
     if problems := {kind: sorted(names) for kind, names in report.items() if names}:
         raise UserError(f"{directory} does not load as a whole model: {problems}")
     logits = model(input_ids=tokens.cpu()).logits
     if logits.shape != expected.shape:
         raise ValueError(
-            f"expected logits have shape {list(expected.shape)}; the export gives "
+            f"expected logits have shape {list(expected.shape)}; {directory} gives "
             f"{list(logits.shape)}"
         )
     return logit_difference(logits, expected.to(logits))
+
+
+def _carries_our_code(directory: Path) -> bool:
+    """Whether the files that its class comes from are those of this package, byte for byte."""
+    model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
+    ours = remote_files(model_type)
+    return bool(ours) and all(
+        (directory / file.name).read_bytes() == file.read_bytes() for file in ours
+    )
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:

@@ -1,5 +1,6 @@
 """``diffmegatron export``: a checkpoint of any layout as a Hugging Face directory, verified."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -7,19 +8,21 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
-from diffmegatron.checkpoint.manifest import read_manifest, verify_contents
+from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import LORA_A, LORA_B
+from diffmegatron.config.trainable import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export import LogitDifference, verify_export, write_export
-from diffmegatron.model.build import DTYPES, build_model
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.hf.original import find_original
+from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.topology import process_groups
 
 # float32 leaves the order of summation. In a bf16 file the headwise norm is folded into the
 # output projection before rounding, in training it multiplies after: each rounds by up to 2^-9.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _SAMPLE = (
     "def attention(q, k, v):\n    return softmax(q @ k.T / sqrt(d)) @ v\n\n"
@@ -48,49 +51,65 @@ def export_checkpoint(
             created.
     """
     transformers_logging.disable_progress_bar()
+    # Verified: damaged bytes would be on both sides of the comparison of logits.
     checkpoint = open_checkpoint(directory)
-    # Damaged bytes would be on both sides of the comparison of logits.
-    verify_contents(directory, read_manifest(directory).files)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
+    original = find_original(recipe)
     dtype = DTYPES[recipe.training.precision]
+    stored = dtype if original is None else original.usual_dtype
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[stored])
     differences: list[LogitDifference] = []
 
     def compare(written: Path) -> None:
-        ids = _sample(tokenizer) if tokens is None else tokens
+        ids = sample(tokenizer) if tokens is None else tokens
         difference = verify_export(written, ids, training_logits(checkpoint, ids))
-        if not difference.relative <= TOLERANCE[dtype]:
+        if not difference.relative <= tolerance:
             raise UserError(
                 f"the exported logits differ from the training network's by "
-                f"{difference.relative:.1e} relative, more than {TOLERANCE[dtype]:g}; "
+                f"{difference.relative:.1e} relative, more than {tolerance:g}; "
                 f"{out} was not written"
             )
         differences.append(difference)
 
     write_export(
-        checkpoint.weights(), recipe, tokenizer, out, dtype, verify=compare if verify else None
+        merged_weights(checkpoint),
+        recipe,
+        tokenizer,
+        out,
+        dtype,
+        original=original,
+        step=checkpoint.state["step"],
+        verify=compare if verify else None,
     )
     return differences[0] if differences else None
 
 
+def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The whole network, float32, with LoRA's matrices added into the weights they stand beside."""
+    lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
+    adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
+    for name, weight in checkpoint.weights():
+        place = name.removesuffix("weight")
+        if lora is not None and place in adapted:
+            low, high = (tensors.whole(WEIGHT, place + each) for each in (LORA_A, LORA_B))
+            weight += lora.scale * (high @ low)
+        if not is_lora(name):
+            yield name, weight
+
+
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Logits [b, s, vocab] float32 of the Megatron network with a checkpoint's weights.
+    """Logits [b, s, tokens] float32 of the Megatron network with a checkpoint's weights.
 
     The weights are rounded to the precision of the run, the arithmetic is float32.
     """
-    precision = DTYPES[checkpoint.recipe.training.precision]
     recipe = _single_process(checkpoint.recipe)
     with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(recipe, topology, initial_weights=False).eval()
-        for parameter, shards in parameter_shards(network).items():
-            for shard in shards:
-                rounded = torch.float32 if ".core_attention." in shard.name else precision
-                value = checkpoint.tensors.box(WEIGHT, shard.name, shard.offset, shard.shape)
-                shard.view(parameter.data).copy_(value.to(rounded))
+        network = load_network(checkpoint, recipe, topology)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = network(tokens.to(topology.device), positions.to(topology.device), None)
-        return logits.float().cpu()
+        return logits[..., : recipe.model.tokens].float().cpu()
 
 
 def _single_process(recipe: Recipe) -> Recipe:
@@ -104,5 +123,6 @@ def _single_process(recipe: Recipe) -> Recipe:
     )
 
 
-def _sample(tokenizer: Tokenizer) -> Tensor:
+def sample(tokenizer: Tokenizer) -> Tensor:
+    """Token ids [1, s] of a line of text, to compare logits on."""
     return torch.tensor(tokenizer.encode(_SAMPLE), dtype=torch.int64)[None, :128]

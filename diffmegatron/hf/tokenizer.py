@@ -7,6 +7,7 @@ the pattern over as it is, which splits long numbers elsewhere (see :func:`onigu
 
 import itertools
 import re
+import shutil
 from pathlib import Path
 
 import tiktoken
@@ -15,9 +16,19 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from diffmegatron.data.tokenizers import TiktokenTokenizer, Tokenizer
+from diffmegatron.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+)
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
     'def f(x: int) -> str:\n    if x != 0:\n\t\treturn f"{x:>10,.2f}"  # 100%\n\n\n',
@@ -38,6 +49,8 @@ SAMPLE = (
 def write_tokenizer(tokenizer: Tokenizer, seq_length: int, directory: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check what they say.
 
+    Those of a Hugging Face folder are copied, with what stands beside them.
+
     Args:
         tokenizer: the run's; its end-of-document token begins, ends and pads text.
         seq_length: longest text of the model, in tokens.
@@ -48,6 +61,9 @@ def write_tokenizer(tokenizer: Tokenizer, seq_length: int, directory: Path) -> N
         UserError: the tokenizer is no tiktoken encoding, or what was written gives other ids or
             other text for the sample.
     """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        copy_tokenizer(tokenizer.folder, directory)
+        return
     if not isinstance(tokenizer, TiktokenTokenizer):
         raise UserError(
             f"tokenizer {tokenizer.name!r} cannot be exported; only tiktoken encodings convert"
@@ -63,6 +79,17 @@ def write_tokenizer(tokenizer: Tokenizer, seq_length: int, directory: Path) -> N
     )
     fast.save_pretrained(directory)
     check_tokenizer(tokenizer.encoding, directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy a tokenizer's files from one Hugging Face folder into another.
+
+    Raises:
+        OSError: one cannot be.
+    """
+    for pattern in _FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
 
 
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:

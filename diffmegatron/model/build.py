@@ -11,8 +11,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
-from diffmegatron.attention.core import DifferentialCoreAttention
-from diffmegatron.attention.kernels.select import choose_backend, importable_libraries
+from diffmegatron.attention.kernels import registry
+from diffmegatron.attention.kernels.select import dtype_name, importable_libraries
+from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
 from diffmegatron.config.layout import context_exchange
 from diffmegatron.config.parallel import RecomputeConfig
@@ -21,6 +22,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.network import Chunk, Network
 from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.trainable import mark_trained
 from diffmegatron.parallel.topology import Topology
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,17 +31,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Megatron-core's view of the recipe.
 
-    Heads are counted as Megatron counts them: 2h query heads and 2 h_kv groups of ``head_dim``,
-    for both twins.
+    Of the heads it is told enough for its rotary embedding and its checks; what a layer has is
+    the variant's (:class:`~diffmegatron.attention.variants.base.Heads`).
     """
     model, parallel = recipe.model, recipe.parallel
+    heads = model.attention.heads
     dtype = DTYPES[recipe.training.precision]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.head_dim,
+        num_attention_heads=heads.queries,
+        num_query_groups=heads.blocks,
+        kv_channels=heads.head_dim,
         ffn_hidden_size=model.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
@@ -75,7 +78,7 @@ def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = T
     """This rank's stage of the network, on its device.
 
     Args:
-        recipe: sizes, twin, layout, precision, seed.
+        recipe: sizes, attention, layout, precision, seed.
         topology: where this rank stands.
         initial_weights: whether to fill it; without, the weights are arbitrary.
 
@@ -92,6 +95,7 @@ def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = T
     if initial_weights:
         initialize(network, recipe)
     _mark_tensor_parallel(network)
+    mark_trained(network, recipe)
     if recipe.parallel.sequence_parallel:
         _sum_sequence_parallel_gradients(network, topology)
     return network
@@ -104,10 +108,16 @@ def _build_chunk(
 
     Interleaved, chunk 0 of every rank comes before chunk 1 of the first.
     """
-    model, host = recipe.model, available_host()
+    model, host = recipe.model, available_host(recipe.model.lora)
     chunks = topology.virtual_pipeline_size
     virtual_stage = number if chunks > 1 else None
-    spec = layer_spec(model, host, recipe.training.attention_backend, context_exchange(recipe))
+    spec = layer_spec(
+        model.attention,
+        host,
+        recipe.training.attention_backend,
+        context_exchange(recipe),
+        model.lora,
+    )
     return Chunk(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -123,6 +133,8 @@ def _build_chunk(
         rotary_base=model.rope_theta,
         vp_stage=virtual_stage,
         loss_chunk=recipe.training.loss_chunk,
+        rope_scaling=model.rope_scaling,
+        vocab_padding=model.vocab_padding,
     )
 
 
@@ -142,40 +154,47 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 def _check_backend(recipe: Recipe, topology: Topology) -> None:
     """Say before the first step what the kernels would say in it."""
     dtype, device = DTYPES[recipe.training.precision], topology.device.type
-    if not recipe.model.is_differential:
+    attention = recipe.model.attention
+    if attention.operation == "softmax":
         return
     try:
-        choose_backend(
+        registry.choose_backend(
             recipe.training.attention_backend,
-            device,
-            dtype,
-            recipe.model.head_dim,
+            registry.Call(
+                attention.operation,
+                device,
+                dtype_name(dtype),
+                attention.head_dim,
+                needed_features(recipe),
+            ),
             importable_libraries(),
-            needed_features(recipe),
         )
     except ValueError as error:
         raise UserError(f"training.attention_{error}") from None
 
 
 def needed_features(recipe: Recipe) -> frozenset[str]:
-    """What the core attention will ask of its kernel, in the words of ``select.FEATURES``."""
-    needs = {"documents"} if recipe.data.reset_attention_mask else set()
-    if recipe.parallel.context > 1:
-        exchange = context_exchange(recipe)
-        if exchange == "ring":
-            needs |= {"chunks", "masked chunks", "offsets"} if needs else {"chunks"}
-        elif exchange == "all_gather" and needs:
-            needs.add("offsets")
-    return frozenset(needs)
+    """What the attention will ask of its kernel, in the words of ``registry.FEATURES``."""
+    return registry.needed_features(
+        documents=recipe.data.reset_attention_mask,
+        context=recipe.parallel.context,
+        exchange=context_exchange(recipe),
+    )
 
 
-def lambda_by_layer(network: Network) -> dict[int, float]:
-    """lambda of this stage's layers by global layer number; empty for the Transformer."""
-    return {
-        module.layer_number: module.current_lambda().item()
-        for module in network.modules()
-        if isinstance(module, DifferentialCoreAttention)
-    }
+def lambda_by_layer(network: Network) -> dict[int, Tensor]:
+    """lambda of this stage's layers by global layer number, 0-dim; empty for the Transformer.
+
+    Where it depends on the token, the mean of this rank's heads in the last forward pass.
+    """
+    found = {}
+    for module in network.modules():
+        if isinstance(module, SelfAttention):
+            value = module.variant.current_lambda(module)
+            value = module.observed.get("lambda") if value is None else value
+            if value is not None:
+                found[module.layer_number] = value.detach()
+    return found
 
 
 def _mark_tensor_parallel(network: Network) -> None:
@@ -201,5 +220,5 @@ def _sum_sequence_parallel_gradients(network: Network, topology: Topology) -> No
         return total
 
     for parameter in network.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(summed)

@@ -7,6 +7,12 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from diffmegatron.attention.self_attention import SelfAttention
+from diffmegatron.attention.variants.base import Parameter
+from diffmegatron.config.rope import RopeScaling
+from diffmegatron.config.schema import ModelConfig
+from diffmegatron.model.rope import scaled_frequencies
+
 
 class Chunk(GPTModel):
     """Consecutive layers of the network, with the embedding or the output layer at its ends.
@@ -17,9 +23,19 @@ class Chunk(GPTModel):
     Blackwell alone, and Liger's knows no vocabulary-parallel output layer.
     """
 
-    def __init__(self, *args: object, loss_chunk: int | None, **kwargs: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        loss_chunk: int | None,
+        rope_scaling: RopeScaling | None,
+        vocab_padding: int,
+        **kwargs: object,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.loss_chunk = loss_chunk
+        self.loss_chunk, self.vocab_padding = loss_chunk, vocab_padding
+        if rope_scaling is not None:
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = scaled_frequencies(rotary.inv_freq, rope_scaling)
 
     def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         labels = kwargs["labels"]
@@ -55,6 +71,19 @@ class Chunk(GPTModel):
         logits, _ = self.output_layer(hidden, weight=weight)
         return self.compute_language_model_loss(labels, logits)
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of each token, [b, s], from this rank's share of the logits [s, b, v].
+
+        Rows that pad the vocabulary take no part: a pretrained model has never had them, and at
+        logits of zero they would be among its likelier words.
+        """
+        if self.vocab_padding:
+            rank, share = self.pg_collection.tp.rank(), logits.shape[-1]
+            first = max(self.vocab_size - self.vocab_padding - rank * share, 0)
+            # In place, as nothing before it needs the logits: they are the largest tensor.
+            logits[..., first:] = -torch.inf
+        return super().compute_language_model_loss(labels, logits)
+
 
 class Network(torch.nn.Module):
     """What one pipeline rank holds: one chunk of layers, or several that the schedule interleaves.
@@ -66,8 +95,17 @@ class Network(torch.nn.Module):
         super().__init__()
         self.chunks: Sequence[Chunk] = torch.nn.ModuleList(chunks)  # type: ignore[assignment]
 
+    def at_step(self, step: int) -> None:
+        """Tell the layers how many optimizer steps their weights have behind them."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.step = step
+
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """``(tokens [b, s], position_ids [b, s], documents, labels=[b, s])``.
+        """``(tokens [b, s], position_ids [b, s], attention_mask, labels=[b, s], ...)``.
+
+        The mask is None: attention is causal, and ends of packed documents are
+        ``packed_seq_params`` (:class:`~diffmegatron.attention.self_attention.SelfAttention`).
 
         Returns:
             The loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
@@ -75,3 +113,10 @@ class Network(torch.nn.Module):
         """
         (chunk,) = self.chunks
         return chunk(*args, **kwargs)
+
+
+def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
+    """What the attention's variant says of a tensor, by its name; None: it is none of its own."""
+    _, found, own = name.rpartition(".self_attention.")
+    declared = {each.name: each for each in model.attention.parameters(model.hidden_size)}
+    return declared.get(own) if found else None

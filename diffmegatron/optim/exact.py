@@ -30,10 +30,12 @@ class ExactValues:
         partition: Partition,
         group: ProcessGroup,
     ) -> None:
-        self._parameters, self._partition, self._group = list(values), partition, group
+        self._partition, self._group = partition, group
+        # What is frozen stays as it is.
+        self._parameters = [parameter for parameter in values if parameter.requires_grad]
         for parameter, value in values.items():
             parameter.exact = value.clone()  # type: ignore[attr-defined]
-            run = partition.run(parameter)
+            run = partition.run(parameter) if parameter.requires_grad else None
             if run is not None:
                 held = run.where.stop - run.where.start
                 run.flat.data[run.where] = value.flatten()[run.start : run.start + held]

@@ -6,7 +6,7 @@ changed yet: there the step can still be refused, at the price of no other pass,
 wait for the device than DeepSpeed's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,44 @@ class Gate:
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that updates only if its gate lets it."""
+    """AdamW that updates only if its gate lets it, and of some parameters lets only rows decay.
+
+    Attributes:
+        gate: whether the step is applied.
+        decaying_rows: views into a flat master tensor of the rows that decay, where not all do.
+    """
 
     gate: Callable[[], bool]
+    decaying_rows: Mapping[Tensor, list[Tensor]]
 
     def step(self, closure: Any = None) -> Any:
         """One parameter group's update, or nothing."""
-        return super().step(closure) if self.gate() else None
+        if not self.gate():
+            return None
+        for group in self.param_groups:
+            rows = [row for flat in group["params"] for row in self.decaying_rows.get(flat, ())]
+            if rows and group["row_decay"]:
+                torch._foreach_mul_(rows, 1 - group["lr"] * group["row_decay"])
+        return super().step(closure)
+
+
+def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
+    """What this rank holds of the trained rows of parameters of which others are frozen.
+
+    By flat master tensor, views into it.
+    """
+    found: dict[Tensor, list[Tensor]] = {}
+    for parameter in network.parameters():
+        held = partition.run(parameter) if hasattr(parameter, "trained_runs") else None
+        if held is None:
+            continue
+        numel = held.where.stop - held.where.start
+        for begin, end in parameter.trained_runs:  # type: ignore[attr-defined]
+            first, last = max(begin - held.start, 0), min(end - held.start, numel)
+            if first < last:
+                views = found.setdefault(held.flat, [])
+                views.append(held.flat.data[held.where][first:last])
+    return found
 
 
 def held_norms(

@@ -2,22 +2,25 @@
 
 import math
 
-from diffmegatron.config.schema import OptimizerConfig
+from diffmegatron.config.optimizer import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
     """Learning rate of the ``step``-th update (from 1) of ``total_steps``.
 
-    Rises linearly to ``lr`` over the warm-up, then falls (linear or half a cosine) so that the
-    last update has ``final_lr``; after the last step it stays there.
+    Rises linearly to ``lr`` over the warm-up, then falls (linear or half a cosine from there on,
+    ``wsd`` linear over its decay) so that the last update has ``final_lr``; after the last step it
+    stays there.
     """
     schedule = optimizer.schedule
-    if step <= schedule.warmup_steps:
-        return optimizer.lr * step / schedule.warmup_steps
+    warmup = schedule.warmup(total_steps)
+    if step <= warmup:
+        return optimizer.lr * step / warmup
     if schedule.kind == "constant":
         return optimizer.lr
-    progress = (step - schedule.warmup_steps) / (total_steps - schedule.warmup_steps)
-    remaining = 1.0 - min(progress, 1.0)
+    falls = schedule.decay(total_steps) if schedule.kind == "wsd" else total_steps - warmup
+    progress = (step - (total_steps - falls)) / falls
+    remaining = 1.0 - min(max(progress, 0.0), 1.0)
     if schedule.kind == "cosine":
         remaining = 0.5 * (1.0 - math.cos(math.pi * remaining))
     return schedule.final_lr + (optimizer.lr - schedule.final_lr) * remaining

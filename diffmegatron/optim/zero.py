@@ -17,11 +17,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.config.schema import OptimizerConfig, Recipe
+from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.optim.exact import ExactValues
-from diffmegatron.optim.gate import Gate, GatedAdamW, accumulated_gradient, held_norms
+from diffmegatron.optim.frozen import FrozenWeights
+from diffmegatron.optim.gate import (
+    Gate,
+    GatedAdamW,
+    accumulated_gradient,
+    decaying_rows,
+    held_norms,
+)
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.optim.partition import partition_of
 from diffmegatron.parallel.topology import ModelParallelUnit, Topology
@@ -31,13 +38,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of one parameter's elements whose optimizer state this rank owns.
+    """A run of one parameter's elements that is this rank's to save and to restore.
 
     Attributes:
         parameter: of the network.
         start: first element of the run in the flattened parameter.
         tensors: the run's float32 master weight (``weight``) and Adam moments (``exp_avg``,
-            ``exp_avg_sq``), each [n], views into the optimizer: writing to them changes it.
+            ``exp_avg_sq``), each [n], views into the optimizer: writing to them changes it. Of a
+            frozen parameter the weight alone, in the network's dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -57,7 +65,7 @@ class ZeroEngine:
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
-        create = partial(_adamw, network, recipe.optimizer)
+        create = partial(_adamw, network, recipe)
         # In bf16 DeepSpeed prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -69,6 +77,8 @@ class ZeroEngine:
             )
         self._partition = partition_of(self._optimizer)
         self._exact = ExactValues(rounded, self._partition, topology.data_group)
+        self._frozen = FrozenWeights(network, topology.data_group)
+        self._optimizer.optimizer.decaying_rows = decaying_rows(self._partition, network)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +107,7 @@ class ZeroEngine:
         """One update, if ``allow`` agrees; otherwise the gradients are dropped.
 
         Args:
-            learning_rate: of this update.
+            learning_rate: of this update, which each parameter has at its own multiple.
             allow: called once, on every rank, before anything of the weights or of the
                 optimizer has changed, with the gradient's norm over all ranks before clipping:
                 0-dim float32, infinite where a gradient is not finite (which is never applied,
@@ -106,7 +116,7 @@ class ZeroEngine:
         self._held_norms = held_norms(self._partition, self.network)
         self._sum_tied_embedding()
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_factor"]
         gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
         self._optimizer.optimizer.gate = gate
         self._engine.step()
@@ -140,16 +150,18 @@ class ZeroEngine:
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank owns of the optimizer's state, parameter by parameter."""
+        """What this rank owns of the optimizer's state and the weights, parameter by parameter."""
         self._create_moments()
         for parameter in self.network.parameters():
-            run = self._partition.run(parameter)
+            run = self._partition.run(parameter) if parameter.requires_grad else None
             if run is None:
                 continue
             state = self._optimizer.optimizer.state[run.flat]
             tensors = {"weight": run.flat.data[run.where]}
             tensors |= {name: state[name][run.where] for name in MOMENTS}
             yield Fragment(parameter, run.start, tensors)
+        for parameter, start, values in self._frozen.runs():
+            yield Fragment(parameter, start, {"weight": values})
 
     @property
     def updates(self) -> int:
@@ -163,6 +175,7 @@ class ZeroEngine:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
         self._partition.refresh()
         self._exact.refresh()
+        self._frozen.refresh()
 
     def _create_moments(self) -> None:
         """Adam creates its state at the first update; saving and loading need it before."""
@@ -240,9 +253,10 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def _adamw(network: torch.nn.Module, optimizer: OptimizerConfig) -> GatedAdamW:
+def _adamw(network: torch.nn.Module, recipe: Recipe) -> GatedAdamW:
+    optimizer = recipe.optimizer
     return GatedAdamW(
-        parameter_groups(network, optimizer),
+        parameter_groups(network, recipe),
         lr=optimizer.lr,
         betas=optimizer.betas,
         eps=optimizer.eps,
@@ -272,13 +286,18 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, topology: Topology
 ) -> torch.nn.Parameter | None:
-    """The embedding this stage shares with another, marked so that the norm counts it once."""
+    """The embedding this stage shares with another, marked so that the norm counts it once.
+
+    None where there is none, or where it is frozen.
+    """
     on_edge = topology.is_first_stage or topology.is_last_stage
     if not recipe.model.tied_embeddings or topology.pipeline_size == 1 or not on_edge:
         return None
     # The network's first chunk is the first stage's first, its last one the last stage's last.
     chunk = network.chunks[0 if topology.is_first_stage else -1]
     parameter = chunk.shared_embedding_or_output_weight()
+    if not parameter.requires_grad:
+        return None
     if topology.is_last_stage:
         parameter.ds_pipe_replicated = True
     return parameter

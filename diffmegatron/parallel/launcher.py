@@ -1,41 +1,99 @@
-"""What a launcher (torchrun, srun) tells a process about the ranks, before they meet."""
+"""What a launcher (torchrun, srun) tells a process by its environment, before the ranks meet."""
 
+import math
 import os
+import re
+from dataclasses import dataclass
 
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Far above any cluster, and within what torch counts ranks with.
+_MAX_RANKS = 10_000_000
 
 
-def launched_rank() -> int:
-    """This process's rank as the launcher announced it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process in a run, as announced.
+
+    Attributes:
+        rank: of this process, from 0.
+        ranks: of the run.
+        local_rank: of this process on its machine, from 0.
+        master: host and port at which rank 0 is met; None: no launcher, one process.
+        agent_store: torchrun's agent listens at ``master``, through all its restarts; otherwise
+            rank 0 does.
+        attempt: how often torchrun has restarted the ranks of this machine.
+        job_end: when Slurm ends the job, in seconds since 1970; None: not known.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    master: tuple[str, int] | None = None
+    agent_store: bool = False
+    attempt: int = 0
+    job_end: float | None = None
 
 
-def world_size() -> int:
-    """Ranks of this run as the launcher announced them; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_launcher() -> None:
-    """Refuse an environment that speaks of several ranks but does not let them meet.
+def read_launch() -> Launch:
+    """Everything of the environment that a run goes by, checked.
 
     Raises:
-        UserError: ``RANK`` or ``WORLD_SIZE`` is set and something that belongs to it is not, or
-            they are no numbers that fit.
+        UserError: a value is none of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
+            that belongs to it is not.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return
-    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    local_rank = _whole("LOCAL_RANK", 0, _MAX_RANKS, default=0)
+    job_end = _seconds("SLURM_JOB_END_TIME")
+    if not (_set("RANK") or _set("WORLD_SIZE")):
+        return Launch(local_rank=local_rank, job_end=job_end)
+    missing = [name for name in _RENDEZVOUS if not _set(name)]
     if missing:
-        present = [name for name in _RENDEZVOUS if name in os.environ]
+        present = [name for name in _RENDEZVOUS if _set(name)]
         raise UserError(
             f"the environment sets {' and '.join(present)} but not {' and '.join(missing)}; start "
             "the ranks with torchrun or launch/slurm.sh, or unset the former to use one process"
         )
-    rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
+    ranks = _whole("WORLD_SIZE", 1, _MAX_RANKS)
+    return Launch(
+        rank=_whole("RANK", 0, ranks - 1),
+        ranks=ranks,
+        local_rank=local_rank,
+        master=(os.environ["MASTER_ADDR"], _whole("MASTER_PORT", 1, 65535)),
+        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_whole("TORCHELASTIC_RESTART_COUNT", 0, _MAX_RANKS, default=0),
+        job_end=job_end,
+    )
+
+
+def _set(name: str) -> bool:
+    return bool(os.environ.get(name))
+
+
+def _whole(name: str, low: int, high: int, default: int | None = None) -> int:
+    if not _set(name) and default is not None:
+        return default
+    value = os.environ[name]
+    if not re.fullmatch("[0-9]{1,9}", value) or not low <= int(value) <= high:
         raise UserError(
-            f"the environment sets RANK {rank!r} and WORLD_SIZE {ranks!r}; RANK counts from 0 up "
-            "to WORLD_SIZE - 1"
+            f"the environment sets {name} {clipped(value)!r}; it must be a whole number from {low} "
+            f"to {high}"
         )
+    return int(value)
+
+
+def _seconds(name: str) -> float | None:
+    if not _set(name):
+        return None
+    value = os.environ[name]
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise UserError(
+            f"the environment sets {name} {clipped(value)!r}; it must be a number of seconds since "
+            "1970, or unset"
+        )
+    return seconds

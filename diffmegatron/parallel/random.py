@@ -6,6 +6,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from diffmegatron.errors import UserError
+
 _TRACKED = "random.tracked."
 
 
@@ -20,16 +22,24 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> None:
-    """Set every state that ``saved`` knows by name; the others stay as seeded."""
-    cpu = saved("random.cpu")
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    cuda = saved("random.cuda")
-    if cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
+    """Set every state that ``saved`` knows by name; the others stay as seeded.
+
+    Raises:
+        UserError: a saved state has another size than those of this torch.
+    """
+    states = random_states()
+    for name, current in states.items():
+        state = saved(name)
+        if state is None:
+            continue
+        if state.shape != current.shape:
+            raise UserError(
+                f"the checkpoint's {name} has {state.numel()} bytes and this torch's "
+                f"{current.numel()}; go on with the versions that its state.json names"
+            )
+        states[name] = state
+    torch.set_rng_state(states["random.cpu"])
+    if "random.cuda" in states:
+        torch.cuda.set_rng_state(states["random.cuda"])
     tracker = get_cuda_rng_tracker()
-    current = tracker.get_states()
-    found = {name: saved(_TRACKED + name) for name in current}
-    tracker.set_states(
-        {name: current[name] if state is None else state for name, state in found.items()}
-    )
+    tracker.set_states({name: states[_TRACKED + name] for name in tracker.get_states()})

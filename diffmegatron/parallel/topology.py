@@ -17,10 +17,13 @@ from torch.distributed import ProcessGroup
 from diffmegatron.config.parallel import ParallelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.cpu import without_cuda
+from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.rendezvous import meet
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=30)
+_MEETING_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -202,30 +205,46 @@ def _device() -> torch.device:
         return torch.device("cpu")
     # One hardware queue keeps the order in which Megatron overlaps communication and products.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank, gpus = read_launch().local_rank, torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise UserError(
+            f"the environment sets LOCAL_RANK {local_rank} where {gpus} GPUs are to be seen; give "
+            f"each rank a GPU of its own, LOCAL_RANK 0 to {gpus - 1}"
+        )
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 @contextmanager
-def default_group(timeout: timedelta = _TIMEOUT) -> Iterator[None]:
+def default_group(
+    timeout: timedelta = _TIMEOUT, meeting_seconds: float = _MEETING_SECONDS
+) -> Iterator[None]:
     """All ranks of the launcher; around several :func:`process_groups` it joins them once.
 
-    Torch cannot start a second default group under ``torchrun``: the rendezvous would find the
-    first one's keys and wait for ever.
+    Torch cannot start a second default group under ``torchrun``: it would find the first one's
+    keys in the store and wait for ever.
+
+    Args:
+        timeout: how long a collective may wait.
+        meeting_seconds: how long the ranks may take to arrive.
+
+    Raises:
+        UserError: the ranks cannot meet, or there is no GPU for this one.
     """
     if distributed.is_initialized():
         yield
         return
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "WORLD_SIZE" in os.environ:
-        distributed.init_process_group(backend, timeout=timeout)
-    else:
-        # DeepSpeed asks the environment even where there is one process only.
-        os.environ.setdefault("LOCAL_RANK", "0")
-        store = distributed.HashStore()
-        distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    launch = read_launch()
+    # DeepSpeed asks the environment, also where a launcher leaves it out.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    store = distributed.HashStore() if launch.master is None else meet(launch, meeting_seconds)
+    store.set_timeout(timeout)
+    distributed.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
+    )
     log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
     try:
         yield

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import (
     ACCELERATORS,
     StageMemory,
     count_parameters,
-    memory_by_stage,
+    peak_memory,
 )
 from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.timing import GPUS_PER_NODE
-
-# The largest models of the paper, and the learning rate that it lowers for them (appendix E).
-LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
 def warnings(
@@ -22,49 +19,14 @@ def warnings(
 ) -> tuple[str, ...]:
     """All sentences on a recipe on a layout, whose memory is known."""
     return (
-        *_model_warnings(recipe.model),
-        *_stability_warnings(recipe),
+        *recipe.model.attention.warnings(
+            recipe.model.hidden_size,
+            count_parameters(recipe.model).without_embeddings,
+            recipe.optimizer.lr,
+        ),
         *_layout_warnings(recipe, layout),
         *_memory_warnings(recipe, layout, memory, hardware),
     )
-
-
-def _model_warnings(model: ModelConfig) -> Iterator[str]:
-    """Where a differential model's sizes suggest heads halved twice, or leave what was tried."""
-    heads = f"model.num_heads {model.num_heads}"
-    width = model.num_attention_heads * model.head_dim
-    if not model.is_differential:
-        return
-    if model.num_heads < 8:
-        yield (
-            f"{heads} is fewer than any model of the paper has; its authors advise more than 8 "
-            "differential heads"
-        )
-    if width < model.hidden_size:
-        yield (
-            f"{heads} x 2 x head_dim {model.head_dim} is {width}, narrower than hidden_size "
-            f"{model.hidden_size}; num_heads counts differential heads, so halve it once only"
-        )
-    if model.head_dim > 128:
-        yield (
-            f"model.head_dim {model.head_dim} is above the paper's 128; num_heads counts "
-            f"differential heads, so halve it once only: {model.hidden_size / 256:g} heads of 128 "
-            "fill hidden_size"
-        )
-    if not model.has_headwise_norm:
-        yield (
-            "model.headwise_norm is off; without it the paper's 1.4B model ended at a validation "
-            "loss of 3.122 instead of 3.062 (table 6)"
-        )
-
-
-def _stability_warnings(recipe: Recipe) -> Iterator[str]:
-    large = count_parameters(recipe.model).without_embeddings > LARGE_MODEL
-    if recipe.model.is_differential and large and recipe.optimizer.lr > LARGE_MODEL_LR:
-        yield (
-            f"optimizer.lr {recipe.optimizer.lr:g} is above the {LARGE_MODEL_LR:g} that the paper "
-            "takes from 6.8B on; loss spikes with a rising gradient norm were reported at 7B"
-        )
 
 
 def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -115,10 +77,10 @@ def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int |
     while data <= most and most % data == 0:
         ranks = recipe.parallel.model_ranks * data
         try:
-            memory = memory_by_stage(recipe, ranks)
+            peak = peak_memory(recipe, ranks)
         except UserError:  # too few microbatches are left for an interleaved pipeline
             return None
-        if max(stage.total for stage in memory) <= available_gib * GIB:
+        if peak <= available_gib * GIB:
             return ranks
         data *= 2
     return None

@@ -1,11 +1,12 @@
 """What the command line calls."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.text import Text
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.errors import UserError
 from diffmegatron.plan.search import print_search, search, search_to_json
 from diffmegatron.plan.summary import DEFAULT_HARDWARE, plan_recipe
 from diffmegatron.plan.tables import print_plan
@@ -20,9 +21,15 @@ def run(
 ) -> None:
     """Plan the stages of a recipe and print them to standard output, as tables or as JSON.
 
-    JSON is one object, or of several stages a list of them, told apart by ``run_dir``.
+    JSON is one object, or of several stages a list of them, told apart by ``run_dir``. Without
+    ``world_size`` the ranks are the fewest that fill every stage's layout: one run trains them all.
+
+    Raises:
+        UserError: the ranks do not fit a stage, or the hardware is not known.
     """
-    plans = [plan_recipe(recipe, world_size, hardware) for recipe in stages]
+    ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
+    given = ranks if world_size is None else world_size
+    plans = [plan_recipe(recipe, given, hardware) for recipe in stages]
     if as_json:
         _print_json([plan.to_json() for plan in plans])
         return
@@ -42,10 +49,8 @@ def run_search(
     """Print the layouts that fit ``world_size`` GPUs, fastest first, for every stage.
 
     Raises:
-        UserError: none fits.
+        UserError: none fits a stage, or the hardware is not known.
     """
-    if world_size < 1:
-        raise UserError(f"--search {world_size} names no GPUs; give a number of at least 1")
     found = [search(recipe, world_size, hardware) for recipe in stages]
     if as_json:
         _print_json([search_to_json(candidates) for candidates in found])
@@ -58,7 +63,7 @@ def run_search(
 
 def _say_stage(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:
     if len(stages) > 1:
-        console.rule(run_dir)
+        console.rule(Text(run_dir))
 
 
 def _print_json(texts: Sequence[str]) -> None:

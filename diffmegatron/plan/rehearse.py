@@ -18,6 +18,8 @@ from typing import Any
 
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.trainable import trained_parts
 from diffmegatron.data.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_exchange
@@ -25,6 +27,9 @@ from diffmegatron.training.metrics import read_metrics
 
 # A laptop starts so many processes in a minute.
 MAX_RANKS = 16
+MAX_LAYERS = 128
+# Of query to key-value heads, and of the feed-forward layer's width to the hidden size.
+MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
 TIMEOUT_SECONDS = 900
@@ -73,9 +78,10 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
         folder: for a made-up corpus and the run.
 
     Raises:
-        UserError: the real layout does not fit its ranks.
+        UserError: the real layout does not fit its ranks, or is too large to be rehearsed.
     """
-    data_size = recipe.data_parallel(world_size or recipe.parallel.model_ranks)
+    ranks = recipe.parallel.model_ranks if world_size is None else world_size
+    data_size = recipe.data_parallel(ranks)
     sizes, left_out = _fewer_ranks(recipe, min(2, data_size))
     values = recipe.model_dump(mode="json")
     values["run_dir"] = str(folder / "run")
@@ -87,7 +93,7 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
     chunk_layers = _shrink_layers(values)
     values["model"] |= _model(recipe, sizes, chunk_layers)
     values["training"] |= _training(recipe, sizes)
-    values["optimizer"]["schedule"] = {"kind": "constant"}
+    values["optimizer"] |= {"schedule": {"kind": "constant"}} | _trained(recipe)
     values["checkpoint"] |= {"start_from": None, "interval": STEPS}
     values["data"] |= {
         "tokenizer": "bytes",
@@ -168,22 +174,47 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
 
 def _model(recipe: Recipe, sizes: dict[str, int], chunk_layers: int) -> dict[str, Any]:
-    """Fewest heads and channels that divide, in the recipe's ratios."""
+    """Fewest heads and channels that divide, in the recipe's ratios as far as they are usual.
+
+    Raises:
+        UserError: the chunks of the pipeline are too many layers.
+    """
     model, tensor = recipe.model, sizes["tensor"]
+    attention = model.attention
     shares = sizes["context"] if context_exchange(recipe) == "ulysses" else 1
     kv_heads = tensor * shares
-    heads = kv_heads * (model.num_heads // model.num_kv_heads)
-    hidden = 2 * heads * HEAD_DIM
-    ffn = max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tensor)) * tensor
+    per_kv_head = attention.num_heads // attention.num_kv_heads // attention.ratio
+    heads = kv_heads * attention.ratio * min(MAX_RATIO, per_kv_head)
+    hidden = attention.output_width * heads * HEAD_DIM
+    ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)
+    ffn = max(1, round(hidden * ratio / tensor)) * tensor
+    layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * chunk_layers
+    if layers > MAX_LAYERS:
+        raise UserError(
+            f"parallel.virtual_pipeline {recipe.parallel.virtual_pipeline} would be rehearsed with "
+            f"{layers} layers, and a rehearsal builds {MAX_LAYERS} at most; give fewer chunks"
+        )
+    fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
     return {
-        "num_layers": sizes["pipeline"] * recipe.parallel.virtual_pipeline * chunk_layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": HEAD_DIM,
+        "num_layers": layers,
+        "attention": attention.resized(layers, fewer).model_dump(mode="json"),
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "vocab_size": math.ceil(VOCABULARY / tensor) * tensor,
+        "vocab_padding": 0,
     }
+
+
+def _trained(recipe: Recipe) -> dict[str, Any]:
+    """In every layer what is trained in any: there are fewer of them."""
+    if recipe.optimizer.trainable is None:
+        return {"lr_multipliers": {}}
+    names = {
+        re.sub(r"^decoder\.layers\.\d+", "decoder.layers.*", each.name) + (part and f":{part}")
+        for each in network_tensors(recipe.model)
+        for part in trained_parts(each, recipe)
+    }
+    return {"trainable": sorted(names), "lr_multipliers": {}}
 
 
 def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``plan --search``: the layouts of a number of GPUs that fit their memory, fastest first."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,18 +11,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from diffmegatron.config.layout import check_ranks
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage
+from diffmegatron.model.accounting import ACCELERATORS, peak_memory
 from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
+from diffmegatron.section import divisors
 
 SHOWN = 10
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)
+# Pipelines of more stages are not tried.
+MOST_STAGES = 64
 # A shorter part of the sequence per rank than this is not worth an exchange.
 SHORTEST_PART = 2048
 # How many times as many GPUs are tried when none fit.
@@ -47,8 +52,9 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
     """The fastest layout of each tensor x context x pipeline that fits, fastest first.
 
     Raises:
-        UserError: none fits, or none is valid; with the nearest.
+        UserError: none fits, or none is valid, with the nearest; or the hardware is not known.
     """
+    check_ranks(world_size)
     check_hardware(hardware)
     check_recipe_vocabulary(recipe)
     available = int(USABLE_SHARE * ACCELERATORS[hardware].memory_gib * GIB)
@@ -121,23 +127,26 @@ def _fitting(
     """What fits, and of what does not the layout with the smallest peak."""
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
-    for changes, changed in _valid(recipe, world_size):
-        peak = max(stage.total for stage in memory_by_stage(changed, world_size))
-        if peak > available:
-            if nearest is None or peak < nearest[0]:
-                nearest = (peak, changed)
-            continue
-        time = estimate_time(changed, world_size, hardware, ACCELERATORS[hardware], Assumptions())
-        overrides = _overrides(recipe, changes)
-        fitting.append(Candidate(overrides, Layout.of(changed, world_size), peak, time))
+    for layout in _layouts(recipe, world_size):
+        # A larger batch takes more memory: after one that is too large there is none to try.
+        for changes, changed in _valid(recipe, layout, world_size):
+            peak = peak_memory(changed, world_size)
+            if peak > available:
+                if nearest is None or peak < nearest[0]:
+                    nearest = (peak, changed)
+                break
+            gpu = ACCELERATORS[hardware]
+            time = estimate_time(changed, world_size, hardware, gpu, Assumptions())
+            overrides = _overrides(recipe, changes)
+            fitting.append(Candidate(overrides, Layout.of(changed, world_size), peak, time))
     return fitting, nearest
 
 
-def _valid(recipe: Recipe, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """Every combination that the recipe's own schema and its batch allow."""
-    sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
-    for changes in _combinations(recipe, world_size):
-        merged = dict(sections)
+def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
+    """A layout with each micro-batch size that the recipe's own schema and its batch allow."""
+    merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    for size in MICRO_BATCHES:
+        changes = layout | {"training": {"micro_batch_size": size}}
         for section, keys in changes.items():
             merged[section] = getattr(recipe, section).model_dump() | keys
         try:
@@ -148,7 +157,7 @@ def _valid(recipe: Recipe, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
         yield changes, changed
 
 
-def _combinations(recipe: Recipe, world_size: int) -> Iterator[Changes]:
+def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Layouts that fill the ranks, as changes of the recipe's sections."""
     layers = recipe.model.num_layers
     for tensor, context, pipeline in _sizes(recipe, world_size):
@@ -157,35 +166,32 @@ def _combinations(recipe: Recipe, world_size: int) -> Iterator[Changes]:
                 continue
             for zero_stage in (1,) if pipeline > 1 else (1, 2, 3):
                 for granularity in ("none", "full"):
-                    for batch in MICRO_BATCHES:
-                        parallel = {
-                            "tensor": tensor,
-                            "context": context,
-                            "context_exchange": "auto",
-                            "pipeline": pipeline,
-                            "virtual_pipeline": chunks,
-                            "sequence_parallel": tensor > 1,
-                            "zero_stage": zero_stage,
-                        }
-                        recompute = {"granularity": granularity, "method": "uniform", "layers": 1}
-                        yield {
-                            "parallel": parallel,
-                            "recompute": recompute,
-                            "training": {"micro_batch_size": batch},
-                        }
+                    parallel = {
+                        "tensor": tensor,
+                        "context": context,
+                        "context_exchange": "auto",
+                        "pipeline": pipeline,
+                        "virtual_pipeline": chunks,
+                        "sequence_parallel": tensor > 1,
+                        "zero_stage": zero_stage,
+                    }
+                    recompute = {"granularity": granularity, "method": "uniform", "layers": 1}
+                    yield {"parallel": parallel, "recompute": recompute}
 
 
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
     """Tensor within a node x context x pipeline, that divide the ranks and the network."""
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):
-        if GPUS_PER_NODE % tensor or recipe.model.num_kv_heads % tensor:
+        if GPUS_PER_NODE % tensor or recipe.model.attention.num_kv_heads % tensor:
             continue
         for context in CONTEXTS:
             if context > 1 and length // context < SHORTEST_PART:
                 continue
-            for pipeline in range(1, layers + 1):
-                if layers % pipeline == 0 and world_size % (tensor * context * pipeline) == 0:
+            if world_size % (tensor * context):
+                continue
+            for pipeline in divisors(math.gcd(layers, world_size // (tensor * context))):
+                if pipeline <= MOST_STAGES:
                     yield tensor, context, pipeline
 
 

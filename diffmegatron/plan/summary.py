@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
 from diffmegatron.model.accounting import (
     ACCELERATORS,
     Flops,
@@ -13,8 +14,11 @@ from diffmegatron.model.accounting import (
     StageMemory,
     count_flops,
     count_parameters,
+    count_trained,
+    frozen_matrices,
     memory_by_stage,
 )
+from diffmegatron.model.accounting.activations import BYTES
 from diffmegatron.plan.advice import warnings
 from diffmegatron.plan.layout import Layout
 from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time
@@ -27,15 +31,22 @@ DEFAULT_HARDWARE = "H100"
 class Plan:
     """A recipe's numbers on a number of ranks; ``warnings`` are sentences.
 
-    ``num_heads`` are this twin's own: differential heads, or the Transformer's twice as many.
+    ``attention`` is the kind, with its heads. ``baseline_parameters`` and
+    ``baseline_flops_per_token`` are of the Transformer of the pair, ``model.baseline=true``.
     """
 
     run_dir: str
     attention: str
     num_heads: int
-    twin_num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_cache_bytes_per_token: int
+    baseline_num_heads: int
+    baseline_parameters: int
+    baseline_flops_per_token: Flops
     layout: Layout
     parameters: Parameters
+    trained_parameters: int
     steps: int
     tokens_per_step: int
     flops_per_token: Flops
@@ -94,18 +105,26 @@ def plan_recipe(
     ranks = world_size if world_size is not None else recipe.parallel.model_ranks
     layout = Layout.of(recipe, ranks)
     memory = memory_by_stage(recipe, ranks)
-    own, twin = model.num_heads, 2 * model.num_heads
+    attention = model.attention
+    baseline = model.model_copy(update={"attention": attention.baseline()})
+    cache = model.num_layers * attention.kv_cache_bytes(BYTES[training.precision])
     assumed = Assumptions()
     return Plan(
         run_dir=recipe.run_dir,
-        attention=model.attention,
-        num_heads=own if model.is_differential else twin,
-        twin_num_heads=twin if model.is_differential else own,
+        attention=attention.kind,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        kv_cache_bytes_per_token=cache,
+        baseline_num_heads=baseline.attention.num_heads,
+        baseline_parameters=count_parameters(baseline).total,
+        baseline_flops_per_token=count_flops(baseline, training.seq_length),
         layout=layout,
         parameters=count_parameters(model),
+        trained_parameters=count_trained(recipe),
         steps=training.total_steps,
         tokens_per_step=training.tokens_per_step,
-        flops_per_token=count_flops(model, training.seq_length),
+        flops_per_token=count_flops(model, training.seq_length, frozen_matrices(recipe)),
         memory=memory,
         traffic=count_traffic(recipe, ranks),
         time=estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], assumed),
@@ -121,7 +140,9 @@ def check_hardware(name: str) -> None:
         UserError: with those that are.
     """
     if name not in ACCELERATORS:
-        raise UserError(f"hardware {name!r} is not known; give one of {', '.join(ACCELERATORS)}")
+        raise UserError(
+            f"hardware {clipped(name)!r} is not known; give one of {', '.join(ACCELERATORS)}"
+        )
 
 
 def check_recipe_vocabulary(recipe: Recipe) -> None:
@@ -136,4 +157,4 @@ def check_recipe_vocabulary(recipe: Recipe) -> None:
         used = vocabulary_size(recipe.data.tokenizer)
     except UserError:
         return
-    check_vocabulary(recipe.data.tokenizer, used, recipe.model.vocab_size)
+    check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)

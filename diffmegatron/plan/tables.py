@@ -22,7 +22,8 @@ TRAFFIC = {
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a plan for a person."""
-    console.print(f"[bold]{plan.attention}[/bold], {_heads(plan)}", highlight=False)
+    console.print(f"[bold]{plan.attention}[/bold] attention: {_heads(plan)}", highlight=False)
+    console.print(f"Its Transformer: {_baseline(plan)}", highlight=False)
     console.print(_parameter_table(plan), _run_table(plan), _memory_table(plan))
     console.print(_traffic_table(plan), _time_table(plan))
     print_assumptions(plan.assumptions, console)
@@ -40,12 +41,16 @@ def print_assumptions(assumptions: Iterable[str], console: Console) -> None:
 def _parameter_table(plan: Plan) -> Table:
     rows = []
     for name, count in asdict(plan.parameters).items():
+        if name == "lora" and not count:
+            continue
         is_tied = name == "output" and not count
         rows.append((_words(name), "tied to embedding" if is_tied else f"{count:,}"))
     totals = [
         ("without embedding and output", _billions(plan.parameters.without_embeddings)),
         ("total", _billions(plan.parameters.total)),
     ]
+    if plan.trained_parameters < plan.parameters.total:
+        totals.append(("trained", _billions(plan.trained_parameters)))
     return _table("Parameters", ("part", "count"), rows, totals)
 
 
@@ -63,6 +68,7 @@ def _run_table(plan: Plan) -> Table:
         ("FLOPs per token, forward", f"{flops.forward:.2e}"),
         ("FLOPs per token, training", f"{flops.training:.2e}"),
         ("FLOPs of the run", f"{plan.total_flops:.2e}"),
+        ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
     ]
     return _table("Run", ("", ""), rows)
 
@@ -145,8 +151,16 @@ def _product(layout: Layout) -> str:
 
 
 def _heads(plan: Plan) -> str:
-    twin = "Transformer" if plan.attention == "differential" else "differential"
-    return f"{plan.num_heads} heads; its {twin} twin has {plan.twin_num_heads}"
+    kv = "" if plan.num_kv_heads == plan.num_heads else f", {plan.num_kv_heads} key-value heads"
+    return f"{plan.num_heads} heads of {plan.head_dim}{kv}"
+
+
+def _baseline(plan: Plan) -> str:
+    parameters, flops = plan.baseline_parameters, plan.baseline_flops_per_token.training
+    return (
+        f"{plan.baseline_num_heads} heads, {_billions(parameters)} parameters, {flops:.2e} "
+        "FLOPs/token"
+    )
 
 
 def _duration(days: float) -> str:

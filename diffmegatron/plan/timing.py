@@ -6,8 +6,9 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import (
     Accelerator,
     count_flops,
+    frozen_matrices,
     model_flops_utilization,
-    rank_parameters,
+    trained_parameters,
 )
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, context_exchange, local_tokens
 from diffmegatron.plan.traffic import count_traffic, forward_passes
@@ -98,7 +99,7 @@ def estimate_time(
     step = compute + in_pipeline + idle + at_the_end + optimizer
     training = recipe.training
     tokens_per_second = training.tokens_per_step / step
-    flops = count_flops(recipe.model, training.seq_length).training
+    flops = count_flops(recipe.model, training.seq_length, frozen_matrices(recipe)).training
     return Estimate(
         hardware=hardware,
         compute=compute,
@@ -129,11 +130,11 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> tuple[fl
     output_passes = 4 if training.loss_chunk else 3
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
-    # Multiply-adds per pair in units of d (paper, appendix A): two maps cost more than one.
-    forward, backward = (6, 14) if model.is_differential else (4, 10)
+    matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
+    products = model.attention.products()
     again = 2 if recipe.recompute.granularity != "none" else 1
-    pairs = layers * model.num_heads * training.seq_length / 2
-    attention_flops = 2 * tokens * pairs * model.head_dim * (again * forward + backward)
+    pairs = layers * training.seq_length / 2
+    attention_flops = 2 * tokens * pairs * (again * products.forward + products.backward)
     attention = attention_flops / (assumed.attention * gpu.peak_flops)
     elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
     return matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise, attention
@@ -186,7 +187,7 @@ def _communication(
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
     """Seconds of the update: reading and writing the states, over the host's link if offloaded."""
     parameters = max(
-        sum(rank_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
+        sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
     # Master weights and moments read and written, gradients read; norm and clipping go over them.

@@ -7,7 +7,7 @@ twice that.
 from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import rank_parameters
+from diffmegatron.model.accounting import rank_parameters, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -87,10 +87,11 @@ def _context(recipe: Recipe) -> float:
     if exchange is None:
         return 0.0
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
-    per_head = tokens * model.head_dim / parallel.tensor
-    pair = 2 * per_head * model.num_query_groups
+    attention = model.attention.heads
+    pair = 2 * tokens * attention.key_channels / parallel.tensor
     if exchange == "ulysses":
-        heads = element * (pair + 2 * per_head * model.num_attention_heads)
+        others = tokens * (attention.query_channels + attention.output_channels) / parallel.tensor
+        heads = element * (pair + others)
         forward = backward = heads * (size - 1) / size
     else:
         forward = backward = element * pair * (size - 1)
@@ -115,14 +116,16 @@ def _zero(recipe: Recipe, shards: int, microbatches: int) -> tuple[float, float]
     """Gradients reduced and weights gathered, in the run's precision but for ZeRO 1's gradients.
 
     ZeRO 1 reduces once per step and in float32, 2 and 3 every microbatch; 1 and 2 gather the
-    updated weights, 3 gathers them for each forward and each backward pass. Reductions are
+    updated weights, 3 gathers all for each forward and each backward pass. Reductions are
     all-reduces but for ZeRO 3.
     """
-    share = (shards - 1) / shards
-    whole = max(sum(rank_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline))
-    size = share * BYTES[recipe.training.precision] * whole
+    share, stages = (shards - 1) / shards, range(recipe.parallel.pipeline)
+    trained = max(sum(trained_parameters(recipe, stage)) for stage in stages)
+    size = share * BYTES[recipe.training.precision] * trained
     if recipe.parallel.zero_stage == 1:
-        return 2 * share * FLOAT32 * whole, size
+        return 2 * share * FLOAT32 * trained, size
     if recipe.parallel.zero_stage == 2:
         return 2 * size * microbatches, size
-    return size * microbatches, 2 * size * microbatches
+    whole = max(sum(rank_parameters(recipe, stage)) for stage in stages)
+    gathered = share * BYTES[recipe.training.precision] * whole
+    return size * microbatches, 2 * gathered * microbatches

@@ -1,17 +1,57 @@
 """This rank's microbatches: opened from the recipe, moved to the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 
 from diffmegatron.attention.context.zigzag import shard_sequence
+from diffmegatron.config.data import DataConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import Batch, Loader
 from diffmegatron.data.samples import open_samples
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.data.verify import OUTPUTS, check_hash
+from diffmegatron.errors import UserError
+from diffmegatron.parallel.topology import Topology, fail_together
+
+
+def verify_sources(
+    data: DataConfig, topology: Topology, patience: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Read every source in full and compare the hashes, where ``data.verify`` asks for it.
+
+    Every rank calls it and takes files of its own. They meet after each gibibyte, so that no one
+    waits for another's terabytes longer than a collective may take.
+
+    Args:
+        data: the ``data`` section.
+        topology: the ranks.
+        patience: gives the time that one such part may take, as of the watchdog.
+
+    Raises:
+        UserError: on all ranks, if a file is damaged.
+    """
+    if data.verify != "hashes":
+        return
+    files = [(source.path, suffix) for suffix in OUTPUTS for source in data.sources]
+    own = files[topology.rank :: topology.world_size]
+    parts = (part for path, suffix in own for part in check_hash(path, suffix))
+    pending = True
+    while pending:
+        problem = None
+        with patience():
+            try:
+                ended = next(parts, "ended") == "ended"
+            except UserError as error:
+                ended, problem = True, str(error)
+            fail_together(problem)
+            flag = torch.tensor([not ended], dtype=torch.int32, device=topology.device)
+            distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+        pending = bool(flag)
 
 
 def open_loader(

@@ -2,55 +2,63 @@
 
 from pathlib import Path
 
-from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
+from diffmegatron.attention.variants import Variant
+from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.stages import check_follows
+from diffmegatron.config.trainable import is_lora
 from diffmegatron.errors import UserError
+from diffmegatron.files import shown
+from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.training.resume import read_fragments
+from diffmegatron.parallel.topology import Topology
+from diffmegatron.training.resume import newest_good, open_together, read_fragments
 from diffmegatron.training.snapshot import ParameterShards
 
-# What a stage may change of the network: the base of the rotary embedding has no weights.
-_FREE = {"rope_theta", "initialization"}
 
-
-def open_start(recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint whose weights a new run starts with, or None.
+def open_start(recipe: Recipe, topology: Topology) -> Checkpoint | None:
+    """The checkpoint whose weights a new run starts with, or None; found by all ranks together.
 
     Raises:
-        UserError: ``checkpoint.start_from`` is no checkpoint and holds none, or its network or
-            tokenizer is another.
+        UserError: ``checkpoint.start_from`` is no checkpoint and holds none, or is damaged, or its
+            network or tokenizer is another, or not the one that its attention was made for.
     """
     if recipe.checkpoint.start_from is None:
         return None
-    source = open_checkpoint(_resolve(Path(recipe.checkpoint.start_from)))
-    before, now = source.recipe.model.model_dump(), recipe.model.model_dump()
-    for key in now:
-        if key in _FREE or before[key] == now[key]:
-            continue
-        raise UserError(
-            f"{source.directory} has model.{key} {before[key]!r} and the recipe says {now[key]!r}; "
-            "a run that starts from it must have the same network"
-        )
-    if source.recipe.data.tokenizer != recipe.data.tokenizer:
-        raise UserError(
-            f"{source.directory} was trained with data.tokenizer "
-            f"{source.recipe.data.tokenizer!r} and the recipe says {recipe.data.tokenizer!r}; "
-            "its embedding knows the former only"
-        )
+    path = Path(recipe.checkpoint.start_from)
+    source = newest_good(CheckpointStore(path), topology) or open_together(path, topology)
+    check_follows(source.recipe, str(source.directory), recipe, "the recipe")
+    _check_made_for(source, recipe.model.attention)
     return source
 
 
-def load_weights(source: Checkpoint, engine: ZeroEngine, shards: ParameterShards) -> None:
-    """Take over the weights and nothing else: Adam's moments and the data start anew."""
-    read_fragments(source.tensors, (WEIGHT,), engine, shards)
+def _check_made_for(source: Checkpoint, attention: Variant) -> None:
+    """Refuse heads that were selected on another model, where the kind builds on this one's."""
+    is_foundation = source.recipe.model.attention.kind != attention.kind
+    made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
+    if None not in (made_for, found) and made_for != found:
+        raise UserError(
+            f"model.attention was made for weights of fingerprint {made_for} and "
+            f"{shown(source.directory)} has {found}; select the heads on the model that the run "
+            "starts with"
+        )
+
+
+def load_weights(
+    source: Checkpoint, recipe: Recipe, engine: ZeroEngine, shards: ParameterShards
+) -> None:
+    """Take over the weights and nothing else: Adam's moments and the data start anew.
+
+    What the recipe's kind of attention has and the checkpoint's has not keeps its initial values,
+    and so do LoRA's matrices.
+    """
+
+    def is_new(name: str) -> bool:
+        if is_lora(name):
+            return source.recipe.model.lora is None
+        was, now = (declared_parameter(name, each.model) for each in (source.recipe, recipe))
+        return now is not None and was is None
+
+    read_fragments(source.tensors, (WEIGHT,), engine, shards, is_new)
     engine.restore(updates=0)
-
-
-def _resolve(path: Path) -> Path:
-    if not (path / "checkpoints").is_dir():
-        return path
-    latest = CheckpointStore(path).latest()
-    if latest is None:
-        raise UserError(f"checkpoint.start_from {path} has no whole checkpoint; train it first")
-    return latest

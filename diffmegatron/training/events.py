@@ -15,8 +15,10 @@ from torch import distributed
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.files import write_durably
 from diffmegatron.optim.guard import Guard, Verdict
 from diffmegatron.parallel.topology import Topology
+from diffmegatron.training.records import dispensable
 from diffmegatron.training.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)
@@ -59,23 +61,24 @@ def write_event(
     if not topology.is_main:
         return
     log.warning("step %d %s: %s", step, _fate(verdict), verdict.reason)
-    path = _new_path(run_dir / EVENTS, step)
     judged = {"step": step, "time": round(time.time(), 3), "reason": verdict.reason}
     judged |= {"applied": verdict.applied, "then": verdict.action.name.lower()}
-    path.write_text(json.dumps(_json_numbers({**judged, **event, "ranks": ranks}), indent=1) + "\n")
+    content = json.dumps(_json_numbers({**judged, **event, "ranks": ranks}), indent=1) + "\n"
+    with dispensable(run_dir / EVENTS):
+        write_durably(_new_path(run_dir / EVENTS, step), content.encode())
 
 
 def stopped_by_guard(
     recipe: Recipe, step: int, verdict: Verdict, guard: Guard, newest: Path | None
 ) -> UserError:
     """The sentence for a run that a person must look at."""
-    schedule = recipe.optimizer.schedule
+    warmup = recipe.optimizer.schedule.warmup(recipe.training.total_steps)
     return UserError(
         f"{verdict.reason} at step {step}, after {guard.skipped} skipped steps and "
         f"{guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
         f"{newest.name if newest else 'none'}): see {recipe.run_dir}/{EVENTS}, lower optimizer.lr "
         f"{recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
-        f"{schedule.warmup_steps}"
+        f"{warmup}"
     )
 
 
@@ -84,7 +87,7 @@ def _fate(verdict: Verdict) -> str:
 
 
 def _new_path(directory: Path, step: int) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
     while path.exists():  # a run that was rolled back comes by the same step again

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 
@@ -46,8 +47,9 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Print a line of a run at once."""
-    print(text, file=sys.stdout, flush=True)
+    """Print a line of a run at once; lost where it cannot be (a full disk, a reader that left)."""
+    with suppress(OSError):
+        print(text, file=sys.stdout, flush=True)
 
 
 def _short(number: float) -> str:

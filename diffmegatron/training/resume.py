@@ -1,7 +1,7 @@
 """Which checkpoint a run goes on from, and how its ranks take it over."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,20 @@ from torch import distributed
 from diffmegatron.checkpoint.contents import (
     WEIGHT,
     Checkpoint,
+    Position,
     check_same_run,
     open_checkpoint,
     rank_file,
 )
-from diffmegatron.checkpoint.manifest import read_manifest, verify_contents, verify_files
 from diffmegatron.checkpoint.sharded import ShardedReader, pieces_of
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.files import shown
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
 from diffmegatron.parallel.random import restore_random_states
-from diffmegatron.parallel.topology import Topology
-from diffmegatron.training.snapshot import ParameterShards, Position
+from diffmegatron.parallel.topology import Topology, fail_together
+from diffmegatron.training.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +44,22 @@ def starting_checkpoint(
         )
     checkpoint = newest_good(store, topology)
     if checkpoint is not None:
+        _check_goes_on(checkpoint)
         check_same_run(checkpoint, recipe)
         _check_not_past(checkpoint, recipe)
     return checkpoint
 
 
+def _check_goes_on(checkpoint: Checkpoint) -> None:
+    if checkpoint.is_weights_only:
+        raise UserError(
+            f"{checkpoint.directory} has weights and no optimizer state, so no run goes on from "
+            "it; name it as checkpoint.start_from, and give another run_dir"
+        )
+
+
 def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    step, steps = int(checkpoint.state["step"]), recipe.training.total_steps
+    step, steps = checkpoint.state["step"], recipe.training.total_steps
     if step > steps:
         raise UserError(
             f"{checkpoint.directory} is at step {step} and the recipe ends at step {steps}; give "
@@ -57,12 +67,27 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
 
 
+def open_together(directory: Path, topology: Topology) -> Checkpoint:
+    """Open a checkpoint on all ranks, each of which verifies its share of the files.
+
+    Raises:
+        UserError: on every rank, the first problem that any of them has with it.
+    """
+    problem = None
+    try:
+        checkpoint = open_checkpoint(directory, (topology.rank, topology.world_size))
+    except UserError as error:
+        problem = str(error)
+    fail_together(problem)
+    return checkpoint
+
+
 def newest_good(
     store: CheckpointStore, topology: Topology, before: int | None = None
 ) -> Checkpoint | None:
     """The newest checkpoint of which every byte is as it was written, found by all ranks together.
 
-    Each rank reads its share of the files. Damaged ones are reported and the next older is tried.
+    Damaged ones are reported and the next older is tried.
 
     Args:
         store: of the run.
@@ -72,20 +97,33 @@ def newest_good(
     Raises:
         UserError: there are checkpoints, and none is good. To begin anew silently would be worse.
     """
-    steps = [[step for step in store.steps() if before is None or step < before]]
-    distributed.broadcast_object_list(steps, src=0)
-    for step in reversed(steps[0]):
-        problem = _problem(store.path(step), topology)
-        if problem is None:
-            return open_checkpoint(store.path(step))
-        if topology.is_main:
-            log.warning("checkpoint passed over: %s", problem)
-    if steps[0] and before is None:
+    steps = [step for step in _steps(store, topology) if before is None or step < before]
+    for step in reversed(steps):
+        try:
+            return open_together(store.path(step), topology)
+        except UserError as error:
+            if topology.is_main:
+                log.warning("checkpoint passed over: %s", error)
+    if steps and before is None:
         raise UserError(
-            f"none of the {len(steps[0])} checkpoints in {store.directory} is whole; move them "
-            "away to begin anew"
+            f"none of the {len(steps)} checkpoints in {shown(store.directory)} is whole; put back "
+            "one that is, or move them away to begin anew"
         )
     return None
+
+
+def _steps(store: CheckpointStore, topology: Topology) -> list[int]:
+    """Those that rank 0 sees, on every rank."""
+    steps: list[list[int]] = [[]]
+    problem = None
+    try:
+        if topology.is_main:
+            steps = [store.steps()]
+    except UserError as error:
+        problem = str(error)
+    fail_together(problem)
+    distributed.broadcast_object_list(steps, src=0)
+    return steps[0]
 
 
 def return_point(store: CheckpointStore, topology: Topology, *, futile: bool) -> Checkpoint | None:
@@ -101,11 +139,11 @@ def return_point(store: CheckpointStore, topology: Topology, *, futile: bool) ->
     newest = newest_good(store, topology)
     if not futile or newest is None:
         return newest
-    older = newest_good(store, topology, before=int(newest.state["step"]))
+    older = newest_good(store, topology, before=newest.state["step"])
     if older is None:
         return newest
     if topology.is_main:
-        left = store.leave(int(newest.state["step"]))
+        left = store.leave(newest.state["step"])
         log.warning("no step could be applied after a checkpoint: it is now %s", left)
     return older
 
@@ -140,35 +178,35 @@ def load_snapshot(
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
-    engine.restore(int(state["updates"]))
+    engine.restore(state["updates"])
     if state["world_size"] == topology.world_size:
         file = rank_file(topology.rank)
         restore_random_states(lambda name: tensors.extra(file, name))
-    return Position(int(state["step"]), int(state["updates"]), state["data"], state.get("guard"))
+    return Position(state["step"], state["updates"], state["data"], state["guard"])
 
 
 def read_fragments(
-    tensors: ShardedReader, kinds: Sequence[str], engine: ZeroEngine, shards: ParameterShards
+    tensors: ShardedReader,
+    kinds: Sequence[str],
+    engine: ZeroEngine,
+    shards: ParameterShards,
+    is_left: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Fill what this rank owns of the optimizer with a checkpoint's tensors of some kinds."""
+    """Fill what this rank owns of the optimizer and the weights with a checkpoint's tensors.
+
+    Args:
+        tensors: of the checkpoint.
+        kinds: which of every tensor; of one that is frozen, the weight alone.
+        engine: the optimizer.
+        shards: of its parameters.
+        is_left: says of a tensor, by its name, that it stays as it is.
+    """
     for fragment in engine.fragments():
-        wanted = {kind: fragment.tensors[kind] for kind in kinds}
+        wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}
         for piece in pieces_of(shards[fragment.parameter], fragment.start, wanted):
             shard = piece.shard
+            if is_left(shard.name):
+                continue
             for kind, values in piece.tensors.items():
                 box = tensors.box(kind, shard.name, shard.offset, shard.shape)
                 values.copy_(box.view(-1)[piece.start : piece.start + values.numel()])
-
-
-def _problem(directory: Path, topology: Topology) -> str | None:
-    """The first rank's problem with a checkpoint, each having read its share; None: it is good."""
-    problem = None
-    try:
-        manifest = read_manifest(directory)
-        verify_files(directory, manifest)
-        verify_contents(directory, manifest.files[topology.rank :: topology.world_size])
-    except UserError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * topology.world_size
-    distributed.all_gather_object(problems, problem)
-    return next((each for each in problems if each is not None), None)

@@ -10,6 +10,7 @@ an update has wrecked give a step that is not finite, and are never what a run g
 import errno
 import logging
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -18,16 +19,17 @@ from typing import Any
 
 from torch import distributed
 
-from diffmegatron.checkpoint.contents import rank_file
+from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.manifest import FileEntry
 from diffmegatron.checkpoint.sharded import write_pieces
 from diffmegatron.checkpoint.store import CheckpointStore, superfluous
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.files import shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology, fail_together
 from diffmegatron.training.progress import say
-from diffmegatron.training.snapshot import HostCopy, ParameterShards, Position, finish_checkpoint
+from diffmegatron.training.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +90,14 @@ class Saver:
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Begin to save; returns metrics when it has failed already."""
+        """Begin to save; returns metrics when it has failed already.
+
+        Raises:
+            UserError: ``run_dir`` is gone. Made anew it would have none of what was saved, and
+                no lock.
+        """
         assert not self.is_open
+        self._all(self._check_run_dir, position.step, only=self._topology.is_main)
         self._started = time.perf_counter()
         self._position, self._sound = position, False
         try:
@@ -178,6 +186,19 @@ class Saver:
                 return values
             if not self.is_due_again:
                 raise UserError(self._problem)
+
+    def _check_run_dir(self, step: int) -> None:
+        run_dir = self._store.directory.parent
+        try:
+            is_there = stat.S_ISDIR(run_dir.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError:
+            return  # a disk that fails for now: so does this save, and is tried again
+        if not is_there:
+            raise UserError(
+                f"run_dir {shown(run_dir)} is no folder any more; step {step} could not be saved"
+            )
 
     def _fail(self, position: Position, problem: str) -> dict[str, float]:
         self._write = self._position = None

@@ -4,10 +4,11 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-from diffmegatron.parallel.launcher import launched_rank
+from diffmegatron.parallel.launcher import read_launch
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ class StopRequest:
     """
 
     def __init__(self, margin_seconds: float) -> None:
-        end = os.environ.get("SLURM_JOB_END_TIME")
-        self._deadline = float(end) - margin_seconds if end else None
+        launch = read_launch()
+        self._speaks = launch.rank == 0
+        self._deadline = None if launch.job_end is None else launch.job_end - margin_seconds
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
@@ -54,9 +56,10 @@ class StopRequest:
         one_request = _ONE_INTERRUPT_SECONDS if number == signal.SIGINT else _ONE_REQUEST_SECONDS
         if self._first is None:
             self._first = now
-            if launched_rank() == 0:
+            if self._speaks:
                 # Not print: a handler may interrupt another one, which Python's streams refuse.
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
+                with suppress(OSError):
+                    os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
         elif now - self._first > one_request:
             os._exit(128 + number)

@@ -3,22 +3,35 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Chunk, Network
-from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.topology import Topology
 from diffmegatron.training.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 
 
+class Engine(Protocol):
+    """What takes gradients; the ZeRO engine does, and reduces them."""
+
+    network: Network
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        """As :class:`~diffmegatron.model.network.Network`."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients."""
+
+
 def forward_backward(
-    engine: ZeroEngine,
+    engine: Engine,
     microbatches: Sequence[Batch],
     topology: Topology,
     *,
@@ -64,9 +77,32 @@ def summed_loss(network: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 def _token_losses(network: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Loss of each token, [b, s]; the ends of documents stand in the place of Megatron's mask."""
-    documents = None if batch.document_ids is None else batch.cu_seqlens
-    return network(batch.tokens, batch.position_ids, documents, labels=batch.labels)
+    """Loss of each token, [b, s]."""
+    return network(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        packed_seq_params=_packed_documents(batch),
+    )
+
+
+def _packed_documents(batch: Batch) -> PackedSeqParams | None:
+    """The ends of documents, as Megatron hands them to every layer.
+
+    Rows stay rows (``sbhd``): of the packed format Megatron takes the longest sequence's length
+    for its rotary embedding, which is that of a row.
+    """
+    if batch.document_ids is None:
+        return None
+    length = int(batch.cu_seqlens[-1]) // batch.tokens.shape[0]
+    return PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
 
 
 def _masked_sum(mask: Tensor, losses: Tensor) -> Tensor:

@@ -4,45 +4,46 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor
 
-from diffmegatron.checkpoint.contents import RECIPE, Checkpoint
+from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.files import shown, write_durably
 from diffmegatron.model.build import build_model
 from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.launcher import launched_rank, world_size
+from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.topology import Topology, default_group, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
-from diffmegatron.training.batches import on_this_rank, open_loader
+from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.events import stopped_by_guard, write_event
 from diffmegatron.training.logits import largest_logits
 from diffmegatron.training.metrics import MetricsWriter
 from diffmegatron.training.observations import lambdas, peak_memory
 from diffmegatron.training.progress import Progress, say
+from diffmegatron.training.records import dispensable
 from diffmegatron.training.resume import (
     load_snapshot,
     mixture_change,
     return_point,
     starting_checkpoint,
 )
-from diffmegatron.training.run_lock import RunLock
+from diffmegatron.training.run_lock import run_lock
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.signals import StopRequest
-from diffmegatron.training.snapshot import Position
 from diffmegatron.training.step import forward_backward, forward_only
 from diffmegatron.training.stragglers import PhaseClock
 from diffmegatron.training.watchdog import Watchdog
@@ -61,23 +62,31 @@ def train(recipe: Recipe) -> bool:
         Whether the run is finished; otherwise it was asked to stop, and has saved.
 
     Raises:
-        UserError: the recipe, the data, the layout or a checkpoint do not fit, or the guard
-            stopped the run.
+        UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
+            the run, ``run_dir`` is gone or the last save failed.
     """
-    recipe.data_parallel(world_size())
+    launch = read_launch()
+    recipe.data_parallel(launch.ranks)
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
-    check_vocabulary(recipe.data.tokenizer, used, recipe.model.vocab_size)
+    check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"run_dir {run_dir} is a file; give a directory, or a path that is free")
+    with suppress(OSError):  # of a path that can be none: the lock says what is wrong with it
+        _refuse_a_file(run_dir)
     with (
-        RunLock(run_dir) if launched_rank() == 0 else nullcontext(),
+        run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
         Watchdog(recipe.watchdog, run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as topology,
         ExitStack() as stack,
     ):
         return Trainer(recipe, topology, stop, watchdog, stack).run()
+
+
+def _refuse_a_file(run_dir: Path) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(
+            f"run_dir {shown(run_dir)} is a file; give a directory, or a path that is free"
+        )
 
 
 def train_stages(recipes: Sequence[Recipe]) -> bool:
@@ -87,8 +96,11 @@ def train_stages(recipes: Sequence[Recipe]) -> bool:
         Whether all are finished.
 
     Raises:
-        UserError: as :func:`train`.
+        UserError: as :func:`train`; before any stage where the ranks do not fit one of them.
     """
+    ranks = read_launch().ranks
+    for recipe in recipes:
+        recipe.data_parallel(ranks)
     with default_group():
         return all(train(recipe) for recipe in recipes)
 
@@ -107,6 +119,7 @@ class Trainer:
         self.recipe, self.topology = recipe, topology
         self.stop, self.watchdog = stop, watchdog
         self.store = CheckpointStore(Path(recipe.run_dir))
+        verify_sources(recipe.data, topology, watchdog.patience)
         start = starting_checkpoint(self.store, recipe, topology)
         self.network = build_model(recipe, topology)
         self.shards = parameter_shards(self.network)
@@ -115,7 +128,7 @@ class Trainer:
         position = self._begin() if start is None else self._resume(start)
         if position.guard is not None:
             self.guard.restore(position.guard)
-        self.step = position.step
+        self._stand_at(position.step)
         self.stopping = False
         # Why the present weights may be no good; None while the last step was finite.
         self.doubt: str | None = None
@@ -152,6 +165,7 @@ class Trainer:
         """One global batch: its update, or what the guard makes of it instead."""
         recipe, topology = self.recipe, self.topology
         rate = learning_rate(self.step + 1, recipe.training.total_steps, recipe.optimizer)
+        multipliers = recipe.optimizer.lr_multipliers
         with self.clock("data"):
             microbatches = on_this_rank(next(self.loader), topology)
         with self.clock("forward_backward"):
@@ -164,7 +178,7 @@ class Trainer:
         judgement = Judgement(self.guard, partial(self._agree, loss))
         with self.clock("update"):
             self.engine.step(rate, judgement.allow)
-        self.step += 1
+        self._stand_at(self.step + 1)
         self.clock.step_done()
         self.watchdog.progress()
         agreed, verdict = judgement.result
@@ -184,6 +198,7 @@ class Trainer:
             "train/loss": agreed.loss,
             "train/grad_norm": agreed.gradient_norm,
             "train/lr": rate,
+            **{f"train/lr/{pattern}": rate * f for pattern, f in multipliers.items()},
         }
 
     def _agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
@@ -239,7 +254,8 @@ class Trainer:
             position = self._resume(checkpoint)
             assert position.guard is not None
             self.guard.rolled_back(position.guard)
-            self.step = self.saver.saved_step = position.step
+            self._stand_at(position.step)
+            self.saver.saved_step = position.step
             self.updates_returned_to = position.updates
         if self.metrics is not None:
             self.metrics.rewind(self.step)
@@ -322,17 +338,21 @@ class Trainer:
         if self.doubt is not None:
             self._give_up(Verdict(False, Action.STOP, self.doubt, finite=False))
 
+    def _stand_at(self, step: int) -> None:
+        self.step = step
+        self.network.at_step(step)
+
     def _position(self) -> Position:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
     def _begin(self) -> Position:
         """The beginning of a new run, with another's weights if the recipe says so."""
-        source = open_start(self.recipe)
+        source = open_start(self.recipe, self.topology)
         if source is not None:
             if self.topology.is_main:
                 say(f"starting with the weights of {source.directory}")
-            load_weights(source, self.engine, self.shards)
-        return Position(0, 0, None, None)
+            load_weights(source, self.recipe, self.engine, self.shards)
+        return BEGINNING
 
     def _resume(self, start: Checkpoint) -> Position:
         if self.topology.is_main:
@@ -359,6 +379,8 @@ class Trainer:
         if not self.topology.is_main:
             return None
         run_dir = Path(self.recipe.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / RECIPE).write_text(dump_recipe(self.recipe))
-        return stack.enter_context(MetricsWriter(run_dir, self.step))
+        with dispensable(run_dir / RECIPE):
+            write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
+        # As often as a run starts at step 0 it evaluates there: what it recorded before goes.
+        last_step = self.step if self.step > 0 else -1
+        return stack.enter_context(MetricsWriter(run_dir, last_step))

@@ -1,6 +1,7 @@
 """A rank that stops making progress writes where it stands and ends, so that the job restarts."""
 
 import faulthandler
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,10 +9,11 @@ from pathlib import Path
 from typing import Self
 
 from diffmegatron.config.recovery import WatchdogConfig
-from diffmegatron.errors import UserError
-from diffmegatron.parallel.launcher import launched_rank
+from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.training.records import dispensable
 
 STACKS = "stacks"
+_STANDARD_ERROR = 2
 
 
 class Watchdog:
@@ -21,21 +23,18 @@ class Watchdog:
     with everything else where a call into a library hangs while it holds it. When time is up,
     the stacks of all threads go to ``run_dir/stacks/rank_XXXXX.txt`` and the process exits with
     status 1. The launcher then ends the other ranks by SIGTERM, upon which they write theirs.
+    Where no file can be made there the stacks go to standard error.
     """
 
     def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
         self._config = config
         # The launcher's word for it: the clock runs while the ranks still meet.
-        self._path = run_dir / STACKS / f"rank_{launched_rank():05d}.txt"
+        self._path = run_dir / STACKS / f"rank_{read_launch().rank:05d}.txt"
         self._limit = config.startup_seconds
 
     def __enter__(self) -> Self:
         if self._config.enabled:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a")
-            except OSError as error:
-                raise UserError(f"cannot write {self._path}: {error.strerror}") from None
+            self._file = self._open()
             # Without the interpreter, so that a rank inside a collective that never ends writes.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()
@@ -45,11 +44,23 @@ class Watchdog:
         if self._config.enabled:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
-            self._file.close()
-            if self._path.stat().st_size == 0:
+            self._close()
+
+    def _open(self) -> int:
+        with dispensable(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            return os.open(self._path, flags, 0o666)
+        return os.dup(_STANDARD_ERROR)
+
+    def _close(self) -> None:
+        is_empty = os.fstat(self._file).st_size == 0
+        os.close(self._file)
+        # Not there any more, or not empty.
+        with suppress(OSError):
+            if is_empty:
                 self._path.unlink()
-                with suppress(OSError):  # not empty
-                    self._path.parent.rmdir()
+            self._path.parent.rmdir()
 
     def progress(self) -> None:
         """A step or an evaluation batch is done; the next may take ``step_seconds``."""

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 FEWER = ["training.steps=30", "training.eval_interval=30", "checkpoint.interval=30"]
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,9 +25,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/quickstart"
 
 
-@pytest.mark.parametrize("twin", ["differential", "softmax"])
-def test_both_twins_learn_and_export_exactly(twin, quickstart):
-    model = json.loads((quickstart / "report.json").read_text())["models"][twin]
+@pytest.mark.parametrize("name", ["diff_v1", "softmax"])
+def test_both_of_the_pair_learn_and_export_exactly(name, quickstart):
+    model = json.loads((quickstart / "report.json").read_text())["models"][name]
     assert model["loss_first"] == pytest.approx(5.77, abs=0.05)  # ln 320
     assert model["loss_last"] < 4
     assert model["logit_difference"]["relative"] < 1e-4
@@ -33,9 +35,9 @@ def test_both_twins_learn_and_export_exactly(twin, quickstart):
     assert model["continuation"]["text"]
 
 
-@pytest.mark.parametrize("twin", ["differential", "softmax"])
-def test_everything_promised_is_written(twin, quickstart):
-    run = quickstart / twin
+@pytest.mark.parametrize("name", ["diff_v1", "softmax"])
+def test_everything_promised_is_written(name, quickstart):
+    run = quickstart / name
     assert (run / "metrics.jsonl").exists()
     assert list((run / "tensorboard").glob("events*"))
     assert (run / "checkpoints/step_00000030/manifest.json").exists()
@@ -43,9 +45,7 @@ def test_everything_promised_is_written(twin, quickstart):
     assert (quickstart / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_twins_differ_in_a_handful_of_parameters(quickstart):
+def test_the_pair_differs_in_a_handful_of_parameters(quickstart):
     models = json.loads((quickstart / "report.json").read_text())["models"]
     lambdas_and_norms = 4 * (4 * 16 + 32)  # per layer: four vectors of d, one norm of 2d
-    assert models["differential"]["parameters"] - models["softmax"]["parameters"] == (
-        lambdas_and_norms
-    )
+    assert models["diff_v1"]["parameters"] - models["softmax"]["parameters"] == lambdas_and_norms

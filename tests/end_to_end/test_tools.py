@@ -57,18 +57,29 @@ def test_bench_chunks(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["seconds"]) == {"own chunk", "earlier chunk"}
     for rows in report["seconds"].values():
-        assert {"transformer backward", "blocked differentiated", "sdpa_4call backward"} < set(rows)
+        assert set(rows) == {
+            f"{backend} {direction}"
+            for backend in ("transformer", "blocked", "sdpa_4call")
+            for direction in ("forward", "backward")
+        }
+        assert all(seconds > 0 for seconds in rows.values())
 
 
 def test_bench_layer(tmp_path):
     run(
         "bench_layer.py", "--small", "--layers", 1, 2, "--repetitions", 1,
-        "--name", tmp_path / "report", "--", "model.hidden_size=64", "model.num_heads=2",
-        "model.head_dim=16", "model.ffn_hidden_size=64", "training.seq_length=64",
+        "--attention", "diff_v1", "--attention", "diff_v2",
+        "--attention", "grouped,signal_per_noise=2",
+        "--name", tmp_path / "report", "--", "model.hidden_size=64", "model.attention.head_dim=16",
+        "model.ffn_hidden_size=64", "training.seq_length=64",
     )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report
-    assert (tmp_path / "report.md").exists()
+    measured = report["measured"]["2"]
+    assert set(measured) == {"diff_v1", "diff_v2", "grouped,signal_per_noise=2", "Transformer"}
+    assert all(values["tokens_per_second"] > 0 for values in measured.values())
+    assert report["shape"]["attention"]["diff_v1"]["num_heads"] == 2
+    assert report["shape"]["attention"]["Transformer"]["num_heads"] == 4
+    assert "| 2 | diff_v2 |" in (tmp_path / "report.md").read_text()
 
 
 def test_tune_attention(tmp_path):

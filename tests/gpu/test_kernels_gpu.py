@@ -7,22 +7,22 @@ that 64K fits. Nothing here has run yet: the suite was written where no GPU was.
 import pytest
 import torch
 
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     HeadwiseNorm,
     Maps,
     WholeAttention,
-    attention_with_lse,
     backend_table,
     chunk_attention,
     chunk_gradients,
+    combine_maps,
     diff_attention,
+    diff_attention_v2,
     merge_maps,
-    merge_partial,
     softmax_attention,
-    triton_config,
+    subtract_noise,
 )
-from diffmegatron.attention.kernels.select import BACKENDS
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
@@ -34,15 +34,28 @@ NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 3e-3}
 # So many times that, an element may be off: a wrong row among thousands does not hide.
 OUTLIER = 4
-RUNNABLE = (
-    [name for name, runs, _ in backend_table() if runs and name not in ("reference", "blocked")]
-    if torch.cuda.is_available()
-    else []
-)
+WIDTHS = DIFFERENTIAL["triton"].head_dims
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def runnable(op):
+    """Backends that run here, but those in plain PyTorch, which are the yardstick."""
+    if not torch.cuda.is_available():
+        return []
+    table = backend_table(op)
+    return [name for name, runs, _ in table if runs and name not in ("reference", "blocked")]
 
 
 def draw_inputs(
-    length, *, batch=1, heads=4, kv_heads=2, width=128, dtype=torch.bfloat16, keys=None
+    length,
+    *,
+    batch=1,
+    heads=4,
+    noise_heads=None,
+    kv_heads=2,
+    width=128,
+    dtype=torch.bfloat16,
+    keys=None,
 ):
     torch.manual_seed(length + width)
     keys = keys or length
@@ -51,7 +64,7 @@ def draw_inputs(
         x = torch.randn(batch, rows, count, columns, device="cuda", dtype=dtype)
         return x.requires_grad_()
 
-    q1, q2 = (draw(length, heads, width) for _ in range(2))
+    q1, q2 = (draw(length, count, width) for count in (heads, noise_heads or heads))
     k1, k2 = (draw(keys, kv_heads, width) for _ in range(2))
     lambda_ = torch.tensor(0.7, device="cuda", requires_grad=True)
     return [q1, k1, q2, k2, draw(keys, kv_heads, 2 * width), lambda_]
@@ -93,8 +106,9 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
     # The gradient of lambda is a sum over rows of either sign, small beside what is summed and
     # rounded: the error is measured against the length of that.
     with torch.no_grad():
-        out2, _ = attention_with_lse(*exact[2:5], backend="blocked", **options)
-    rows = (grad * out2).sum(-1)
+        maps = Maps((exact[0], exact[2]), (exact[1], exact[3]), exact[4])
+        _, (out2, _) = chunk_attention(maps, backend="blocked", **options)
+    rows = (grad * out2.repeat_interleave(grad.shape[2] // out2.shape[2], dim=2)).sum(-1)
     assert abs(grads[5] - wanted[5]) < OUTLIER * tolerance * rows.norm(), "lambda_"
 
 
@@ -103,7 +117,7 @@ def triton(*inputs, one_pass=False, norm=None, causal=True):
     length, keys = inputs[0].shape[1], inputs[1].shape[1]
     mask = build_mask(length, keys, causal=causal, cu_seqlens=None, query_offset=None, key_offset=0)
     return (
-        BACKENDS["triton"]
+        DIFFERENTIAL["triton"]
         .load()
         .diff_attention(
             *inputs,
@@ -117,7 +131,7 @@ def triton(*inputs, one_pass=False, norm=None, causal=True):
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("width", triton_config.HEAD_DIMS)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_triton_at_4k(width, causal, one_pass):
     assert_equals_blocked(
         draw_inputs(4096, batch=2, width=width),
@@ -126,8 +140,8 @@ def test_triton_at_4k(width, causal, one_pass):
     )
 
 
-@pytest.mark.parametrize("dtype", triton_config.DTYPES)
-@pytest.mark.parametrize("width", triton_config.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_triton_dtypes_off_the_block(width, dtype):
     assert_equals_blocked(draw_inputs(1037, width=width, dtype=dtype), triton)
 
@@ -137,7 +151,7 @@ def test_triton_at_long_lengths(length):
     assert_equals_blocked(draw_inputs(length, heads=1, kv_heads=1), triton)
 
 
-@pytest.mark.parametrize("backend", RUNNABLE)
+@pytest.mark.parametrize("backend", runnable("differential"))
 def test_every_backend_that_runs_here(backend):
     inputs = draw_inputs(1024, batch=2)
     assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
@@ -163,30 +177,98 @@ def test_triton_decoding_one_row():
     assert_equals_blocked(draw_inputs(1, keys=4099), triton)
 
 
-def test_triton_partial_results_merge():
-    inputs = draw_inputs(1024)
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_triton_with_shared_noise_heads(width, one_pass):
+    inputs = draw_inputs(2048, heads=8, noise_heads=2, width=width)
+    assert_equals_blocked(inputs, lambda *x: triton(*x, one_pass=one_pass))
 
-    def merged(q1, k1, q2, k2, v, lambda_):
-        partials = [
-            diff_attention(
-                q1, k1[:, i:j], q2, k2[:, i:j], v[:, i:j], lambda_,
-                query_offset=0, key_offset=i, return_lse=True, backend="triton",
-            )[1]
-            for i, j in ((0, 400), (400, 1024))
-        ]  # fmt: skip
-        return merge_partial(*partials).output(lambda_)
 
-    assert_equals_blocked(inputs, merged)
+@pytest.mark.parametrize("backend", runnable("differential"))
+def test_shared_noise_heads_by_every_backend_that_runs_here(backend):
+    inputs = draw_inputs(1024, batch=2, heads=6, noise_heads=2)
+    weight = torch.linspace(0.5, 1.5, 256, device="cuda", requires_grad=True)
+    norm = HeadwiseNorm(weight, 1e-5, 0.3)
+    assert_equals_blocked(
+        inputs, lambda *x: diff_attention(*x, backend=backend, norm=norm), norm=norm
+    )
+
+
+def draw_v2_inputs(length, *, heads=6, ratio=3, kv_heads=2, width=128, dtype=torch.bfloat16):
+    torch.manual_seed(length + width)
+    shapes = ((heads + heads // ratio, width), (kv_heads, width), (kv_heads, width))
+    inputs = [torch.randn(2, length, *shape, device="cuda", dtype=dtype) for shape in shapes]
+    inputs.append(torch.rand(2, length, heads, device="cuda"))
+    return [x.requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_the_subtraction(ratio, width, dtype):
+    q, _, _, lambda_ = draw_v2_inputs(1037, ratio=ratio, width=width, dtype=dtype)
+    out, grads = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [q, lambda_])
+    right, wanted = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [q, lambda_])
+    for name, actual, expected in zip(
+        ("out", "heads", "lambda_"), (out, *grads), (right, *wanted), strict=True
+    ):
+        # Both compute in fp32, and round once.
+        assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-3, name)
+
+
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 5, 700, 1024])}])
+@pytest.mark.parametrize("backend", ["auto", *runnable("softmax")])
+def test_v2_by_every_backend_that_runs_here(backend, options):
+    inputs = draw_v2_inputs(1024)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    out, grads = value_and_grads(
+        lambda *x: diff_attention_v2(*x, backend=backend, **options), inputs
+    )
+    right, wanted = value_and_grads(
+        lambda *x: diff_attention_v2(*x, backend="blocked", **options), exact
+    )
+    for name, actual, expected in zip(
+        ("out", "q", "k", "v", "lambda_"), (out, *grads), (right, *wanted), strict=True
+    ):
+        assert_close(actual, expected, TOLERANCE[torch.bfloat16], name)
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_triton_with_one_map(width, dtype, one_pass):
+    q, k, v, _ = draw_v2_inputs(1037, width=width, dtype=dtype)
+    mask = build_mask(1037, 1037, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    module = DIFFERENTIAL["triton"].load()
+    out, grads = value_and_grads(
+        lambda *x: module.softmax_attention(
+            *x, softmax_scale=width**-0.5, mask=mask, one_pass=one_pass
+        ),
+        [q, k, v],
+    )
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    right, wanted = value_and_grads(lambda *x: softmax_attention(*x, backend="blocked"), exact)
+    for name, actual, expected in zip(
+        ("out", "q", "k", "v"), (out, *grads), (right, *wanted), strict=True
+    ):
+        assert_close(actual, expected, TOLERANCE[dtype], name)
 
 
 @pytest.mark.parametrize(
-    ("backend", "count"),
-    [("triton", 2), ("sdpa_4call", 2), ("sdpa_4call", 1)],
-    ids=["triton", "sdpa_4call", "softmax"],
+    ("backend", "count", "noise_heads"),
+    [
+        ("triton", 2, 4),
+        ("triton", 2, 2),
+        ("triton", 1, 4),
+        ("sdpa_4call", 2, 4),
+        ("sdpa_4call", 2, 2),
+        ("sdpa", 1, 4),
+    ],
 )
-def test_chunks_of_keys_add_up_to_the_whole(backend, count):
+def test_chunks_of_keys_add_up_to_the_whole(backend, count, noise_heads):
     """The second of two ranks of a ring: one chunk of keys before its queries, and its own."""
-    q1, k1, q2, k2, v, lambda_ = (x.detach() for x in draw_inputs(1024, keys=2048))
+    inputs = draw_inputs(1024, keys=2048, noise_heads=noise_heads)
+    q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
     if count == 1:
         v, lambda_ = v[..., :128], None
     queries, all_keys = (q1, q2)[:count], (k1, k2)[:count]
@@ -202,10 +284,9 @@ def test_chunks_of_keys_add_up_to_the_whole(backend, count):
     merged = [
         merge_maps(*map(list, zip(*of_map, strict=True))) for of_map in zip(*parts, strict=True)
     ]
-    (out, _), *rest = merged
-    out2 = rest[0][0] if rest else None
-    out = out if out2 is None else out - lambda_ * out2
-    whole = WholeAttention(out, out2, tuple(lse for _, lse in merged))
+    outs = [out for out, _ in merged]
+    out = combine_maps(outs, lambda_)
+    whole = WholeAttention(out, *outs[1:] or [None], tuple(lse for _, lse in merged))
     grad = torch.randn_like(out)
     found = [
         chunk_gradients(grad.to(v.dtype), maps, lambda_, whole, backend=backend, **options)
@@ -214,7 +295,7 @@ def test_chunks_of_keys_add_up_to_the_whole(backend, count):
     exact = [x.float().requires_grad_() for x in (*queries, *all_keys, v)]
     e_queries, e_keys, e_v = exact[:count], exact[count : 2 * count], exact[-1]
     if count == 1:
-        expected = attention_with_lse(e_queries[0], e_keys[0], e_v, backend="blocked")[0]
+        expected = softmax_attention(e_queries[0], e_keys[0], e_v, backend="blocked")
     else:
         pairs = (e_queries[0], e_keys[0], e_queries[1], e_keys[1])
         expected = diff_attention(*pairs, e_v, lambda_, backend="blocked")

@@ -20,16 +20,24 @@ pytestmark = pytest.mark.skipif(
 LENGTH, SEQUENCES = 4096, 6
 
 
-def make_recipe(attention: str, **recompute: object) -> Recipe:
+# Of the 3B shape, 12 differential heads or 24 ordinary ones.
+KINDS = {
+    "diff_v1": {"kind": "diff_v1", "num_heads": 12},
+    "softmax": {"kind": "softmax", "num_heads": 24},
+    "diff_v2": {"kind": "diff_v2", "num_heads": 24},
+    "grouped": {"kind": "grouped", "num_heads": 12, "signal_per_noise": 3},
+}
+
+
+def make_recipe(kind: str, **recompute: object) -> Recipe:
     """A few layers of the 3B shape."""
     return Recipe.model_validate(
         {
             "run_dir": "unused",
             "model": {
-                "attention": attention,
+                "attention": KINDS[kind],
                 "num_layers": 4,
                 "hidden_size": 3072,
-                "num_heads": 12,
                 "ffn_hidden_size": 8192,
                 "vocab_size": 32768,
             },
@@ -39,7 +47,7 @@ def make_recipe(attention: str, **recompute: object) -> Recipe:
                 "micro_batch_size": SEQUENCES,
                 "global_batch_size": 2 * SEQUENCES,
                 "steps": 4,
-                "attention_backend": "triton" if attention == "differential" else "auto",
+                "attention_backend": "triton" if kind in ("diff_v1", "grouped") else "auto",
             },
             "optimizer": {"lr": 1e-4},
             "recompute": recompute,
@@ -68,9 +76,9 @@ def peak_of_a_step(recipe: Recipe) -> int:
             return torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", [{}, {"granularity": "full"}], ids=["kept", "recomputed"])
-def test_peak_memory_is_the_plans(attention, recompute):
-    recipe = make_recipe(attention, **recompute)
+def test_peak_memory_is_the_plans(kind, recompute):
+    recipe = make_recipe(kind, **recompute)
     (stage,) = memory_by_stage(recipe, 1, "gpu")
     assert stage.total == pytest.approx(peak_of_a_step(recipe), rel=0.1)

@@ -50,6 +50,7 @@ def loop_diff_attention(
 ) -> Tensor:
     batch, rows, heads, width = q1.shape
     keys, kv_heads = k1.shape[1:3]
+    ratio = heads // q2.shape[2]
     scale = 1 / math.sqrt(width) if scale is None else scale
     if query_offset is None:
         query_offset = key_offset + keys - rows
@@ -60,9 +61,42 @@ def loop_diff_attention(
             for head in range(heads):
                 kv = head // (heads // kv_heads)
                 first = softmax_row(q1[b, row, head], k1[b, :, kv], visible, scale)
-                second = softmax_row(q2[b, row, head], k2[b, :, kv], visible, scale)
+                second = softmax_row(q2[b, row, head // ratio], k2[b, :, kv], visible, scale)
                 out.append((first - lambda_ * second) @ v[b, :, kv])
     return torch.stack(out).view(batch, rows, heads, v.shape[-1])
+
+
+def loop_diff_attention_v2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    causal: bool = True,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+    bounds: tuple[int, ...] = (),
+) -> Tensor:
+    batch, rows, all_heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    heads = lambda_.shape[2]
+    ratio = heads // (all_heads - heads)
+    if query_offset is None:
+        query_offset = key_offset + keys - rows
+    out = []
+    for b in range(batch):
+        for row in range(rows):
+            visible = visible_keys(row, keys, causal, query_offset, key_offset, list(bounds))
+            results = []
+            for head in range(all_heads):
+                kv = head // (all_heads // kv_heads)
+                weights = softmax_row(q[b, row, head], k[b, :, kv], visible, 1 / math.sqrt(width))
+                results.append(weights @ v[b, :, kv])
+            for group in range(all_heads - heads):
+                *signals, noise = results[group * (ratio + 1) : (group + 1) * (ratio + 1)]
+                for index, signal in enumerate(signals):
+                    out.append(signal - lambda_[b, row, group * ratio + index] * noise)
+    return torch.stack(out).view(batch, rows, heads, width)
 
 
 def make_inputs(
@@ -70,13 +104,17 @@ def make_inputs(
     rows: int = 7,
     keys: int | None = None,
     heads: int = 2,
+    noise_heads: int | None = None,
     kv_heads: int = 1,
     width: int = 4,
     lambda_: float = 0.7,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> list[Tensor]:
-    """q1, k1, q2, k2, v and lambda_, drawn from a standard normal, with gradients required."""
+    """q1, k1, q2, k2, v and lambda_, drawn from a standard normal, with gradients required.
+
+    As many noise heads as heads by default.
+    """
     generator = torch.Generator().manual_seed(seed)
     keys = rows if keys is None else keys
 
@@ -86,11 +124,45 @@ def make_inputs(
 
     q1 = draw(batch, rows, heads, width)
     k1 = draw(batch, keys, kv_heads, width)
-    q2 = draw(batch, rows, heads, width)
+    q2 = draw(batch, rows, noise_heads or heads, width)
     k2 = draw(batch, keys, kv_heads, width)
     v = draw(batch, keys, kv_heads, 2 * width)
     lambda_dtype = dtype if dtype == torch.float64 else torch.float32
     return [q1, k1, q2, k2, v, torch.tensor(lambda_, dtype=lambda_dtype, requires_grad=True)]
+
+
+def make_v2_inputs(
+    batch: int = 1,
+    rows: int = 7,
+    keys: int | None = None,
+    heads: int = 2,
+    ratio: int = 1,
+    kv_heads: int = 1,
+    width: int = 4,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """q, k, v and lambda_ of `heads` signal heads, with gradients required."""
+    generator = torch.Generator().manual_seed(heads + 10 * ratio)
+    keys = rows if keys is None else keys
+    shapes = (
+        (rows, heads + heads // ratio, width),
+        (keys, kv_heads, width),
+        (keys, kv_heads, width),
+        (rows, heads),
+    )
+    drawn = [torch.randn(batch, *x, generator=generator, dtype=torch.float64) for x in shapes]
+    drawn[3] = drawn[3].sigmoid()
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def value_and_grads(function, inputs, seed=1):
+    """(out, gradients of the inputs) for one random gradient of out."""
+    out = function(*inputs)
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return out, torch.autograd.grad(
+        out, inputs, direction.to(out.dtype), allow_unused=True, materialize_grads=True
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

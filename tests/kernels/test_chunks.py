@@ -4,16 +4,16 @@ import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     Maps,
     WholeAttention,
-    attention_with_lse,
     chunk_attention,
     chunk_gradients,
+    combine_maps,
     diff_attention,
     merge_maps,
 )
-from diffmegatron.attention.kernels.select import choose_backend
+from diffmegatron.attention.kernels.registry import Call, choose_backend
 
 DOCUMENTS = torch.tensor([0, 4, 6, 12])
 # torch's flash kernels take no mask of documents.
@@ -52,11 +52,9 @@ def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=T
             merge_maps([out for out, _ in of_map], [lse for _, lse in of_map])
             for of_map in zip(*parts, strict=True)
         ]
-        out, out2 = merged[0][0], None
-        if lambda_ is not None:
-            out2 = merged[1][0]
-            out = out - lambda_ * out2
-        whole = WholeAttention(out, out2, tuple(lse for _, lse in merged))
+        each = [out for out, _ in merged]
+        out = combine_maps(each, lambda_)
+        whole = WholeAttention(out, *each[1:] or [None], tuple(lse for _, lse in merged))
         outs.append(out)
         for start in visible:
             part, options = meeting(start)
@@ -76,11 +74,14 @@ def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=T
     ids=[f"{b}{'' if d is None else ', documents'}" for b, d in CASES],
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("count", [1, 2], ids=["softmax", "differential"])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=["gqa", "mha"])
-def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads):
+@pytest.mark.parametrize(
+    ("count", "heads", "noise_heads"),
+    [(1, 4, 4), (2, 4, 4), (2, 6, 2)],
+    ids=["softmax", "differential", "grouped"],
+)
+def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads, noise_heads):
     q1, k1, q2, k2, v, lambda_ = make_inputs(
-        batch=2, rows=2 * CHUNK, heads=heads[0], kv_heads=heads[1], width=4
+        batch=2, rows=2 * CHUNK, heads=heads, noise_heads=noise_heads, kv_heads=2, width=4
     )
     bounds = () if documents is None else tuple(documents.tolist())
     if count == 2:
@@ -97,8 +98,9 @@ def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads):
         expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype
     )
     wanted = torch.autograd.grad(expected, inputs, grad)
+    name = "sdpa" if (count, backend) == (1, "sdpa_4call") else backend
     out, gradients = by_chunks(
-        inputs, maps, lambda_, grad, backend=backend, causal=causal, cu_seqlens=documents
+        inputs, maps, lambda_, grad, backend=name, causal=causal, cu_seqlens=documents
     )
     assert not any(x.requires_grad for x in gradients)
     assert relative_error(out, expected) < 1e-13
@@ -132,11 +134,34 @@ def test_a_causal_chunk_that_is_no_square_is_not_left_to_torchs_kernels(count):
     q1, k1, q2, k2, v, _ = make_inputs(rows=3, keys=7)
     maps = Maps((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])
     with pytest.raises(ValueError, match="below the diagonal of a square"):
-        chunk_attention(maps, backend="sdpa_4call")
-    (out, lse), *_ = chunk_attention(maps)
-    expected, expected_lse = attention_with_lse(q1, k1, maps.v, backend="reference")
-    assert relative_error(out, expected) < 1e-13
-    assert relative_error(lse, expected_lse) < 1e-13
+        chunk_attention(maps, backend="sdpa" if count == 1 else "sdpa_4call")
+    for (out, lse), (right, right_lse) in zip(
+        chunk_attention(maps), chunk_attention(maps, backend="reference"), strict=True
+    ):
+        assert relative_error(out, right) < 1e-13
+        assert relative_error(lse, right_lse) < 1e-13
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_log_sum_exps_are_those_of_the_scores(backend):
+    q1, k1, q2, k2, v, _ = make_inputs(batch=2, rows=6, heads=2, kv_heads=2)
+    parts = chunk_attention(Maps((q1, q2), (k1, k2), v), causal=False, backend=backend)
+    for q, k, (_, lse) in zip((q1, q2), (k1, k2), parts, strict=True):
+        scores = torch.einsum("bshd,bthd->bsht", q, k) / 2
+        assert relative_error(lse, scores.exp().sum(-1).log()) < 1e-13
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_a_row_that_sees_no_key_changes_nothing_in_a_merge(backend):
+    q1, k1, q2, k2, v, _ = make_inputs(rows=5)
+    options = {"query_offset": 0, "key_offset": 2, "backend": backend}
+    for out, lse in chunk_attention(Maps((q1, q2), (k1, k2), v), **options):
+        assert not out[:, :2].any()
+        assert torch.isneginf(lse[:, :2]).all()
+        merged, merged_lse = merge_maps([out, out], [lse, lse])
+        assert torch.equal(merged[:, :2], out[:, :2])
+        assert torch.isneginf(merged_lse[:, :2]).all()
+        assert relative_error(merged, out) < 1e-15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,18 +209,25 @@ def test_what_gradients_of_a_chunk_refuse():
         chunk_attention(Maps(maps.queries, maps.keys[:1], maps.v))
 
 
+def test_parts_of_sixteen_bit_inputs_are_fp32():
+    q1, k1, q2, k2, v, _ = make_inputs(rows=6, dtype=torch.bfloat16)
+    parts = chunk_attention(Maps((q1, q2), (k1, k2), v))
+    assert {x.dtype for part in parts for x in part} == {torch.float32}
+
+
 def test_on_a_gpu_torch_attends_chunk_by_chunk_in_sixteen_bits_only():
-    needs = frozenset({"chunks"})
-    choose = {"device": "cuda", "head_dim": 128, "libraries": frozenset(), "needs": needs}
-    assert choose_backend("auto", dtype=torch.bfloat16, **choose)[0] == "sdpa_4call"
-    name, reason = choose_backend("auto", dtype=torch.float32, **choose)
+    needs, nothing = frozenset({"chunks"}), frozenset()
+    call = Call("differential", "cuda", "bfloat16", 128, needs)
+    assert choose_backend("auto", call, nothing)[0] == "sdpa_4call"
+    name, reason = choose_backend("auto", call._replace(dtype="float32"), nothing)
     assert name == "blocked"
     assert "takes bfloat16, float16 chunk by chunk on cuda, got float32" in reason
 
 
-def test_the_twin_of_one_map_is_torchs():
-    needs = frozenset({"chunks", "narrow"})
-    assert choose_backend("auto", "cpu", torch.float32, 64, frozenset(), needs)[0] == "sdpa_4call"
+def test_one_map_is_torchs():
+    needs, nothing = frozenset({"chunks"}), frozenset()
+    call = Call("softmax", "cpu", "float32", 64, needs)
+    assert choose_backend("auto", call, nothing)[0] == "sdpa"
     in_documents = needs | {"documents", "offsets", "masked chunks"}
-    name, _ = choose_backend("auto", "cuda", torch.bfloat16, 64, frozenset(), in_documents)
-    assert name == "blocked"
+    call = Call("softmax", "cuda", "bfloat16", 64, in_documents)
+    assert choose_backend("auto", call, nothing)[0] == "blocked"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error
+from loops import loop_diff_attention, make_inputs, relative_error, value_and_grads
 
-from diffmegatron.attention.kernels import diff_attention
-from diffmegatron.attention.kernels.row_blocks import ROWS_PER_BLOCK
+from diffmegatron.attention.kernels.api import diff_attention
+from diffmegatron.attention.kernels.pytorch.row_blocks import ROWS_PER_BLOCK
 
 BACKENDS = ("reference", "blocked")
 SHAPES = {
@@ -18,17 +18,10 @@ SHAPES = {
     "s > t": {"rows": 9, "keys": 4, "batch": 2},
     "lambda near 0": {"lambda_": 1e-6},
     "lambda above 1": {"lambda_": 1.9},
+    "2 signal heads share a noise head": {"rows": 9, "heads": 4, "noise_heads": 2},
+    "3 share one, gqa": {"batch": 2, "rows": 6, "heads": 12, "noise_heads": 4, "kv_heads": 2},
+    "all share one, s < t": {"rows": 5, "keys": 12, "heads": 3, "noise_heads": 1},
 }
-
-
-def value_and_grads(function, inputs, seed=1):
-    out = function(*inputs)
-    direction = torch.randn(
-        out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    return out, torch.autograd.grad(
-        out, inputs, direction.to(out.dtype), allow_unused=True, materialize_grads=True
-    )
 
 
 def assert_equal_to_loops(inputs, tolerance, *, backend, causal=True, **options):
@@ -60,8 +53,10 @@ def test_float64_equals_loops(backend, causal, shape):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("keys", [2 * ROWS_PER_BLOCK + 3, 3 * ROWS_PER_BLOCK])
-def test_several_row_blocks_equal_the_reference(causal, keys):
-    inputs = make_inputs(rows=2 * ROWS_PER_BLOCK + 3, keys=keys, heads=2, kv_heads=1, width=8)
+@pytest.mark.parametrize("noise_heads", [2, 1])
+def test_several_row_blocks_equal_the_reference(causal, keys, noise_heads):
+    rows = 2 * ROWS_PER_BLOCK + 3
+    inputs = make_inputs(rows=rows, keys=keys, heads=2, noise_heads=noise_heads, width=8)
     blocked, blocked_grads = value_and_grads(
         lambda *x: diff_attention(*x, causal=causal, backend="blocked"), inputs
     )
@@ -87,7 +82,7 @@ def test_gradcheck_of_blocked(causal):
     ids=["fp32", "fp16", "bf16"],
 )
 def test_lower_precision_is_close_to_float64_of_the_same_inputs(dtype, tolerance):
-    inputs = make_inputs(rows=12, heads=4, kv_heads=2, width=8, dtype=dtype)
+    inputs = make_inputs(rows=12, heads=4, noise_heads=2, kv_heads=2, width=8, dtype=dtype)
     assert_equal_to_loops(inputs, tolerance, backend="blocked")
 
 
@@ -120,7 +115,7 @@ def test_softmax_scale_replaces_one_over_sqrt_d(backend):
     ids=["chunk", "partly later keys", "only later keys", "documents", "doc chunk", "both offset"],
 )
 def test_offsets_and_documents_equal_loops(backend, causal, options):
-    inputs = make_inputs(batch=2, rows=9, heads=4, kv_heads=2, width=3)
+    inputs = make_inputs(batch=2, rows=9, heads=4, noise_heads=2, kv_heads=2, width=3)
     assert_equal_to_loops(inputs, 1e-12, backend=backend, causal=causal, **options)
 
 
@@ -159,6 +154,15 @@ MUTATIONS = {
 def test_mutation_shows(mutation):
     inputs = make_inputs(rows=8, heads=4, kv_heads=2)
     assert relative_error(mutation(*inputs), loop_diff_attention(*inputs)) > 0.1
+
+
+def test_signal_heads_that_follow_one_another_share_a_noise_head():
+    q1, k1, q2, k2, v, lambda_ = make_inputs(rows=8, heads=4, noise_heads=2)
+    out = diff_attention(q1, k1, q2, k2, v, lambda_)
+    each = diff_attention(q1, k1, q2[:, :, [0, 0, 1, 1]], k2, v, lambda_)
+    tiled = diff_attention(q1, k1, q2[:, :, [0, 1, 0, 1]], k2, v, lambda_)
+    assert relative_error(out, each) < 1e-14
+    assert relative_error(out, tiled) > 0.1
 
 
 def test_blocked_is_bit_deterministic():

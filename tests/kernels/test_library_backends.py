@@ -14,15 +14,19 @@ from loops import loop_diff_attention, make_inputs, relative_error
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
-from diffmegatron.attention.kernels import diff_attention, flash_2call, flash_4call, flex, reference
-from diffmegatron.attention.kernels.triton_config import Target
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.pytorch import reference
+from diffmegatron.attention.kernels.select import importable_libraries
+from diffmegatron.attention.kernels.triton.blocks import Target
+from diffmegatron.attention.kernels.wrappers import flash, flash_2call, flash_4call, flex
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
 CASES = {
     "causal": ({"rows": 9}, {}),
     "full": ({"rows": 9}, {"causal": False}),
     "gqa": ({"batch": 2, "rows": 7, "heads": 4, "kv_heads": 2}, {}),
+    "grouped": ({"rows": 7, "heads": 6, "noise_heads": 2, "kv_heads": 2}, {}),
     "s < t": ({"rows": 4, "keys": 9}, {}),
     "s > t": ({"rows": 9, "keys": 4}, {}),
     "documents": ({"batch": 2, "rows": 9}, {"cu_seqlens": torch.tensor([0, 1, 5, 9])}),
@@ -211,6 +215,8 @@ def flash_attn_varlen_func(
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    # What is installed is found once in a process, and this is not.
+    importable_libraries()
     library = ModuleType("flash_stand_in")
     library.flash_attn_func = flash_attn_func
     library.flash_attn_varlen_func = flash_attn_varlen_func
@@ -224,6 +230,20 @@ def stand_in(monkeypatch):
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 def test_flash(stand_in, module, shape, options):
     assert_equals_reference(module.diff_attention, make_inputs(**shape), options)
+
+
+@pytest.mark.parametrize("module", [flash, flex], ids=["flash_attn", "flex"])
+@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_one_map_of_a_library(stand_in, module, shape, options):
+    q, k, _, _, v, _ = (x.detach() for x in make_inputs(**{"width": 16, **shape}))
+    v = v[..., :16].contiguous()
+    placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
+    out = module.softmax_attention(
+        q, k, v, softmax_scale=0.4, mask=build_mask(q.shape[1], k.shape[1], **placed)
+    )
+    expected = softmax_attention(q, k, v, softmax_scale=0.4, backend="reference", **options)
+    assert relative_error(out, expected) < 1e-12
 
 
 def test_flash_four_calls_give_values_as_wide_as_queries(stand_in):

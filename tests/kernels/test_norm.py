@@ -4,7 +4,7 @@ import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
-from diffmegatron.attention.kernels import HeadwiseNorm, diff_attention
+from diffmegatron.attention.kernels.api import HeadwiseNorm, diff_attention
 
 
 @pytest.mark.parametrize("has_weight", [True, False], ids=["weight", "no weight"])

@@ -1,10 +1,10 @@
-"""The Transformer twin's attention against the loops: lambda 0 and V of width d."""
+"""Plain softmax attention against the loops: lambda 0 and V of width d."""
 
 import pytest
 import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
-from diffmegatron.attention.kernels import softmax_attention
+from diffmegatron.attention.kernels.api import softmax_attention
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -20,10 +20,11 @@ from diffmegatron.attention.kernels import softmax_attention
     ],
     ids=["square", "s < t", "decoding", "s > t", "offsets", "documents"],
 )
-def test_equals_loops(causal, shape, options):
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
+def test_equals_loops(backend, causal, shape, options):
     q, k, _, _, v, _ = make_inputs(batch=2, heads=4, kv_heads=2, **shape)
     v = v[..., : q.shape[-1]].detach().requires_grad_()
-    out = softmax_attention(q, k, v, causal=causal, **options)
+    out = softmax_attention(q, k, v, causal=causal, backend=backend, **options)
     if "cu_seqlens" in options:
         options = {"bounds": tuple(options["cu_seqlens"].tolist())}
     expected = loop_diff_attention(q, k, q, k, v, torch.tensor(0.0), causal=causal, **options)
@@ -32,6 +33,14 @@ def test_equals_loops(causal, shape, options):
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     for actual, grad in zip(grads, wanted, strict=True):
         assert relative_error(actual, grad) < 1e-11
+
+
+def test_blocked_keeps_sixteen_bits_but_computes_in_fp32():
+    q, k, _, _, v, _ = make_inputs(rows=9, dtype=torch.bfloat16)
+    v = v[..., :4]
+    out = softmax_attention(q, k, v, backend="blocked")
+    exact = softmax_attention(*(x.float() for x in (q, k, v)), backend="blocked")
+    assert torch.equal(out, exact.bfloat16())
 
 
 def test_softmax_scale():

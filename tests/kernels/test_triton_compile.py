@@ -11,15 +11,23 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from compiled_kernels import SHARED_LIMIT, compile_launches, usage_of  # after the check for triton
+from compiled_kernels import (  # after the check for triton
+    SHARED_LIMIT,
+    compile_launches,
+    compile_subtraction,
+    usage_of,
+)
 
-from diffmegatron.attention.kernels import triton_config
+from diffmegatron.attention.kernels.triton import blocks as triton_blocks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 # Multiply-adds per pair in units of d; every loop has them.
 COUNTS = {"forward": 6, "key_value": 8, "key_value one-pass": 10, "query": 6}
-COUNTS_OF_ONE_MAP = {"forward": 3, "key_value": 6, "key_value one-pass": 7, "query": 4}
+COUNTS_OF_ONE_MAP = {
+    "grouped": {"forward": 3, "key_value": 6, "key_value one-pass": 7, "query": 4},
+    "softmax": {"forward": 2, "key_value": 4, "key_value one-pass": 5, "query": 3},
+}
 
 
 # What does not fit the registers, recorded with triton 3.7.1, where it is not nothing:
@@ -33,7 +41,8 @@ RECORDED = {
         "query": (24, 10),
     },
     (90, BF16, 128, "split", "documents"): {"key_value": (64, 7)},
-    (90, BF16, 128, "split", "one map"): {},
+    (90, BF16, 128, "split", "grouped"): {},
+    (90, BF16, 128, "split", "softmax"): {},
     (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "key_value": (176, 16)},
     (90, BF16, 96, "split", "plain"): {"key_value": (56, 4), "query": (24, 10)},
     (90, BF16, 64, "one-pass", "norm"): {"key_value": (128, 18)},
@@ -43,6 +52,8 @@ RECORDED = {
     (80, BF16, 128, "one-pass", "plain"): {"key_value": (136, 0)},
     (80, BF16, 64, "one-pass", "norm"): {},
     (80, BF16, 64, "split", "plain"): {},
+    (80, BF16, 128, "split", "softmax"): {},
+    (89, BF16, 64, "one-pass", "softmax"): {},
     (80, FP32, 128, "split", "plain"): {"key_value": (48, 0)},
     (89, BF16, 128, "split", "norm"): {"key_value": (56, 0), "query": (40, 0)},
     (89, BF16, 128, "one-pass", "plain"): {"key_value": (120, 0)},
@@ -59,9 +70,9 @@ RECORDED = {
 
 
 CHOICE = {
-    "forward": triton_config.forward_blocks,
-    "key_value": triton_config.key_value_blocks,
-    "query": triton_config.query_blocks,
+    "forward": triton_blocks.forward_blocks,
+    "key_value": triton_blocks.key_value_blocks,
+    "query": triton_blocks.query_blocks,
 }
 
 
@@ -79,7 +90,7 @@ def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
     kernels = {"forward", "key_value"} | ({"query"} if form == "split" else set())
     assert set(usages) - {"row_sums"} == kernels
     assert "row_sums" not in usages or usages["row_sums"].stack == 0
-    counts = COUNTS_OF_ONE_MAP if variant == "one map" else COUNTS
+    counts = COUNTS_OF_ONE_MAP.get(variant, COUNTS)
     for kernel in kernels:
         # With documents, and for dK and dV, all blocks are masked; else some, in a loop apart.
         loops = 1 if variant == "documents" or kernel == "key_value" else 2
@@ -97,10 +108,21 @@ def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
         # More than the pairs of a block need would be a product that warps compute twice.
         is_one_pass = kernel == "key_value" and form == "one-pass"
         count = counts["key_value one-pass" if is_one_pass else kernel]
-        target = triton_config.target_of(dtype, divmod(capability, 10))
+        target = triton_blocks.target_of(dtype, divmod(capability, 10))
         blocks = CHOICE[kernel](head_dim, dtype, target)
         columns = 64 if head_dim <= 64 else 128
         assert usage.products == loops * count * columns * blocks.M * blocks.N, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_the_subtraction_needs_neither_stack_nor_shared_memory_for_tiles(capability):
+    for dtype, head_dim in ((BF16, 128), (FP32, 96)):
+        launches = compile_subtraction(capability, dtype, head_dim)
+        assert set(launches) == {"subtract", "subtract_backward"}
+        for kernel in launches.values():
+            usage = usage_of(kernel)
+            assert usage.stack == 0
+            assert usage.shared <= 1024
 
 
 def test_unknown_chips_get_what_fits_all():
@@ -114,8 +136,8 @@ def test_unknown_chips_get_what_fits_all():
         (13, 0): "small",
     }
     for capability, expected in targets.items():
-        assert triton_config.target_of(BF16, capability).value == expected
-    assert triton_config.target_of(FP32, (9, 0)).value == "large"
+        assert triton_blocks.target_of(BF16, capability).value == expected
+    assert triton_blocks.target_of(FP32, (9, 0)).value == "large"
 
 
 @pytest.mark.parametrize("form", ["split", "one-pass"])

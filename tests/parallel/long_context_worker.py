@@ -1,7 +1,7 @@
 """A tiny network on one long sequence that context-parallel ranks share.
 
-Started by :mod:`tests.parallel.test_long_context` through torchrun: ``long_context_worker.py
-EXCHANGE LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the loss, the
+Started by :mod:`tests.parallel.test_long_context` through :mod:`tests.ranks`, with the arguments
+``EXCHANGE LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the loss, the
 gradient's norm, and the most that its tensors took in the forward and backward passes beyond the
 weights.
 """
@@ -29,7 +29,7 @@ def long_recipe(length: int, context: int, exchange: str) -> Recipe:
             "model": {
                 "num_layers": 1,
                 "hidden_size": 16,
-                "num_heads": 1,
+                "attention": {"kind": "diff_v1", "num_heads": 1},
                 "ffn_hidden_size": 32,
                 "vocab_size": 320,
             },
@@ -101,7 +101,3 @@ def main() -> None:
             result = measure(recipe)
             if distributed.get_rank() == 0:
                 print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()

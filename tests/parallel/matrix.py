@@ -7,26 +7,25 @@ of a layout is one process that trains the same model. ``test_layouts.py`` asser
 
 import argparse
 import json
-import os
-import subprocess
-import sys
+import re
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data.prepare import prepare
 from diffmegatron.training.metrics import read_metrics
 from diffmegatron.training.trainer import train
-from tests.conftest import TINY
+from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import initial_hash
+from tests.ranks import REPOSITORY, launch
 
 STEPS = 10
-REPOSITORY = Path(__file__).parent.parent.parent
 DOCS = REPOSITORY / "docs" / "parallelism.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
@@ -39,15 +38,51 @@ OFFLOAD = ("parallel.offload_optimizer=true", "training.offload_activations=true
 LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 
+# Two microbatches: two steps of a schedule, and gradients that accumulate.
+COMMON = (f"training.steps={STEPS}", "checkpoint.interval=1", "training.micro_batch_size=4")
+# As many of them on each of two data-parallel ranks.
+SMALL = ("training.micro_batch_size=2",)
+V2 = ("model.attention.kind=diff_v2",)
+GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
+# Heads of one of two tensor-parallel ranks alone, and one more of one than of the other.
+DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
+DEX_2 = (
+    *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
+    "model.attention.annealing_steps=null",
+)  # fmt: skip
+# The ten steps see lambda's annealed part, its end, and the learnt part alone; a layer has no head.
+DEX_4 = (
+    *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
+    "model.attention.annealing_steps=6",
+)  # fmt: skip
+# With two signal heads per noise head: two noise heads on each key-value head.
+DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
+
+# The queries' rows of a fused projection are frozen, and whole tensors of both dtypes and the
+# embedding; what is left has two learning rates.
+PART = (
+    "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_?1']",
+    "optimizer.lr_multipliers={'*.lambda_??': 5}",
+    "model.tied_embeddings=true",
+)
+
 # What one process trains: four differential heads on two key-value heads, and variations.
 MODELS: dict[str, tuple[str, ...]] = {
     "gqa": (),
-    "mha": ("model.num_kv_heads=4",),
-    "softmax": ("model.attention=softmax",),
+    "mha": ("model.attention.num_kv_heads=4",),
+    "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
     "documents": DOCUMENTS,
     "bf16": ("training.precision=bf16",),
+    "v2": V2,
+    "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP),
+    "grouped": GROUPED,
+    "grouped-deep": (*GROUPED, *DEEP),
+    "part": PART,
+    "lora": ("model.lora={rank: 4, alpha: 8}",),
+    "dex": DEX_2,
+    "dex-deep": (*DEX_4, *DEEP),
 }
 
 
@@ -80,11 +115,11 @@ LAYOUTS = tuple(
         ("mha", 2, "TP2 + SP", SEQUENCE),
         ("softmax", 2, "TP2 + SP", SEQUENCE),
         ("gqa", 2, "TP2 + SP + recompute + loss chunks", (*SEQUENCE, *LEAN)),
-        ("gqa", 2, "DP2 ZeRO 1", ()),
-        ("gqa", 2, "DP2 ZeRO 2", ZERO2),
-        ("gqa", 2, "DP2 ZeRO 3", ZERO3),
-        ("tied", 2, "DP2 ZeRO 3 + offload", (*ZERO3, *OFFLOAD)),
-        ("gqa", 2, "DP2 ZeRO 2 + offload", (*ZERO2, *OFFLOAD)),
+        ("gqa", 2, "DP2 ZeRO 1", SMALL),
+        ("gqa", 2, "DP2 ZeRO 2", (*ZERO2, *SMALL)),
+        ("gqa", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
+        ("tied", 2, "DP2 ZeRO 3 + offload", (*ZERO3, *OFFLOAD, *SMALL)),
+        ("gqa", 2, "DP2 ZeRO 2 + offload", (*ZERO2, *OFFLOAD, *SMALL)),
         ("gqa", 2, "PP2", PIPELINE),
         ("tied", 2, "PP2 + offload", (*PIPELINE, *OFFLOAD)),
         ("deep", 2, "PP2 interleaved", INTERLEAVED),
@@ -96,26 +131,67 @@ LAYOUTS = tuple(
         ("documents", 2, "CP2 all-gather", context(2, "all_gather")),
         ("documents", 2, "CP2 Ulysses", context(2, "ulysses")),
         ("bf16", 2, "TP2 + SP", SEQUENCE),
-        ("bf16", 2, "DP2 ZeRO 1", ()),
-        ("bf16", 2, "DP2 ZeRO 2", ZERO2),
-        ("bf16", 2, "DP2 ZeRO 3", ZERO3),
+        ("bf16", 2, "DP2 ZeRO 1", SMALL),
+        ("bf16", 2, "DP2 ZeRO 2", (*ZERO2, *SMALL)),
+        ("bf16", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
         ("bf16", 2, "CP2 ring", context(2, "ring")),
-        ("gqa", 4, "TP2 + SP x DP2 ZeRO 2", (*SEQUENCE, *ZERO2)),
-        ("gqa", 4, "TP2 + SP x DP2 ZeRO 3", (*SEQUENCE, *ZERO3)),
+        # Without sequence parallelism a rank computes every lambda and takes those of its heads.
+        ("v2", 2, "TP2", TENSOR),
+        ("v2-deep", 2, "CP2 all-gather", context(2, "all_gather")),
+        *(
+            (variant + model, 2, words, overrides)
+            for variant in ("v2", "grouped")
+            for model, words, overrides in (
+                ("", "TP2 + SP", SEQUENCE),
+                ("", "DP2 ZeRO 1", ()),
+                ("", "DP2 ZeRO 2", ZERO2),
+                ("", "DP2 ZeRO 3", ZERO3),
+                ("", "PP2", PIPELINE),
+                ("-deep", "PP2 interleaved", INTERLEAVED),
+                ("", "CP2 ring", context(2, "ring")),
+                ("-deep", "CP2 Ulysses", context(2, "ulysses")),
+            )
+        ),
+        ("part", 2, "TP2 + SP + recompute + loss chunks", (*SEQUENCE, *LEAN)),
+        ("part", 2, "DP2 ZeRO 1", SMALL),
+        ("part", 2, "DP2 ZeRO 2 + offload", (*ZERO2, *OFFLOAD, *SMALL)),
+        ("part", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
+        ("part", 2, "PP2", PIPELINE),
+        ("lora", 2, "TP2", TENSOR),
+        ("lora", 2, "TP2 + SP + recompute + loss chunks", (*SEQUENCE, *LEAN)),
+        ("lora", 2, "DP2 ZeRO 1", SMALL),
+        ("lora", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
+        ("lora", 2, "PP2", PIPELINE),
+        ("lora", 2, "CP2 ring", context(2, "ring")),
+        ("part", 4, "TP2 + SP x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *SMALL)),
+        ("lora", 4, "TP2 + SP x PP2", (*SEQUENCE, *PIPELINE)),
+        ("dex", 2, "TP2", TENSOR),
+        ("dex", 2, "TP2 + SP", SEQUENCE),
+        ("dex", 2, "DP2 ZeRO 1", ()),
+        ("dex", 2, "DP2 ZeRO 3", ZERO3),
+        ("dex", 2, "CP2 ring", context(2, "ring")),
+        ("dex-deep", 2, "PP2 interleaved", INTERLEAVED),
+        ("gqa", 4, "TP2 + SP x DP2 ZeRO 2", (*SEQUENCE, *ZERO2, *SMALL)),
+        ("gqa", 4, "TP2 + SP x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *SMALL)),
         ("tied", 4, "TP2 x PP2", (*TENSOR, *PIPELINE)),
         ("deep", 4, "TP2 + SP x PP2 interleaved", (*SEQUENCE, *INTERLEAVED)),
-        ("tied", 4, "PP2 x DP2", PIPELINE),
+        ("tied", 4, "PP2 x DP2", (*PIPELINE, *SMALL)),
         ("gqa", 4, "TP2 + SP x CP2 ring", (*SEQUENCE, *context(2, "ring"))),
         ("gqa", 4, "PP2 x CP2 ring", (*PIPELINE, *context(2, "ring"))),
-        ("softmax", 4, "CP2 Ulysses x DP2 ZeRO 2", (*ZERO2, *context(2, "ulysses"))),
+        ("softmax", 4, "CP2 Ulysses x DP2 ZeRO 2", (*ZERO2, *SMALL, *context(2, "ulysses"))),
         ("documents", 4, "CP4 ring", context(4, "ring")),
         ("documents", 4, "CP4 all-gather", context(4, "all_gather")),
         ("mha", 4, "CP4 Ulysses", context(4, "ulysses")),
-        ("tied", 8, "TP2 + SP x PP2 x DP2", (*SEQUENCE, *PIPELINE)),
+        ("tied", 8, "TP2 + SP x PP2 x DP2", (*SEQUENCE, *PIPELINE, *SMALL)),
         ("gqa", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *context(2, "ring"))),
         (
             "deep", 8, "TP2 x PP2 interleaved x CP2 ring",
             (*TENSOR, *INTERLEAVED, *context(2, "ring")),
+        ),
+        ("v2", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *context(2, "ring"))),
+        (
+            "grouped", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3",
+            (*SEQUENCE, *ZERO3, *context(2, "ring")),
         ),
     )
 )  # fmt: skip
@@ -124,46 +200,20 @@ LAYOUTS = tuple(
 def run_models(recipe_file: Path, out: Path) -> None:
     """Train every model in this process, into folders of ``out``."""
     for name, overrides in MODELS.items():
-        recipe = load_recipe(recipe_file, [*_common(), *overrides, f"run_dir={out}/{name}"])
+        recipe = load_recipe(recipe_file, [*COMMON, *overrides, f"run_dir={out}/{name}"])
         train(recipe)
         (out / name / "initial.txt").write_text(initial_hash(recipe))
 
 
 def run_layouts(recipe_file: Path, out: Path, ranks: int) -> None:
     """Train the layouts of that many ranks, in one launch, into folders of ``out``."""
-    jobs = [
-        f"{layout.name}={','.join((*_common(), *MODELS[layout.model], *layout.overrides))}"
+    place = (str(recipe_file), str(out))
+    calls = [
+        [*place, layout.name, *COMMON, *MODELS[layout.model], *layout.overrides]
         for layout in LAYOUTS
         if layout.ranks == ranks
     ]
-    launch(ranks, "tests.parallel.worker", [str(recipe_file), str(out), *jobs])
-
-
-def launch(ranks: int, module: str, arguments: list[str]) -> str:
-    """Run a module on some ranks; its standard output.
-
-    Raises:
-        AssertionError: it failed, with the end of what it said.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", module, *arguments]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=400)
-    except BaseException:
-        # Killed, torchrun would leave its ranks behind; asked to end, it ends them.
-        process.terminate()
-        process.wait(timeout=60)
-        raise
-    assert process.returncode == 0, output[-2000:] + errors[-4000:]
-    return output
+    launch(ranks, "tests.parallel.worker", *calls)
 
 
 def series(run_dir: Path, name: str) -> list[float]:
@@ -178,32 +228,35 @@ def loss_difference(run: Path, reference: Path) -> float:
     return max(abs(a - e) / e for a, e in zip(actual, expected, strict=True))
 
 
-def gradient_difference(run: Path, reference: Path) -> tuple[float, float]:
-    """How far the gathered gradient after step 1 is, by its norm, and tensor by tensor.
+def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[float, float]:
+    """How far the gathered gradient after step 1 is, by its norm, and parameter by parameter.
 
-    The second is the largest of any named tensor, relative to that tensor's norm. A lambda vector's
-    is what is left of large terms that cancel, so that it shows rounding a hundred times enlarged,
-    and is there to show a missing or doubled sum.
+    The second is the largest of any parameter, all layers' tensors of it together, relative to
+    their norm. A lambda vector's gradient is what is left of large terms that cancel, so that it
+    shows rounding a hundred times enlarged; in a single layer they may cancel to nothing.
 
-    Read from the first checkpoint, where Adam's first moment is a tenth of the clipped gradient.
+    Read from the first checkpoint, where Adam's first moment is a tenth of the clipped gradient; a
+    later ``step``'s is of all gradients up to there. What is frozen has none.
     """
     saved, expected = (
-        open_checkpoint(folder / "checkpoints" / "step_00000001").tensors
+        open_checkpoint(folder / "checkpoints" / f"step_{step:08d}").tensors
         for folder in (run, reference)
     )
     assert sorted(saved.names()) == sorted(expected.names())
-    norms = []
+    squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
     for name in expected.names():
-        whole = expected.whole("exp_avg", name)
-        off = saved.whole("exp_avg", name) - whole
-        norms.append((torch.linalg.vector_norm(off), torch.linalg.vector_norm(whole)))
-    off, whole = torch.tensor(norms).unbind(1)
-    of_all = torch.linalg.vector_norm(off) / torch.linalg.vector_norm(whole)
-    return of_all.item(), (off / whole).max().item()
-
-
-def _common() -> tuple[str, ...]:
-    return (f"training.steps={STEPS}", "checkpoint.interval=1")
+        assert saved.kinds(name) == expected.kinds(name)
+        if "exp_avg" not in expected.kinds(name):
+            continue
+        whole = expected.whole("exp_avg", name).double()
+        off = saved.whole("exp_avg", name).double() - whole
+        parameter = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        squares[parameter] += torch.stack((off.square().sum(), whole.square().sum()))
+    off, whole = torch.stack(list(squares.values())).unbind(1)
+    # A gradient that is zero in both, as those of LoRA's A and DEX's W_D in the first step, is the
+    # same.
+    relative = (off / whole).nan_to_num(0.0, posinf=torch.inf)
+    return (off.sum() / whole.sum()).sqrt().item(), relative.sqrt().max().item()
 
 
 def measure(out: Path) -> list[dict[str, object]]:
@@ -211,7 +264,7 @@ def measure(out: Path) -> list[dict[str, object]]:
     rows = []
     for layout in LAYOUTS:
         run, reference = out / layout.name, out / layout.model
-        of_all, of_one_tensor = gradient_difference(run, reference)
+        of_all, of_one_parameter = gradient_difference(run, reference)
         initial = (folder / "initial.txt" for folder in (run, reference))
         rows.append(
             {
@@ -221,7 +274,7 @@ def measure(out: Path) -> list[dict[str, object]]:
                 "same_initial_bits": len({path.read_text() for path in initial}) == 1,
                 "loss": loss_difference(run, reference),
                 "gradient": of_all,
-                "gradient_of_one_tensor": of_one_tensor,
+                "gradient_of_one_parameter": of_one_parameter,
             }
         )
     return rows
@@ -230,18 +283,28 @@ def measure(out: Path) -> list[dict[str, object]]:
 def table(rows: list[dict[str, object]]) -> str:
     """The rows as docs/parallelism.md shows them."""
     lines = [
-        "| layout | model | ranks | initial weights | loss, 10 steps | gradient | one tensor's |",
+        "| layout | model | ranks | same start | loss, 10 steps | gradient | one parameter's |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         bits = "same bits" if row["same_initial_bits"] else "differ"
         differences = " | ".join(
-            f"{row[key]:.0e}" for key in ("loss", "gradient", "gradient_of_one_tensor")
+            f"{row[key]:.0e}" for key in ("loss", "gradient", "gradient_of_one_parameter")
         )
         lines.append(
             f"| {row['layout']} | {row['model']} | {row['ranks']} | {bits} | {differences} |"
         )
     return "\n".join(lines)
+
+
+def write_results(rows: list[dict[str, object]]) -> None:
+    """The rows into benchmarks/results and docs/parallelism.md."""
+    results = REPOSITORY / "benchmarks" / "results" / "layout_matrix.json"
+    versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
+    results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    before, _, rest = DOCS.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 def main() -> None:
@@ -254,18 +317,13 @@ def main() -> None:
     ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        prepare([REPOSITORY / "diffmegatron"], out / "code", "bytes", pattern="*.py")
-        (out / "tiny.yaml").write_text(TINY.format(run_dir=out / "unused", corpus=out / "code"))
+        corpus = prepare_corpus(out / "corpus")
+        (out / "tiny.yaml").write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
         run_models(out / "tiny.yaml", out)
         for ranks in sorted({layout.ranks for layout in LAYOUTS}):
             run_layouts(out / "tiny.yaml", out, ranks)
         rows = measure(out)
-    results = REPOSITORY / "benchmarks" / "results" / "layout_matrix.json"
-    versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
-    results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCS.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    write_results(rows)
 
 
 if __name__ == "__main__":

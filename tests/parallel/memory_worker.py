@@ -1,8 +1,8 @@
-"""One launch of ranks that measures a training step's memory under several layouts.
+"""Ranks that measure a training step's memory under a layout.
 
-Started by :mod:`tests.parallel.test_memory` through torchrun: ``memory_worker.py OUT NAME ...``
-with names of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes the bytes that its
-tensors take at most, in the step's forward and backward passes and in its update, and between
+Started by :mod:`tests.parallel.test_memory` through :mod:`tests.ranks`, with the arguments
+``OUT NAME``, a name of :data:`tests.parallel.test_memory.LAYOUTS`. Every rank writes the bytes that
+its tensors take at most, in the step's forward and backward passes and in its update, and between
 steps, to ``OUT/NAME.RANK.json``.
 """
 
@@ -59,8 +59,8 @@ def microbatches(recipe: Recipe, topology) -> list[Batch]:
 
 
 def main() -> None:
-    """Measure every layout named on the command line."""
-    out, *names = sys.argv[1:]
+    """Measure the layout named on the command line."""
+    out, name = sys.argv[1:]
     config = zero.engine_config
 
     def with_small_bucket(recipe: Recipe) -> dict:
@@ -70,11 +70,6 @@ def main() -> None:
 
     zero.engine_config = with_small_bucket
     distributed.init_process_group("gloo")
-    for name in names:
-        values = measure(make_recipe(name))
-        Path(out, f"{name}.{distributed.get_rank()}.json").write_text(json.dumps(values))
+    values = measure(make_recipe(name))
+    Path(out, f"{name}.{distributed.get_rank()}.json").write_text(json.dumps(values))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests.parallel.matrix import launch
+from tests.ranks import launch
+
+# The first test waits for the launches.
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 SHORT, LONG = 8192, 65536
 

@@ -1,8 +1,8 @@
-"""One launch of ranks that trains a tiny recipe under several layouts, one after the other.
+"""Ranks that train a tiny recipe under a layout.
 
-Started by :mod:`tests.parallel.matrix` through torchrun:
-``worker.py RECIPE OUT NAME=override,override ...``; every layout's run goes to OUT/NAME, and the
-hash of its gathered initial weights to OUT/NAME/initial.txt.
+Started through :mod:`tests.ranks` by :mod:`tests.parallel.matrix`, with the arguments
+``RECIPE OUT NAME override ...``; the run goes to OUT/NAME, and the hash of its gathered initial
+weights to OUT/NAME/initial.txt.
 """
 
 import hashlib
@@ -42,17 +42,11 @@ def initial_hash(recipe: Recipe) -> str:
 
 
 def main() -> None:
-    """Run every layout named on the command line."""
-    recipe_file, out, *layouts = sys.argv[1:]
+    """Run the layout named on the command line."""
+    recipe_file, out, name, *overrides = sys.argv[1:]
     distributed.init_process_group("gloo")
-    for layout in layouts:
-        name, _, overrides = layout.partition("=")
-        recipe = load_recipe(recipe_file, [*overrides.split(","), f"run_dir={out}/{name}"])
-        digest = initial_hash(recipe)
-        train(recipe)
-        (Path(out) / name / "initial.txt").write_text(digest)
+    recipe = load_recipe(recipe_file, [*overrides, f"run_dir={out}/{name}"])
+    digest = initial_hash(recipe)
+    train(recipe)
+    (Path(out) / name / "initial.txt").write_text(digest)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

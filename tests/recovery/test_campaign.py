@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = pytest.mark.ranks
 
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):

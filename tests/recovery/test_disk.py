@@ -1,16 +1,20 @@
 """Disks that are full, read-only or that damage what they hold; one process."""
 
 import logging
+import math
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from diffmegatron.checkpoint.manifest import read_manifest, verify_files
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.manifest import read_manifest
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
+from diffmegatron.training import trainer
 from diffmegatron.training.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
@@ -57,7 +61,7 @@ def test_a_disk_that_fills_up_keeps_what_was_saved_and_says_so(
     tiny_recipe, small_disk, finished, tmp_path, caplog
 ):
     """Room for one checkpoint and a half: the second fails; with room again, it goes on."""
-    one = sum(e.size for e in read_manifest(finished / "run/checkpoints/step_00000004").files)
+    one = read_manifest(finished / "run/checkpoints/step_00000004").size
     disk = small_disk(one * 3 // 2)
     run = tmp_path / "run"
     run.mkdir()
@@ -92,6 +96,109 @@ def test_a_directory_that_cannot_be_written(tiny_recipe, tmp_path, small_disk, c
     assert "checkpoint of step 4 failed" in caplog.text
 
 
+def interrupted(monkeypatch, **at_calls):
+    """Do something before some calls (from 1) of a step of training."""
+    calls, real = [0], trainer.forward_backward
+
+    def wrapper(*arguments, **options):
+        calls[0] += 1
+        at_calls.get(f"call_{calls[0]}", lambda: None)()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "forward_backward", wrapper)
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte on a disk."""
+    with (disk / "filling").open("wb", buffering=0) as stream, suppress(OSError):
+        while True:
+            stream.write(b"x" * 512)
+
+
+def test_a_full_disk_loses_nothing_of_the_metrics_and_ends_nothing(
+    tiny_recipe, small_disk, finished, tmp_path, monkeypatch, caplog
+):
+    """Full from the second step to the last; the checkpoints are on another disk."""
+    run = small_disk(1 << 20)
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    make_room = (run / "filling").unlink
+    interrupted(monkeypatch, call_2=lambda: fill(run), call_12=make_room)
+    assert train(tiny_recipe(*SHORT, f"run_dir={run}"))
+    said = f"cannot write {run}/metrics.jsonl: No space left on device; the run goes on"
+    assert caplog.text.count(said) == 1
+    assert f"{run}/metrics.jsonl is written again; 0 records lost" in caplog.text
+    assert losses(run) == losses(finished / "run")
+
+
+@pytest.mark.parametrize("then", ["removed", "replaced by a file"])
+@pytest.mark.parametrize("call", [2, 6, 11], ids=["before any save", "between", "before the last"])
+def test_a_run_whose_run_dir_goes_ends_at_its_next_save(call, then, tiny_recipe, monkeypatch):
+    recipe = tiny_recipe(*SHORT)
+    run = Path(recipe.run_dir)
+
+    def go():
+        shutil.rmtree(run)
+        if then == "replaced by a file":
+            run.write_text("")
+
+    interrupted(monkeypatch, **{f"call_{call}": go})
+    step = min(s for s in (4, 8, 12) if s >= call)
+    with pytest.raises(
+        UserError, match=f"^run_dir {run} is no folder any more; step {step} could not be saved$"
+    ):
+        train(recipe)
+    assert run.is_file() if then == "replaced by a file" else not run.exists()
+
+
+def test_files_that_a_run_can_do_without(tiny_recipe, finished, tmp_path, caplog):
+    """None of them can be written, and the run is the same."""
+    run = tmp_path / "run"
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (run / name).mkdir(parents=True)
+    for name in ("tensorboard", "stacks"):
+        (run / name).write_text("")
+    assert train(tiny_recipe(*SHORT))
+    assert losses(run) == losses(finished / "run")
+    for name in ("recipe.yaml", "tensorboard", "stacks"):
+        assert f"cannot write {run}/{name}" in caplog.text
+    assert f"it is kept as {run}/metrics.jsonl.damaged_1" in caplog.text
+
+
+def test_an_event_that_cannot_be_written(tiny_recipe, tmp_path, caplog, monkeypatch):
+    real, calls = trainer.forward_backward, []
+
+    def broken(engine, *arguments, **options):
+        calls.append(1)
+        loss = real(engine, *arguments, **options)
+        if len(calls) == 3:
+            next(engine.network.parameters()).grad *= math.nan
+        return loss
+
+    monkeypatch.setattr(trainer, "forward_backward", broken)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events").write_text("")
+    assert train(tiny_recipe(*SHORT))
+    assert f"cannot write {tmp_path}/run/events: File exists; the run goes on" in caplog.text
+    assert "step 3 skipped" in caplog.text
+
+
+def test_the_first_evaluation_is_recorded_once_however_often_a_run_begins(tiny_recipe, monkeypatch):
+    recipe = tiny_recipe(*SHORT, "training.eval_batches=1")
+
+    def dies():
+        raise RuntimeError("killed")
+
+    for call in (1, 2, 3):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+            interrupted(patch, **{f"call_{call}": dies})
+            train(recipe)
+    assert train(recipe)
+    entries = read_metrics(Path(recipe.run_dir))
+    assert [e["step"] for e in entries if "valid/loss" in e] == [0, 12]
+    assert [e["step"] for e in entries if "train/loss" in e] == [*range(1, 13)]
+
+
 def flip(path: Path) -> None:
     """One bit of a byte in the middle of the tensors."""
     content = bytearray(path.read_bytes())
@@ -124,7 +231,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_older_used(
     assert losses(tmp_path / "run") == losses(finished / "run")
     newest = CheckpointStore(tmp_path / "run").latest()
     assert newest.name == "step_00000012"
-    verify_files(newest, read_manifest(newest))
+    open_checkpoint(newest)
 
 
 def test_a_manifest_of_another_run_is_found_by_its_checksums(

@@ -15,6 +15,8 @@ from diffmegatron.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize(
     ("status", "restarts", "requeued"),

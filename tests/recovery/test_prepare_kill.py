@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from diffmegatron.data.prepare import prepare
 from diffmegatron.errors import UserError
 
 KILLS = 30
+
+pytestmark = pytest.mark.ranks
 # A server that has imported everything once: a fresh process costs milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare", __name__])
@@ -53,7 +56,9 @@ def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 50) -
 
 def outputs(prefix: Path) -> dict[str, bytes]:
     return {
-        path.suffix: path.read_bytes() for path in prefix.parent.glob("out.*") if path.is_file()
+        path.suffix: path.read_bytes()
+        for path in prefix.parent.glob("out.*")
+        if path.is_file() and path.suffix != ".lock"  # which a kill leaves, and which then is free
     }
 
 
@@ -155,6 +160,30 @@ def test_a_killed_worker_is_a_sentence_and_the_work_goes_on(
             run(corpus, tmp_path / "out", workers=2)
     run(corpus, tmp_path / "out", workers=2)
     assert outputs(tmp_path / "out") == undisturbed
+
+
+def test_of_two_at_once_one_works_and_the_other_says_so(
+    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    prefix, results = tmp_path / "out", CONTEXT.Queue()
+    both = [CONTEXT.Process(target=run_and_tell, args=(corpus, prefix, results)) for _ in "ab"]
+    for process in both:
+        process.start()
+    said = sorted(results.get(timeout=60) for _ in both)
+    for process in both:
+        process.join()
+    assert said[0] == "done"
+    assert said[1] == "done" or re.search(r"process \d+ on .* is in --output .*out; let", said[1])
+    assert outputs(prefix) == undisturbed
+    assert not list(tmp_path.glob("out.[lp]*"))
+
+
+def run_and_tell(corpus: Path, prefix: Path, results: Any) -> None:
+    try:
+        run(corpus, prefix)
+        results.put("done")
+    except UserError as error:
+        results.put(f"refused: {error}")
 
 
 def die(*_: object) -> None:

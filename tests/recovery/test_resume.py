@@ -28,13 +28,14 @@ def stopped_at_10(finished: Path, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints" / "step_00000020")
 
 
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
+@pytest.mark.parametrize(
+    "attention", ["model.baseline=false", "model.baseline=true", "model.attention.kind=diff_v2"]
+)
 def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
-    twin = f"model.attention={attention}"
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train(tiny_recipe(twin, f"run_dir={whole}"))
+    train(tiny_recipe(attention, f"run_dir={whole}"))
     stopped_at_10(whole, parted)
-    train(tiny_recipe(twin, f"run_dir={parted}"))
+    train(tiny_recipe(attention, f"run_dir={parted}"))
     assert len(losses(whole)) == 20
     assert losses(parted) == losses(whole)
     ends = [open_checkpoint(CheckpointStore(run).latest()) for run in (whole, parted)]
@@ -53,6 +54,42 @@ def test_resuming_bf16_is_exact_to_the_bit(tiny_recipe, tmp_path):
     assert losses(parted) == losses(whole)
 
 
+TRAINED = (
+    "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.mlp.*', '*.lambda_?1']",
+    "optimizer.lr_multipliers={'*.lambda_*': 30}",
+    "optimizer.schedule={kind: wsd, warmup_steps: null, warmup_ratio: 0.1, decay_ratio: 0.6}",
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [TRAINED, (*TRAINED, "training.precision=bf16", "parallel.zero_stage=3")],
+    ids=["fp32", "bf16 ZeRO 3"],
+)
+def test_resuming_what_trains_a_part_is_exact_to_the_bit(overrides, tiny_recipe, tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(tiny_recipe(*overrides, f"run_dir={whole}"))
+    stopped_at_10(whole, parted)
+    train(tiny_recipe(*overrides, f"run_dir={parted}"))
+    assert losses(parted) == losses(whole)
+    first, *ends = (
+        open_checkpoint(run / "checkpoints" / f"step_{step:08d}").tensors
+        for run, step in ((whole, 10), (whole, 20), (parted, 20))
+    )
+    for name in ends[0].names():
+        kinds = ends[0].kinds(name)
+        assert kinds == ends[1].kinds(name)
+        for kind in kinds:
+            one, other = (end.whole(kind, name) for end in ends)
+            assert torch.equal(one, other), (kind, name)
+        if len(kinds) == 1:
+            assert torch.equal(first.whole("weight", name), ends[0].whole("weight", name))
+    # The lambda vectors that are frozen are float32 in a bf16 run, under ZeRO 3 too.
+    value = ends[0].whole("weight", "decoder.layers.0.self_attention.lambda_q2")
+    assert ends[0].kinds("decoder.layers.0.self_attention.lambda_q2") == ("weight",)
+    assert not torch.equal(value, value.bfloat16().float())
+
+
 def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
     recipe = tiny_recipe()
     train(recipe)
@@ -65,8 +102,14 @@ def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
     ("override", "sentence"),
     [
         ("model.num_layers=3", "model.num_layers 2 and the recipe says 3"),
+        (
+            "model.attention.kind=diff_v2",
+            "model.attention.*'diff_v1'.* the recipe says .*'diff_v2'",
+        ),
         ("training.seed=7", "training.seed 1234 and the recipe says 7"),
         ("training.global_batch_size=4", "training.global_batch_size 8"),
+        ("optimizer.trainable=['*.mlp.*']", r"optimizer.trainable None and .* \['\*.mlp.\*'\];"),
+        ("model.lora={rank: 2, alpha: 2}", "model.lora None and the recipe says"),
         ("training.steps=3", "is at step 4 and the recipe ends at step 3"),
         ("checkpoint.resume=false", "checkpoint.resume is false"),
     ],

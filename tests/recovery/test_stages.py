@@ -72,11 +72,43 @@ def test_the_weights_are_taken_over_and_adam_starts_anew(staged, tmp_path, tiny_
     assert open_checkpoint(CheckpointStore(run).latest()).state["updates"] == 3
 
 
+def flip(directory: Path) -> None:
+    """One bit of a weight, which every size and header is silent about."""
+    path = directory / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_start_from_a_flipped_bit_is_refused(staged, tiny_recipe, tmp_path):
+    (first, *_) = load_stages(staged)
+    train(first)
+    newest = CheckpointStore(Path(first.run_dir)).latest()
+    flip(newest)
+    for path, sentence in {
+        newest: r"rank_00000.safetensors is damaged: its checksum",
+        first.run_dir: r"none of the 1 checkpoints in .* is whole",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            train(tiny_recipe(f"checkpoint.start_from={path}"))
+    assert CheckpointStore(tmp_path / "run").steps() == []
+
+
+def test_a_start_from_a_run_takes_its_newest_good_checkpoint(staged, tiny_recipe, caplog, capfd):
+    (first, *_) = load_stages(staged, ["checkpoint.interval=2"])
+    train(first)
+    flip(CheckpointStore(Path(first.run_dir)).latest())
+    train(tiny_recipe("training.steps=3", f"checkpoint.start_from={first.run_dir}"))
+    assert "checkpoint passed over" in caplog.text and "step_00000004" in caplog.text
+    assert "starting with the weights of" in (said := capfd.readouterr().out)
+    assert "step_00000002" in said
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("model.num_layers=3", "has model.num_layers 2 and the recipe says 3"),
-        ("model.attention=softmax", "has model.attention 'differential'"),
+        ("model.baseline=true", "has model.attention.*'diff_v1'.* recipe says .*'softmax'"),
         ("checkpoint.start_from=nowhere", "is not a checkpoint"),
     ],
 )
@@ -93,7 +125,20 @@ def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_
         ("[{training: {steps: 4}}]", "each with a name"),
         ("[{name: a}, {name: a}]", "a name of its own"),
         ("[{name: ../up}]", "each with a name"),
-        ("[]", "stages is empty"),
+        ("[{name: ..}]", "each with a name"),
+        ("[{name: .hidden}]", "no '-' or '.' first"),
+        ("[{name: -rf}]", "no '-' or '.' first"),
+        ("[{name: checkpoints}]", "none of checkpoints, events, lock"),
+        (f"[{{name: {65 * 'a'}}}]", "up to 64 letters"),
+        (f"[{', '.join(f'{{name: s{i}}}' for i in range(65))}]", "a list of 1 to 64 mappings"),
+        ("[]", "stages is \\[\\]; it takes a list of 1 to 64"),
+        ("5", "stages is 5; it takes a list"),
+        ("[{name: a, run_dir: [x]}]", "run_dir is \\['x'\\]: input should be a valid string"),
+        ("[{name: a, run_dir: null}]", "run_dir is None"),
+        ("[{name: a}, {name: b, checkpoint: 5}]", "checkpoint is 5"),
+        ("[{name: a}, {name: b, checkpoint: {start_from: x}}]", "start_from is 'x'; a stage after"),
+        ("[{name: a}, {name: b, model: {num_layers: 3}}]", "stage 'b' says 3; a run that starts"),
+        ("[{name: a}, {name: b, data: {tokenizer: other}}]", "has data.tokenizer 'bytes' and .*"),
         ("[{name: a, traning: {steps: 4}}]", "unknown key 'traning'; did you mean 'training'"),
     ],
 )

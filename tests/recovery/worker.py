@@ -1,7 +1,7 @@
-"""Runs on several ranks for tests.recovery.test_ranks, one launch for all of them.
+"""Ranks that run a job of :mod:`tests.recovery.test_ranks`, started through :mod:`tests.ranks`.
 
-``worker.py JOBS.json``: a list of jobs, each with the ``recipe`` file, ``overrides``, and what is
-to go wrong.
+The arguments are ``OUTCOME JOB``: a file for what comes of it, and as JSON the ``recipe`` file,
+``overrides``, and what is to go wrong.
 """
 
 import json
@@ -110,13 +110,8 @@ def run(job: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run every job; rank r writes what they returned into ``JOBS.json.r``."""
-    jobs = Path(sys.argv[1])
+    """Run the job; rank r writes what it returned into ``OUTCOME.r``."""
+    outcome, job = sys.argv[1:]
     distributed.init_process_group("gloo")
-    outcomes = {job["name"]: run(job) for job in json.loads(jobs.read_text())}
-    jobs.with_suffix(f".{distributed.get_rank()}").write_text(json.dumps(outcomes))
+    Path(f"{outcome}.{distributed.get_rank()}").write_text(json.dumps(run(json.loads(job))))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -26,11 +26,33 @@ from diffmegatron.parallel.topology import process_groups
 BATCH, LENGTH, VOCABULARY = 2, 64, 320
 
 
-def make_recipe(model=None, training=None, parallel=None) -> Recipe:
+SIGNAL_PER_NOISE = {"signal_per_noise": 2, "num_kv_heads": 2}
+# The kinds with four heads each; of softmax the eight of the pair.
+KINDS = {
+    "diff_v1": {"kind": "diff_v1"},
+    "softmax": {"kind": "softmax", "num_heads": 8},
+    "diff_v2": {"kind": "diff_v2"},
+    "diff_v2 in twos": {"kind": "diff_v2", **SIGNAL_PER_NOISE},
+    "grouped": {"kind": "grouped", **SIGNAL_PER_NOISE},
+    "dex": {
+        "kind": "dex",
+        "num_heads": 8,
+        "selected_heads": [[0], [1, 2, 5]],
+        "annealing_steps": None,
+    },
+}
+# What the layers of pretrained models have beside ordinary attention.
+QWEN = {
+    "qwen2": KINDS["softmax"] | {"qkv_bias": True},
+    "qwen3": KINDS["softmax"] | {"qk_norm": True},
+}
+
+
+def make_recipe(model=None, training=None, parallel=None, attention=None) -> Recipe:
     sizes = {
         "num_layers": 2,
         "hidden_size": 64,
-        "num_heads": 4,
+        "attention": {"kind": "diff_v1", "num_heads": 4} | (attention or {}),
         "ffn_hidden_size": 160,
         "vocab_size": VOCABULARY,
     }
@@ -53,8 +75,12 @@ def part_of(name: str) -> str:
         "word_embeddings": "embedding",
         "linear_qkv": "attention",
         "linear_proj": "attention",
-        "lambda_": "lambda_vectors",
-        "core_attention.norm": "headwise_norms",
+        "lambda_proj": "attention",
+        "dex_projection": "attention",
+        "lambda_": "lambdas",
+        "head_norm": "headwise_norms",
+        "q_norm": "headwise_norms",
+        "k_norm": "headwise_norms",
         "layernorm": "norms",
         "mlp.linear": "mlp",
         "output_layer": "output",
@@ -64,11 +90,10 @@ def part_of(name: str) -> str:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
-def test_parameters_are_those_of_the_built_network(attention, num_kv_heads, tied):
-    recipe = make_recipe(
-        {"attention": attention, "num_kv_heads": num_kv_heads, "tied_embeddings": tied}
-    )
+@pytest.mark.parametrize("kind", [*KINDS, *QWEN])
+def test_parameters_are_those_of_the_built_network(kind, num_kv_heads, tied):
+    attention = {"num_kv_heads": num_kv_heads} | (KINDS | QWEN)[kind]
+    recipe = make_recipe({"tied_embeddings": tied}, attention=attention)
     built = dict.fromkeys(count_parameters(recipe.model).__dataclass_fields__, 0)
     with process_groups(recipe.parallel, seed=1) as topology:
         network = build_model(recipe, topology)
@@ -84,43 +109,64 @@ def test_the_3b_model_has_the_parameters_its_sizes_give():
         {
             "num_layers": 28,
             "hidden_size": 3072,
-            "num_heads": 12,
             "ffn_hidden_size": 8192,
             "vocab_size": 100_288,
-        }
+        },
+        attention={"num_heads": 12},
     ).model
     counted = count_parameters(model)
     assert counted.without_embeddings / 1e9 == pytest.approx(3.171, abs=5e-4)
     assert counted.total / 1e9 == pytest.approx(3.787, abs=5e-4)
 
 
-@pytest.mark.parametrize("headwise_norm", [False, True])
-def test_the_twins_differ_by_what_only_one_of_them_has(headwise_norm):
-    sizes = {"headwise_norm": headwise_norm}
-    differential = count_parameters(make_recipe(sizes).model)
-    softmax = count_parameters(make_recipe({"attention": "softmax", **sizes}).model)
-    # Two layers, d = 8: four vectors of d; a norm weight of 2d against one of d.
-    assert differential.total - softmax.total == 2 * (4 * 8 + (16 - 8) * headwise_norm)
+@pytest.mark.parametrize(
+    ("attention", "more"),
+    # Per layer with hidden size 64: four vectors of d = 8; a norm weight of 2d.
+    [
+        ({"kind": "diff_v1"}, 4 * 8 + 16),
+        ({"kind": "diff_v1", "headwise_norm": False}, 4 * 8),
+        # d = 16: the queries of the noise heads, and lambda per head.
+        ({"kind": "diff_v2"}, 4 * 16 * 64 + 4 * 64),
+        ({"kind": "diff_v2", **SIGNAL_PER_NOISE}, 2 * 16 * 64 + 4 * 64),
+        # Two noise heads of d = 8 instead of four.
+        ({"kind": "grouped", **SIGNAL_PER_NOISE}, 4 * 8 + 16 - 2 * 8 * 64),
+    ],
+)
+def test_a_pair_differs_by_what_only_one_of_it_has(attention, more):
+    own = count_parameters(make_recipe(attention=attention).model)
+    baseline = count_parameters(make_recipe({"baseline": True}, attention=attention).model)
+    assert own.total - baseline.total == 2 * more
+
+
+def test_the_transformers_headwise_norm_is_over_d():
+    normed = make_recipe(attention=KINDS["softmax"] | {"headwise_norm": True}).model
+    assert count_parameters(normed).headwise_norms == 2 * 8
 
 
 @pytest.mark.parametrize(
-    ("attention", "attention_cost"),
-    # Multiply-adds per pair, in units of d. Of the blocked backend's 10 in the backward torch's
-    # counter misses the 4 of dK and dV (baddbmm_), and of SDPA's flash kernel on a CPU all.
-    [("differential", 4 + 6), ("softmax", 0)],
+    ("kind", "torch_counts", "attention_cost"),
+    # Multiply-adds per pair of all heads, in units of d: what torch's counter sees, which of the
+    # blocked backend's 10 per head in the backward misses the 4 of dK and dV (baddbmm_), and of
+    # SDPA's flash kernel on a CPU all; and forward, what the mathematics needs.
+    [
+        ("diff_v1", 4 * (4 + 6), 4 * 4),
+        ("softmax", 0, 8 * 2),
+        ("diff_v2", 0, 8 * 2),
+        ("diff_v2 in twos", 0, 6 * 2),
+    ],
 )
-def test_flops_are_those_of_the_products_that_torch_counts(attention, attention_cost):
-    recipe = make_recipe({"attention": attention}, {"precision": "fp32"})
+def test_flops_are_those_of_the_products_that_torch_counts(kind, torch_counts, attention_cost):
+    recipe = make_recipe(None, {"precision": "fp32"}, attention=KINDS[kind])
     model, tokens = recipe.model, BATCH * LENGTH
     with process_groups(recipe.parallel, seed=1) as topology:
         network = build_model(recipe, topology)
         with FlopCounterMode(display=False) as counter:
             run_forward(network).mean().backward()
     # Whole blocks of 64 x 64 pairs, while the model counts the causal half.
-    pairs = tokens * LENGTH * model.num_layers * model.num_heads
-    products = counter.get_total_flops() - 2 * pairs * attention_cost * model.head_dim
+    pairs = tokens * LENGTH * model.num_layers * model.attention.head_dim
+    products = counter.get_total_flops() - 2 * pairs * torch_counts
     counted = count_flops(model, LENGTH).training * tokens
-    assert products == counted - 2 * (pairs / 2) * (4 + 8) * model.head_dim
+    assert products == counted - 2 * (pairs / 2) * 3 * attention_cost
 
 
 def run_forward(network: torch.nn.Module) -> Tensor:
@@ -138,19 +184,40 @@ def test_flops_of_the_3b_model_typed_out():
         {
             "num_layers": 28,
             "hidden_size": 3072,
-            "num_heads": 12,
             "ffn_hidden_size": 8192,
             "vocab_size": 100_288,
-        }
+        },
+        attention={"num_heads": 12},
     ).model
     flops = count_flops(model, 4096)
     assert flops.training == 6 * weights + pairs * (4 + 8) * 128 * 2
     assert flops.forward == 2 * weights + pairs * 4 * 128 * 2
 
 
-def test_both_twins_have_the_same_flops():
-    twins = [make_recipe({"attention": name}).model for name in ("differential", "softmax")]
-    assert count_flops(twins[0], LENGTH) == count_flops(twins[1], LENGTH)
+def test_v1_and_its_baseline_have_the_same_flops():
+    pair = [make_recipe({"baseline": each}).model for each in (False, True)]
+    assert count_flops(pair[0], LENGTH) == count_flops(pair[1], LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("attention", "forward"),
+    # Per layer and token beside the baseline's: 2 FLOPs a weight, and in LENGTH / 2 pairs 2 FLOPs a
+    # multiply-add.
+    [
+        # Four noise heads of 16: W_lambda and their queries; scores and values of 16 each.
+        ({"kind": "diff_v2"}, 2 * (4 * 64 + 64 * 64) + LENGTH * 4 * (16 + 16)),
+        ({"kind": "diff_v2", **SIGNAL_PER_NOISE}, 2 * (4 * 64 + 32 * 64) + LENGTH * 2 * (16 + 16)),
+        # Two noise heads of 8 instead of four: their queries, their scores.
+        ({"kind": "grouped", **SIGNAL_PER_NOISE}, -2 * 2 * 8 * 64 - LENGTH * 2 * 8),
+    ],
+)
+def test_flops_of_a_pair_by_hand(attention, forward):
+    own, baseline = (
+        count_flops(make_recipe({"baseline": each}, attention=attention).model, LENGTH)
+        for each in (False, True)
+    )
+    assert own.forward - baseline.forward == 2 * forward
+    assert own.training - baseline.training == 3 * 2 * forward
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -214,13 +281,19 @@ def test_the_bucket_is_the_engines():
     assert engine_config(make_recipe())["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET
 
 
+NORMS = {
+    f"{kind}{', normed' * on}": KINDS[kind] | {"headwise_norm": on}
+    for kind in ("diff_v1", "softmax", "grouped", "dex")
+    for on in (True, False)
+} | {kind: KINDS[kind] for kind in ("diff_v2", "diff_v2 in twos")}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize("headwise_norm", [True, False])
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
-def test_activations_are_what_the_layers_keep(attention, headwise_norm, num_kv_heads, precision):
-    model = {"attention": attention, "headwise_norm": headwise_norm, "num_kv_heads": num_kv_heads}
-    recipe = make_recipe(model, {"precision": precision})
+@pytest.mark.parametrize("attention", [*NORMS, *QWEN])
+def test_activations_are_what_the_layers_keep(attention, num_kv_heads, precision):
+    sizes = {"num_kv_heads": num_kv_heads} | (NORMS | QWEN)[attention]
+    recipe = make_recipe(None, {"precision": precision}, attention=sizes)
     with process_groups(recipe.parallel, seed=1) as topology:
         kept = bytes_kept_for_backward(build_model(recipe, topology))
     (counted,) = memory_by_stage(recipe, 1, "cpu")
@@ -246,8 +319,11 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
     )
-    model = {"attention": "softmax", "headwise_norm": headwise_norm}
-    recipe = make_recipe(model, {"precision": precision})
+    recipe = make_recipe(
+        None,
+        {"precision": precision},
+        attention=KINDS["softmax"] | {"headwise_norm": headwise_norm},
+    )
     with process_groups(recipe.parallel, seed=1) as topology:
         kept = bytes_kept_for_backward(build_model(recipe, topology))
     (counted,) = memory_by_stage(recipe, 1, "gpu")
@@ -326,7 +402,7 @@ def test_stages_and_shards_add_up_to_the_network():
     )
     stages = memory_by_stage(recipe, 8)
     counted = count_parameters(recipe.model)
-    replicated = counted.norms + counted.lambda_vectors + counted.headwise_norms
+    replicated = counted.norms + counted.lambdas + counted.headwise_norms
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]

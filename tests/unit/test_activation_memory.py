@@ -10,6 +10,12 @@ from diffmegatron.training.offload import offloaded_activations
 from diffmegatron.training.step import summed_loss
 
 LENGTH = 64
+KINDS = {
+    "diff_v1": [],
+    "diff_v2": ["model.attention.kind=diff_v2"],
+    "grouped": ["model.attention.kind=grouped", "model.attention.signal_per_noise=2"],
+    "dex": ["model.attention={kind: dex, selected_heads: [[0], [1, 3]], annealing_steps: null}"],
+}
 
 
 def a_batch() -> Batch:
@@ -46,6 +52,7 @@ def run(recipe, *, offload: bool = False) -> tuple[float, dict[str, torch.Tensor
     return loss.item(), gradients, sum(kept.values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -56,9 +63,9 @@ def run(recipe, *, offload: bool = False) -> tuple[float, dict[str, torch.Tensor
     ],
     ids=["selective", "uniform", "uniform in twos", "block"],
 )
-def test_recomputation_gives_the_same_bits(tiny_recipe, overrides):
-    expected_loss, expected, kept = run(tiny_recipe())
-    loss, gradients, less = run(tiny_recipe(*overrides))
+def test_recomputation_gives_the_same_bits(tiny_recipe, overrides, kind):
+    expected_loss, expected, kept = run(tiny_recipe(*KINDS[kind]))
+    loss, gradients, less = run(tiny_recipe(*KINDS[kind], *overrides))
     assert loss == expected_loss
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name

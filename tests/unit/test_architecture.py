@@ -1,32 +1,41 @@
 """Who may import whom, read from the imports; docs/architecture.md says the same in words."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent.parent / "diffmegatron"
 
-# From the top down: a room imports itself and rooms on lower floors, never sideways.
-FLOORS = [
+# From the top down: a package imports itself and packages of lower layers, never sideways.
+LAYERS = [
     {"__main__"},
     {"cli"},
     {"plan", "doctor"},
-    {"evaluation"},
-    {"training", "hf", "dex"},
+    {"evaluation", "dex"},
+    {"training", "hf"},
     {"checkpoint", "optim", "data"},
     {"model"},
     {"attention", "parallel"},
     {"config"},
+    # The recipe has a section of each variant; their computation they import inside.
+    {"attention.variants"},
+    {"file_lock"},
+    {"attention.kernels", "section", "config.documents"},
+    {"files"},
     {"errors", "__init__"},
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
 MEGATRON = {
     "model",
     "attention/context",
-    "attention/core.py",
+    "attention/lora.py",
     "attention/norm.py",
+    "attention/self_attention.py",
     "attention/specs.py",
     "parallel",
     "checkpoint",
@@ -55,30 +64,37 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def room(path: Path) -> str:
-    return path.parts[0].removesuffix(".py")
+def package_of(parts: tuple[str, ...]) -> str:
+    """The innermost package of a module, given the parts of its name."""
+    inner = ".".join(parts[:2])
+    return inner if inner in LAYER_OF else parts[0]
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    return path.with_suffix("").parts
 
 
 def within(path: Path, places: set[str]) -> bool:
     return any(path == Path(place) or Path(place) in path.parents for place in places)
 
 
-def test_every_room_has_a_floor():
-    assert {room(path) for path in modules()} <= set(FLOOR)
+def test_every_package_has_a_layer():
+    assert {package_of(parts_of(path)) for path in modules()} <= set(LAYER_OF)
 
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_imports_go_down(path):
-    here = room(path)
+    here = package_of(parts_of(path))
     for name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "diffmegatron" or len(parts) == 1 or parts[1] not in FLOOR:
+        package, *parts = name.split(".")
+        if package != "diffmegatron" or not parts or parts[0] not in LAYER_OF:
             continue
-        assert parts[1] == here or FLOOR[parts[1]] > FLOOR[here], f"{path} imports {name}"
+        there = package_of(tuple(parts))
+        assert there == here or LAYER_OF[there] > LAYER_OF[here], f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=str)
-def test_engines_are_imported_in_their_rooms_only(path):
+def test_engines_are_imported_in_their_packages_only(path):
     roots = {name.split(".")[0] for name in imports(path)}
     if "megatron" in roots:
         assert within(path, MEGATRON), f"{path} imports megatron.core"
@@ -88,6 +104,33 @@ def test_engines_are_imported_in_their_rooms_only(path):
         own = [name for name in imports(path) if name.startswith("diffmegatron")]
         outside = [name for name in own if not name.startswith("diffmegatron.attention.kernels")]
         assert not outside, f"{path} imports {outside}"
+
+
+def test_no_kind_of_attention_is_known_by_name_outside_its_file():
+    """What a kind has its variant says; nobody else asks which one it is."""
+    names = re.compile(
+        r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""
+        r"""|\b(DiffV1|DiffV2|Grouped|TwoMaps|Softmax|Dex)\b"""
+    )
+    # An operation of the kernels is no kind: several have the same.
+    operations = re.compile(r"""operation [!=]= ["']\w+["']""")
+    found = {
+        f"{path}:{number}: {line.strip()}"
+        for path in modules()
+        # What an export carries along knows nothing of us.
+        if not within(path, {"attention/variants", "attention/kernels", "hf/modeling"})
+        for number, line in enumerate((PACKAGE / path).read_text().splitlines(), start=1)
+        if names.search(operations.sub("", line))
+    }
+    assert not found
+
+
+def test_recipes_are_read_without_torch():
+    code = "import diffmegatron.config.load, sys; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
 
 
 def test_no_file_is_past_400_lines():

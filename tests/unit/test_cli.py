@@ -61,27 +61,46 @@ def recipe(corpus: Path, tmp_path: Path) -> str:
 
 
 def test_a_missing_recipe_is_refused():
-    assert "cannot read recipe nowhere.yaml" in refused("train", "nowhere.yaml")
+    assert "cannot read nowhere.yaml" in refused("train", "nowhere.yaml")
 
 
 def test_the_version():
     assert diffmegatron("--version").stdout == f"diffmegatron {__version__}\n"
 
 
-def test_a_mistake_in_the_recipe_is_told_before_the_libraries_load(recipe):
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("training.stepz=3", "did you mean 'steps'"),
+        ("model.attention.kind=diff_v3", "did you mean 'diff_v"),
+    ],
+)
+def test_a_mistake_in_the_recipe_is_told_before_the_libraries_load(override, hint, recipe):
     """`-X importtime` names every module on standard error."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "train", recipe]
     result = subprocess.run(
-        [*command, "training.stepz=3"], capture_output=True, text=True, check=False, timeout=60
+        [*command, override], capture_output=True, text=True, check=False, timeout=60
     )
     assert result.returncode == 2
-    assert "did you mean 'steps'" in result.stderr
+    assert hint in result.stderr
     assert "| torch" not in result.stderr and "pydantic" in result.stderr
 
 
 def test_ranks_without_a_launcher_are_refused(recipe, tmp_path):
     assert "WORLD_SIZE but not RANK" in refused("train", recipe, WORLD_SIZE="2")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_JOB_END_TIME"])
+def test_an_environment_that_is_of_no_use_is_refused(name, recipe, tmp_path):
+    assert f"the environment sets {name} 'soon'" in refused("train", recipe, **{name: "soon"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_cannot_meet_are_refused(recipe):
+    here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29517", "LOCAL_RANK": "0"}
+    line = refused("train", recipe, **here, MASTER_ADDR="no.such.host.invalid")
+    assert "MASTER_ADDR 'no.such.host.invalid', which cannot be resolved" in line
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/run", "{tmp_path}/file/run"])
@@ -112,6 +131,38 @@ def test_a_search_names_its_own_gpus(recipe):
     assert "without --gpus 4" in refused("plan", recipe, "--search", "8", "--gpus", "4")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "0"], "error: 0 ranks cannot be started; give 1 to 1048576"),
+        (["--gpus", "-1"], "error: -1 ranks cannot be started"),
+        (["--gpus", 4_000 * "9"], "ranks cannot be started"),
+        (["--gpus", "0", "--rehearse"], "error: 0 ranks cannot be started"),
+        (["--search", "0"], "error: 0 ranks cannot be started"),
+        (["--hardware", 4_000 * "x"], "is not known; give one of H100 PCIe"),
+    ],
+)
+def test_a_plan_on_what_there_is_not_is_refused(options, said, recipe):
+    line = refused("plan", recipe, *options)
+    assert said in line
+    assert len(line) < 500
+
+
+def test_a_stage_that_cannot_follow_is_refused_before_the_first_is_trained(recipe, tmp_path):
+    stages = "stages: [{name: a}, {name: b, model: {num_layers: 4}}]"
+    Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
+    for command in ("plan", "train"):
+        assert "stage 'b' says 4; a run that starts with another's" in refused(command, recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(recipe, tmp_path):
+    stages = "stages: [{name: a}, {name: b, parallel: {tensor: 2}}]"
+    Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
+    assert "1 ranks do not fill parallel.tensor 2" in refused("train", recipe)
+    assert not (tmp_path / "run").exists()
+
+
 def test_plan_knows_the_attention_backends(recipe):
     assert "flash_4call" in refused("plan", recipe, "training.attention_backend=tritn")
 
@@ -140,3 +191,14 @@ def test_an_empty_corpus_is_refused(tmp_path):
     )
     assert "empty" in line
     assert not (tmp_path / "c.bin").exists()
+
+
+def test_names_that_are_no_text_are_printed(tmp_path):
+    source = tmp_path / os.fsdecode(b"in\xff.txt")
+    source.write_text("text")
+    prefix = tmp_path / os.fsdecode(b"out\xff")
+    arguments = ("prepare", str(source), "--output", str(prefix), "--tokenizer", "bytes")
+    for _ in "ab":
+        result = diffmegatron(*arguments, PYTHONIOENCODING="utf-8:strict")
+        assert result.returncode == 0, result.stderr
+        assert "1 documents" in result.stdout

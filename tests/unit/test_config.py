@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.config.load import dump_recipe, load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 
 BASE = """
 run_dir: runs/base
-model: {num_layers: 4, hidden_size: 96, num_heads: 6, ffn_hidden_size: 256, vocab_size: 320}
+model:
+  num_layers: 4
+  hidden_size: 96
+  attention: {kind: diff_v1, num_heads: 6}
+  ffn_hidden_size: 256
+  vocab_size: 320
 data: {sources: [{path: corpus}]}
 training: {seq_length: 64, global_batch_size: 8, steps: 100}
 optimizer: {lr: 1.0e-3}
@@ -41,33 +47,11 @@ def error_of(path: Path, *overrides: str) -> str:
         load_recipe(path, overrides)
     sentence = str(caught.value)
     assert "\n" not in sentence
+    assert len(sentence) < 1000
     return sentence
 
 
 # Reading and merging
-
-
-def test_sizes_that_follow_from_others_are_filled_in(base):
-    model = load_recipe(base).model
-    assert (model.head_dim, model.num_kv_heads) == (8, 6)
-    assert (model.num_attention_heads, model.num_query_groups) == (12, 12)
-    assert model.head_norm_dim == 16
-
-
-@pytest.mark.parametrize("number", ["4", "4.0", "0.4e1", "'4'"])
-def test_sizes_follow_from_numbers_however_they_are_written(base, number):
-    model = load_recipe(base, [f"model.num_heads={number}"]).model
-    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 4, 12)
-
-
-def test_the_twins_share_every_size_and_differ_in_what_one_has(base):
-    differential = load_recipe(base).model
-    softmax = load_recipe(base, ["model.attention=softmax"]).model
-    assert differential.model_copy(update={"attention": "softmax"}) == softmax
-    assert softmax.num_attention_heads == 2 * differential.num_heads
-    assert differential.has_headwise_norm
-    assert not softmax.has_headwise_norm
-    assert (differential.head_norm_dim, softmax.head_norm_dim) == (16, 8)
 
 
 def test_extends_merges_key_by_key_and_later_files_win(write):
@@ -126,8 +110,18 @@ def test_whole_floats_are_integers_where_integers_are_asked_for(base):
     [
         (),
         ("training.steps=null", "training.tokens=1e12"),
-        ("model.lambda_init.policy=constant", "model.lambda_init.value=0.5"),
-        ("model.headwise_norm=false", "model.num_kv_heads=2", "optimizer.eps=1e-12"),
+        (
+            "model.attention.lambda_init.policy=constant",
+            "model.attention.lambda_init.value=0.5",
+        ),
+        (
+            "model.attention.headwise_norm=false",
+            "model.attention.num_kv_heads=2",
+            "optimizer.eps=1e-12",
+        ),
+        ("model.attention.kind=softmax", "model.attention.headwise_norm=true"),
+        ("model.attention.kind=diff_v2", "model.attention.signal_per_noise=3"),
+        ("model.attention.kind=grouped", "model.attention.signal_per_noise=2"),
     ],
 )
 def test_a_dumped_recipe_loads_to_the_same(base, write, overrides):
@@ -137,8 +131,19 @@ def test_a_dumped_recipe_loads_to_the_same(base, write, overrides):
 
 def test_a_dump_shows_every_key_resolved(base):
     values = yaml.safe_load(dump_recipe(load_recipe(base)))
-    assert values["model"]["head_dim"] == 8
+    attention = values["model"]["attention"]
+    assert (attention["head_dim"], attention["num_kv_heads"]) == (8, 6)
+    assert set(attention) == set(DiffV1.model_fields)
     assert set(values) == set(Recipe.model_fields)
+
+
+def test_a_dumped_baseline_is_the_transformer_with_its_own_numbers(base, write):
+    dumped = write(dump_recipe(load_recipe(base, ["model.baseline=true"])), "dumped.yaml")
+    model = yaml.safe_load(dumped.read_text())["model"]
+    assert "baseline" not in model
+    assert (model["attention"]["kind"], model["attention"]["num_heads"]) == ("softmax", 12)
+    again = load_recipe(dumped).model
+    assert again.model_dump() == load_recipe(base, ["model.baseline=true"]).model.model_dump()
 
 
 def test_a_recipe_is_frozen(base):
@@ -161,6 +166,26 @@ def test_a_circle_is_broken(write):
     write("extends: recipe.yaml", "other.yaml")
     assert "extend each other in a circle" in error_of(write("extends: other.yaml"))
     assert "circle" in error_of(write("extends: self.yaml", "self.yaml"))
+
+
+def test_a_recipe_is_made_of_so_many_files(write):
+    for number in range(40):
+        write(f"extends: chain{number + 1}.yaml", f"chain{number}.yaml")
+        parents = [f"diamond{number + 1}.yaml", f"diamond{number + 2}.yaml"]
+        write(f"extends: [{', '.join(parents)}]", f"diamond{number}.yaml")
+    for path in ("chain0.yaml", "diamond0.yaml"):
+        sentence = error_of(write(f"extends: {path}"))
+        assert sentence.endswith("a recipe is made of 32 files at most")
+    for name in ("chain30.yaml", "diamond14.yaml", "diamond15.yaml"):
+        write("extends: base.yaml", name)
+    assert load_recipe(write("extends: chain1.yaml")).run_dir == "runs/base"
+    assert load_recipe(write("extends: diamond0.yaml")).run_dir == "runs/base"
+
+
+def test_a_file_extended_twice_is_the_same_both_times(write):
+    write("extends: base.yaml\nmodel: {num_layers: 8}", "deeper.yaml")
+    assert load_recipe(write("extends: [base.yaml, deeper.yaml]")).model.num_layers == 8
+    assert load_recipe(write("extends: [deeper.yaml, base.yaml]")).model.num_layers == 4
 
 
 def test_extends_of_another_type_is_refused(write):
@@ -186,7 +211,7 @@ def test_a_file_that_is_no_recipe_is_named(write, text, said):
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "binary.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot read recipe" in error_of(path)
+    assert "is not UTF-8 text" in error_of(path)
 
 
 # Keys and values
@@ -198,7 +223,12 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         ("modle: {}", "modle", "model"),
         ("model: {num_layer: 4}", "model.num_layer", "num_layers"),
         ("optimizer: {schedule: {warmup: 3}}", "optimizer.schedule.warmup", "warmup_steps"),
-        ("model: {lambda_init: {polcy: constant}}", "model.lambda_init.polcy", "policy"),
+        (
+            "model: {attention: {lambda_init: {polcy: constant}}}",
+            "model.attention.lambda_init.polcy",
+            "policy",
+        ),
+        ("model: {attention: {num_head: 4}}", "model.attention.num_head", "num_heads"),
         ("data: {sources: [{path: a, wieght: 2}]}", "data.sources.0.wieght", "weight"),
     ],
 )
@@ -237,8 +267,38 @@ def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
     [
         ("model.num_layers=many", "model.num_layers is 'many': input should be a valid integer"),
         ("model.num_layers=0", "model.num_layers is 0: input should be greater than or equal to 1"),
-        ("model.attention=linear", "model.attention is 'linear': input should be 'differential'"),
         ("optimizer.lr=nan", "optimizer.lr is"),
+        ("optimizer.lr=.nan", "optimizer.lr is nan: input should be a finite number"),
+        ("optimizer.lr=1e400", "optimizer.lr is inf: input should be a finite number"),
+        (f"optimizer.lr={10**200}{10**200}", "finite number"),
+        ("optimizer.betas=[.inf, 0]", "finite number"),
+        ("training.steps=" + 6_000 * "9", "training.steps is '999"),
+        ("training.steps=1:30", "training.steps is '1:30': input should be a valid integer"),
+        ("training.steps=2001-01-01", "training.steps is '2001-01-01'"),
+        (f"training.steps={2**62 + 1}", f"less than or equal to {2**62}"),
+        (f"training.seed={2**63}", f"less than or equal to {2**63 - 1}"),
+        ("training.seed=-1", "greater than or equal to 0"),
+        (f"data.split_seed={2**63}", f"less than or equal to {2**63 - 1}"),
+        (f"model.hidden_size={2**31}", f"less than or equal to {2**31 - 1}"),
+        (f"model.attention.num_heads={10**290}", f"less than or equal to {2**31 - 1}"),
+        ("training.seq_length=1", "seq_length is 1: input should be greater than or equal to 2"),
+        ("guard.window=7", "greater than or equal to 8"),
+        ("parallel.pipeline=5000", "less than or equal to 4096"),
+        ("model.attention.num_kv_heads=many", "attention.num_kv_heads is 'many': input should be"),
+        ("model.attention.head_dim=-2", "model.attention.head_dim is -2: input should be greater"),
+        ("run_dir=", "run_dir is None"),
+        ("run_dir=''", "run_dir is '': give a path; this is empty"),
+        ('run_dir="a\\0b"', "run_dir is 'a\\x00b': a path must be text without control characters"),
+        ('run_dir="\\ud800"', "run_dir is '\\ud800': a path must be text"),
+        (f"run_dir={201 * 'x'}", "a name within a path may have 200 bytes"),
+        (f"run_dir={101 * 'é'}", "a name within a path may have 200 bytes"),
+        (f"data.tokenizer={300 * 'x/'}", "a path may have 512 bytes"),
+        (f"data.cache_dir={201 * 'x'}", "data.cache_dir is 'xxx"),
+        (f"checkpoint.start_from={201 * 'x'}", "checkpoint.start_from is 'xxx"),
+        (f"data.sources=[{{path: {201 * 'x'}}}]", "data.sources.0.path is 'xxx"),
+        (f"data.sources=[{129 * '{path: a}, '}]", "data.sources is"),
+        ("data.sources=[{path: a, weight: 1e308}, {path: b, weight: 1e308}]", "their sum a finite"),
+        ("data.sources=[{path: a, weight: 0}]", "one must be above zero"),
         ("parallel.zero_stage=4", "parallel.zero_stage is 4: input should be 1, 2 or 3"),
     ],
 )
@@ -248,13 +308,18 @@ def test_a_value_that_does_not_fit_is_shown(base, override, said):
     assert said in sentence
 
 
+def test_an_override_of_too_many_dots_is_refused(base):
+    assert "too many dots" in error_of(base, f"{5_000 * 'model.'}num_layers=1")
+
+
 @pytest.mark.parametrize("override", ["model.num_layers", "=3"])
 def test_an_override_without_key_or_value_is_refused(base, override):
     assert "is not of the form section.key=value" in error_of(base, override)
 
 
 def test_an_override_that_is_no_yaml_is_refused(base):
-    assert "is not a YAML value" in error_of(base, "optimizer.betas=[0.9")
+    said = "the value of override 'optimizer.betas=[0.9' is not valid YAML: expected ',' or ']'"
+    assert said in error_of(base, "optimizer.betas=[0.9")
 
 
 # Cross-checks
@@ -263,12 +328,9 @@ def test_an_override_that_is_no_yaml_is_refused(base):
 @pytest.mark.parametrize(
     ("overrides", "clash", "fits"),
     [
-        (["model.num_heads=7"], "hidden_size 96 is no multiple of 2 x num_heads", "divide 48"),
-        (["model.num_kv_heads=4"], "num_kv_heads 4 does not divide num_heads 6", "[1, 2, 3, 6]"),
-        (["model.head_dim=15"], "model.head_dim 15 is odd", "pairs"),
         (
             ["parallel.tensor=4"],
-            "model.num_heads 6 is no multiple of parallel.tensor 4",
+            "model.attention.num_kv_heads 6 is no multiple of parallel.tensor 4",
             "divides all it shards is 2",
         ),
         (
@@ -298,11 +360,42 @@ def test_an_override_that_is_no_yaml_is_refused(base):
             "warmup_steps 100 leaves nothing of the run's 100 steps",
             "at most 99",
         ),
+        (
+            ["optimizer.schedule.warmup_steps=3", "optimizer.schedule.warmup_ratio=0.1"],
+            "warmup_steps is 3 and optimizer.schedule.warmup_ratio is 0.1",
+            "give one of them",
+        ),
+        (
+            ["optimizer.schedule.kind=wsd"],
+            "kind 'wsd' needs the length of its decay",
+            "optimizer.schedule.decay_ratio",
+        ),
+        (
+            ["optimizer.schedule.decay_ratio=0.1"],
+            "decay_ratio is of kind 'wsd' and optimizer.schedule.kind is 'linear'",
+            "leave it out",
+        ),
+        (
+            [
+                "optimizer.schedule={kind: wsd, decay_steps: 95}",
+                "optimizer.schedule.warmup_steps=9",
+            ],
+            "decay_steps 95 and optimizer.schedule.warmup_steps 9 are more than the run",
+            "may have 91",
+        ),
         (["optimizer.schedule.final_lr=1"], "final_lr 1 is above optimizer.lr 0.001", "ends"),
         (["training.tokens=1000"], "steps is 100 and training.tokens is 1000", "exactly one"),
         (["training.steps=null"], "steps is None and training.tokens is None", "exactly one"),
-        (["model.lambda_init.policy=constant"], "value is None with policy", "give a value"),
-        (["model.lambda_init.value=0.5"], "value is 0.5 with policy", "none with 'exponential'"),
+        (
+            ["model.attention.lambda_init.policy=constant"],
+            "value is None with policy",
+            "give a value",
+        ),
+        (
+            ["model.attention.lambda_init.value=0.5"],
+            "value is 0.5 with policy",
+            "none with 'exponential'",
+        ),
     ],
 )
 def test_a_clash_names_its_numbers_and_what_would_fit(base, overrides, clash, fits):
@@ -312,9 +405,9 @@ def test_a_clash_names_its_numbers_and_what_would_fit(base, overrides, clash, fi
 
 
 def test_a_clash_names_where_its_numbers_came_from(write, base):
-    child = write("extends: base.yaml\nparallel: {tensor: 4}")
+    child = write("extends: base.yaml\nparallel: {tensor: 3}")
     sentence = error_of(child, "run_dir=x")
-    assert re.search(r"base\.yaml and \S+recipe\.yaml: model\.num_heads 6", sentence)
+    assert re.search(r"base\.yaml and \S+recipe\.yaml: model\.ffn_hidden_size 256", sentence)
     assert error_of(base, "parallel.pipeline=3").endswith("that divides it is 2")
     assert "the command line: model.num_layers 4" in error_of(base, "parallel.pipeline=3")
 
@@ -349,3 +442,26 @@ def test_positions_restart_only_with_attention(base):
 
 def test_betas_are_between_zero_and_one(base):
     assert "optimizer.betas is [0.9, 2.0]" in error_of(base, "optimizer.betas=[0.9, 2.0]")
+
+
+def test_many_heads_name_few_of_what_would_fit(base):
+    heads = [
+        "model.attention.num_heads=735134400",
+        "model.attention.num_kv_heads=735134399",
+        "model.attention.head_dim=2",
+    ]
+    assert "num_heads 735134400; one of [1, 2, 3, 4, 5, 6," in error_of(base, *heads)
+
+
+def test_steps_are_exact_beyond_the_integers_of_floats(base):
+    overrides = ["training.steps=null", f"training.tokens={2**60 + 1}"]
+    assert load_recipe(base, overrides).training.total_steps == 2**60 // 512 + 1
+
+
+def test_the_largest_recipe_is_read_back_from_its_dump(base, write):
+    path = "/".join([199 * "'", 49 * "\U0001f600", 28 * "\u2028" + "0x_1e5"])[:512]
+    assert len(path.encode()) > 480
+    sources = [{"path": path, "weight": 1e-308} for _ in range(128)]
+    text = yaml.safe_dump({"extends": "base.yaml", "data": {"sources": sources}})
+    recipe = load_recipe(write(text))
+    assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe

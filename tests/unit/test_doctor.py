@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from diffmegatron import doctor
-from diffmegatron.attention.kernels.select import BACKENDS
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.specs import available_host
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
 
@@ -49,7 +49,7 @@ def test_every_backend_is_listed_and_why_it_cannot_run():
     (rows,) = [
         rows for title, rows in doctor.examine().sections.items() if "attention_backend" in title
     ]
-    assert [row.name for row in rows] == list(BACKENDS)
+    assert [row.name for row in rows] == list(DIFFERENTIAL)
     blocked, triton = (row for row in rows if row.name in ("blocked", "triton"))
     assert blocked.value == "can run"
     if not torch.cuda.is_available():

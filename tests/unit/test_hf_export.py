@@ -2,8 +2,12 @@
 
 import json
 import math
+import multiprocessing
+import shutil
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,7 @@ from diffmegatron.hf import tokenizer as hf_tokenizer
 from diffmegatron.hf.export import logit_difference, verify_export, write_export
 from diffmegatron.hf.layout import to_hf
 from diffmegatron.hf.tokenizer import convert
+from diffmegatron.hf.whole_directory import appearing_whole
 
 
 def export(
@@ -54,12 +59,25 @@ def test_diffllama_computes_the_papers_equations(sizes: dict[str, object], tmp_p
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [MHA, GQA | {"hidden_size": 96}, GQA | TIED], ids=str)
-def test_llama_computes_the_softmax_twin(sizes: dict[str, object], tmp_path: Path) -> None:
-    recipe = make_recipe(**SOFTMAX, **sizes)
+# Nine heads on three, as in SmolLM2-135M, are no pair's.
+NINE = {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3, "hidden_size": 72}
+ODD = {"kind": "softmax", "num_heads": 5, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [SOFTMAX | MHA, SOFTMAX | GQA | {"hidden_size": 96}, SOFTMAX | GQA | TIED, NINE, ODD],
+    ids=str,
+)
+def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path) -> None:
+    recipe = make_recipe(**sizes)
     expected = paper_logits(make_weights(recipe.model), recipe.model, make_tokens())
     out = export(recipe, tmp_path / "hf")
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    # Llama's configuration refuses heads that do not divide the hidden size.
+    kind = "Mistral" if sizes is ODD else "Llama"
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [f"{kind}ForCausalLM"]
+    assert config.get("sliding_window") is None
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
@@ -71,7 +89,7 @@ def test_bf16_export_keeps_lambda_in_fp32_and_folds_before_it_rounds(tmp_path: P
     for name, tensor in stored.items():
         assert tensor.dtype == (torch.float32 if "lambda" in name else torch.bfloat16), name
     attention = "decoder.layers.1.self_attention."
-    norm = weights[attention + "core_attention.norm.weight"].repeat(6)
+    norm = weights[attention + "head_norm"].repeat(6)
     folded = (weights[attention + "linear_proj.weight"] * norm).bfloat16()
     assert torch.equal(stored["model.layers.1.self_attn.o_proj.weight"], folded)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
@@ -138,8 +156,8 @@ def test_weights_stream_through(tmp_path: Path) -> None:
     [
         (DIFF | {"lambda_init": {"policy": "constant", "value": 0.8}}, "lambda_init"),
         (DIFF | {"headwise_norm": False}, "headwise_norm"),
-        (SOFTMAX | {"headwise_norm": True}, "headwise_norm"),
-        (SOFTMAX | {"num_heads": 5, "head_dim": 8}, "hidden_size"),
+        ({"kind": "softmax", "headwise_norm": True}, "headwise_norm"),
+        ({"kind": "softmax", "qkv_bias": True, "qk_norm": True}, "qk_norm"),
         (DIFF | {"vocab_size": 256}, "vocab_size"),
     ],
 )
@@ -162,6 +180,46 @@ def test_existing_output_is_refused_unless_empty(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
     with pytest.raises(UserError, match="cannot create a directory"):
         export(make_recipe(**DIFF), out / "config.json" / "deeper")
+
+
+def write_for_ever(out: Path, said: Connection) -> None:
+    with appearing_whole(out) as partial:
+        (partial / "model.safetensors").write_bytes(b"half")
+        said.send(partial.name)
+        time.sleep(600)
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "a[b]"
+    names = ("a.01234567", "a[b].0123456", "b.76543210")
+    others = [tmp_path / f".{name}.partial" for name in names]
+    for other in others:
+        other.mkdir()
+    context = multiprocessing.get_context("fork")
+    heard, said = context.Pipe()
+    running = context.Process(target=write_for_ever, args=(out, said), daemon=True)
+    running.start()
+    live = tmp_path / heard.recv()
+    try:
+        export(make_recipe(**DIFF), out)
+        assert (live / "model.safetensors").exists(), "another export still writes it"
+        shutil.rmtree(out)
+    finally:
+        running.kill()
+        running.join()
+    assert live.exists()
+    export(make_recipe(**DIFF), out)
+    assert sorted(tmp_path.iterdir()) == sorted([out, *others])
+
+
+def test_an_output_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+    for name in ("n" * 250, "n" * 5000):
+        with pytest.raises(UserError, match="cannot create a directory beside"):
+            export(make_recipe(**DIFF), tmp_path / name)
+    out = tmp_path / "hf"
+    with pytest.raises(UserError, match="cannot give what was written the name"):
+        export(make_recipe(**DIFF), out, verify=lambda _: out.write_text("in the way"))
+    assert list(tmp_path.iterdir()) == [out]
 
 
 QKV_NAME = "decoder.layers.2.self_attention.linear_qkv.weight"

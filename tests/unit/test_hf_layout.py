@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.attention.variants.hugging_face import Rearrange, WeightRule
 from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf import layout
 from diffmegatron.hf.configuration import to_hf_config
 from diffmegatron.hf.export import logit_difference
-from diffmegatron.hf.layout import Transform, from_hf, to_hf
+from diffmegatron.hf.layout import from_hf, to_hf
 
-DIFF = {"attention": "differential"}
-SOFTMAX = {"attention": "softmax"}
+DIFF = {"kind": "diff_v1"}
+# The pair's: twice the heads that stand beside it, and twice the key-value heads.
+SOFTMAX = {"baseline": True}
 MHA = {"num_heads": 4}
 GQA = {"num_heads": 6, "num_kv_heads": 2}
 TIED = {"tied_embeddings": True}
@@ -25,11 +28,16 @@ END = 256
 
 
 def make_recipe(**model: object) -> Recipe:
+    """Of keys of the model and of its attention, side by side."""
+    of_attention = {key for variant in VARIANTS.values() for key in variant.model_fields}
+    attention = {"kind": "diff_v1", "num_heads": 6}
+    attention |= {key: value for key, value in model.items() if key in of_attention}
     sizes = {"num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": 264}
+    sizes |= {key: value for key, value in model.items() if key not in of_attention}
     return Recipe.model_validate(
         {
             "run_dir": "run",
-            "model": {**sizes, "num_heads": 6, "rope_theta": 700.0, **model},
+            "model": {**sizes, "rope_theta": 700.0, "attention": attention},
             "data": {"tokenizer": "bytes", "sources": [{"path": "corpus"}]},
             "training": {"seq_length": 64, "global_batch_size": 2, "steps": 4},
             "optimizer": {"lr": 1e-3},
@@ -40,7 +48,10 @@ def make_recipe(**model: object) -> Recipe:
 def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Random weights under Megatron's names: attention far from uniform, norm weights from 1."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, ffn, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    h, kv, d = model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim
+    is_differential = model.attention.kind == "diff_v1"
+    maps = 2 if is_differential else 1
     weights: dict[str, Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int) -> None:
@@ -54,14 +65,13 @@ def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     for i in range(model.num_layers):
         layer = f"decoder.layers.{i}."
         norm(layer + "input_layernorm.weight", hidden)
-        qkv_rows = (2 * model.num_heads + 4 * model.num_kv_heads) * d
-        matrix(layer + "self_attention.linear_qkv.weight", qkv_rows, hidden)
-        if model.is_differential:
-            core = layer + "self_attention.core_attention."
+        attention = layer + "self_attention."
+        matrix(attention + "linear_qkv.weight", maps * (h + 2 * kv) * d, hidden)
+        if is_differential:
             for part in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-                weights[core + part] = torch.randn(d, generator=generator) * 0.3
-            norm(core + "norm.weight", 2 * d)
-        matrix(layer + "self_attention.linear_proj.weight", hidden, 2 * model.num_heads * d)
+                weights[attention + part] = torch.randn(d, generator=generator) * 0.3
+            norm(attention + "head_norm", 2 * d)
+        matrix(attention + "linear_proj.weight", hidden, maps * h * d)
         norm(layer + "pre_mlp_layernorm.weight", hidden)
         matrix(layer + "mlp.linear_fc1.weight", 2 * ffn, hidden)
         matrix(layer + "mlp.linear_fc2.weight", hidden, ffn)
@@ -103,32 +113,34 @@ def _paper_logits(
 ) -> Tensor:
     w = {name: weight.double() for name, weight in weights.items()}
     embedding = w["embedding.word_embeddings.weight"]
-    d, theta, eps = model.head_dim, model.rope_theta, model.norm_eps
-    repeat = model.num_heads // model.num_kv_heads
+    d, theta, eps = model.attention.head_dim, model.rope_theta, model.norm_eps
+    repeat = model.attention.num_heads // model.attention.num_kv_heads
     x = embedding[tokens]
     for i in range(model.num_layers):
         layer = f"decoder.layers.{i}."
+        attention = layer + "self_attention."
         normed = rms_norm(x, eps) * w[layer + "input_layernorm.weight"]
-        rows = normed @ w[layer + "self_attention.linear_qkv.weight"].T
+        rows = normed @ w[attention + "linear_qkv.weight"].T
         heads = list(rows.split(d, dim=1))  # per group: its query heads, its key, its value
         groups = [heads[g : g + repeat + 2] for g in range(0, len(heads), repeat + 2)]
         outputs = []
-        if model.is_differential:
-            core = layer + "self_attention.core_attention."
+        if model.attention.kind == "diff_v1":
             lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (i + first_layer - 1))
-            first = (w[core + "lambda_q1"] @ w[core + "lambda_k1"]).exp()
-            second = (w[core + "lambda_q2"] @ w[core + "lambda_k2"]).exp()
+            first = (w[attention + "lambda_q1"] @ w[attention + "lambda_k1"]).exp()
+            second = (w[attention + "lambda_q2"] @ w[attention + "lambda_k2"]).exp()
             lambda_ = first - second + lambda_init
-            for j in range(model.num_kv_heads):
+            for j in range(model.attention.num_kv_heads):
                 (*q1s, k1, v1), (*q2s, k2, v2) = groups[2 * j], groups[2 * j + 1]
                 for q1, q2 in zip(q1s, q2s, strict=True):
                     a = attention_map(q1, k1, theta) - lambda_ * attention_map(q2, k2, theta)
-                    head = rms_norm(a @ torch.cat((v1, v2), dim=1), eps) * w[core + "norm.weight"]
+                    head = (
+                        rms_norm(a @ torch.cat((v1, v2), dim=1), eps) * w[attention + "head_norm"]
+                    )
                     outputs.append((1 - lambda_init) * head)
         else:
             for *queries, k, v in groups:
                 outputs += [attention_map(q, k, theta) @ v for q in queries]
-        x = x + torch.cat(outputs, dim=1) @ w[layer + "self_attention.linear_proj.weight"].T
+        x = x + torch.cat(outputs, dim=1) @ w[attention + "linear_proj.weight"].T
         normed = rms_norm(x, eps) * w[layer + "pre_mlp_layernorm.weight"]
         gate, up = (normed @ w[layer + "mlp.linear_fc1.weight"].T).chunk(2, dim=1)
         x = x + (gate * gate.sigmoid() * up) @ w[layer + "mlp.linear_fc2.weight"].T
@@ -149,36 +161,57 @@ def hf_difference(recipe: Recipe, weights: dict[str, Tensor], expected: Tensor) 
         return logit_difference(model(make_tokens()).logits.double(), expected).relative
 
 
-def _exchange_maps(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
-    q, k, v = layout._split_qkv(model, qkv)
-    return q.roll(len(q) // 2, 0), k.roll(len(k) // 2, 0), v
+Mutation = Callable[[ModelConfig, Rearrange], Rearrange]
 
 
-def _exchange_value_halves(model: ModelConfig, qkv: Tensor) -> tuple[Tensor, ...]:
-    q, k, v = layout._split_qkv(model, qkv)
-    return q, k, v.roll(len(v) // 2, 0)
+def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
+    """Each key-value head's two groups one after the other, as in the fused projection."""
+    heads = model.attention.heads
+    each = [heads.queries // heads.keys, 1, 1]
+
+    def rearranged(fused: Tensor) -> tuple[Tensor, ...]:
+        groups = fused.unflatten(0, (heads.keys, -1, heads.head_dim))
+        return tuple(part.flatten(0, 2) for part in groups.split(each, dim=1))
+
+    return rearranged
 
 
-def _spread_norm(model: ModelConfig, proj: Tensor, norm: Tensor) -> tuple[Tensor, ...]:
-    return (proj * norm.repeat_interleave(model.num_heads),)
+def _exchange_maps(model: ModelConfig, split: Rearrange) -> Rearrange:
+    def rearranged(fused: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(fused)
+        return q.roll(len(q) // 2, 0), k.roll(len(k) // 2, 0), v
+
+    return rearranged
 
 
-MUTATIONS: dict[str, tuple[str, object]] = {
-    "heads of a pair not brought together": ("_maps", lambda model: 1),
-    "first and second map exchanged": ("QKV", Transform(_exchange_maps, layout._join_qkv)),
-    "halves of V exchanged": ("QKV", Transform(_exchange_value_halves, layout._join_qkv)),
-    "norm not folded": (
-        "HEADWISE_NORM",
-        Transform(lambda model, proj, norm: (proj,), layout._unfold_norm),
-    ),
-    "norm folded into the wrong columns": (
-        "HEADWISE_NORM",
-        Transform(_spread_norm, layout._unfold_norm),
-    ),
-    "gate and up exchanged": (
-        "GATE_UP",
-        Transform(lambda model, both: both.chunk(2)[::-1], layout._join_halves),
-    ),
+def _exchange_value_halves(model: ModelConfig, split: Rearrange) -> Rearrange:
+    def rearranged(fused: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(fused)
+        return q, k, v.roll(len(v) // 2, 0)
+
+    return rearranged
+
+
+def _leave_norm(model: ModelConfig, fold: Rearrange) -> Rearrange:
+    return lambda proj, norm: (proj,)
+
+
+def _spread_norm(model: ModelConfig, fold: Rearrange) -> Rearrange:
+    return lambda proj, norm: (proj * norm.repeat_interleave(model.attention.num_heads),)
+
+
+def _exchange_halves(model: ModelConfig, split: Rearrange) -> Rearrange:
+    return lambda both: split(both)[::-1]
+
+
+# The weight of ours whose rule is broken, and how.
+MUTATIONS: dict[str, tuple[str, Mutation]] = {
+    "heads of a pair not brought together": ("linear_qkv", _leave_heads_as_they_lie),
+    "first and second map exchanged": ("linear_qkv", _exchange_maps),
+    "halves of V exchanged": ("linear_qkv", _exchange_value_halves),
+    "norm not folded": ("head_norm", _leave_norm),
+    "norm folded into the wrong columns": ("head_norm", _spread_norm),
+    "gate and up exchanged": ("linear_fc1", _exchange_halves),
 }
 
 
@@ -191,13 +224,22 @@ def test_a_broken_table_shows_in_the_logits(
     weights = make_weights(recipe.model)
     expected = paper_logits(weights, recipe.model, make_tokens())
     assert hf_difference(recipe, weights, expected) < 1e-5
-    monkeypatch.setattr(layout, *MUTATIONS[mutation])
+    named, mutate = MUTATIONS[mutation]
+    table = layout.table
+
+    def broken(model: ModelConfig, step: int = 0) -> list[WeightRule]:
+        return [
+            rule._replace(to_hf=mutate(model, rule.to_hf)) if named in " ".join(rule.ours) else rule
+            for rule in table(model)
+        ]
+
+    monkeypatch.setattr(layout, "table", broken)
     assert hf_difference(recipe, weights, expected) > 1e-2
 
 
 def lambdas_one_layer_on(name: str) -> str:
-    *_, layer, module, core, part = name.split(".")
-    return f"decoder.layers.{(int(layer) + 1) % 3}.{module}.{core}.{part}"
+    *_, layer, module, part = name.split(".")
+    return f"decoder.layers.{(int(layer) + 1) % 3}.{module}.{part}"
 
 
 def second_lambda_first(name: str) -> str:
@@ -232,9 +274,9 @@ def test_table_leads_both_ways(kind: dict[str, str], sizes: dict[str, object]) -
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
     ours = make_weights(recipe.model)
-    for name in [name for name in ours if "core_attention.norm" in name]:
-        folded = ours[name.replace("core_attention.norm", "linear_proj")]
-        folded.mul_(ours[name].repeat(recipe.model.num_heads))
+    for name in [name for name in ours if "head_norm" in name]:
+        folded = ours[name.replace("head_norm", "linear_proj.weight")]
+        folded.mul_(ours[name].repeat(recipe.model.attention.num_heads))
         ours[name].fill_(1)
     back = dict(from_hf(to_hf(ours, recipe.model), recipe.model))
     assert back.keys() == ours.keys()

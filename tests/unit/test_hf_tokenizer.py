@@ -83,7 +83,7 @@ def test_special_tokens_keep_their_ids_over_gaps(small: TiktokenTokenizer, tmp_p
     assert exported.decode([260, 290, 257], skip_special_tokens=True) == "inthe"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pieces=TEXT)
 def test_merges_follow_tiktoken(
     small: TiktokenTokenizer, converted: Tokenizer, pieces: list[str]
@@ -159,7 +159,7 @@ def test_cl100k_on_source_files(
         assert exported_cl100k.decode(ids) == text, path.name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pieces=TEXT)
 def test_cl100k_on_any_text(
     cl100k: TiktokenTokenizer, exported_cl100k: PreTrainedTokenizerBase, pieces: list[str]

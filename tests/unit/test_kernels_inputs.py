@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     HeadwiseNorm,
     Maps,
     WholeAttention,
-    attention_with_lse,
     chunk_gradients,
     diff_attention,
+    diff_attention_v2,
     merge_maps,
     softmax_attention,
+    subtract_noise,
 )
 
 
@@ -38,6 +39,11 @@ def inputs(**replaced):
         ({"v": torch.zeros(2, 5, 2, 16)}, r"v has shape \[2, 5, 2, 16\]"),
         ({"q2": torch.zeros(2, 5, 4, 8)}, r"q2 has shape .* q1's \[2, 6, 4, 8\]"),
         ({"k2": torch.zeros(2, 6, 4, 8)}, r"k2 has shape .* k1's"),
+        ({"q2": torch.zeros(2, 6, 8)}, r"q2 has shape \[2, 6, 8\].* q1's"),
+        ({"q2": torch.zeros(2, 6, 0, 8)}, r"q2 has shape \[2, 6, 0, 8\].* q1's"),
+        ({"q2": torch.zeros(2, 6, 3, 8)}, "q2 has 3 heads, which do not divide the 4 of q1"),
+        ({"q2": torch.zeros(2, 6, 8, 8)}, "q2 has 8 heads, which do not divide the 4 of q1"),
+        ({"q2": torch.zeros(2, 6, 1, 8)}, "q2 has 1 heads, not a multiple of the 2 kv heads of k1"),
         ({"q1": torch.zeros(2, 6, 3, 8)}, "q1 has 3 heads, not a multiple of the 2 kv heads"),
         ({"v": torch.zeros(2, 6, 2, 16).bfloat16()}, "v is torch.bfloat16 but q1 is"),
         ({"k1": torch.zeros(2, 6, 2, 8, device="meta")}, "k1 is on meta but q1 on cpu"),
@@ -112,7 +118,7 @@ def test_a_negative_eps_is_refused():
 
 def test_a_scalar_is_no_query():
     with pytest.raises(ValueError, match=r"q has shape \[\]"):
-        attention_with_lse(torch.zeros(()), torch.zeros(()), torch.zeros(()))
+        softmax_attention(torch.zeros(()), torch.zeros(()), torch.zeros(()))
 
 
 def test_merging_asks_for_chunks_of_the_same_queries():
@@ -156,3 +162,72 @@ def test_chunk_gradients_refuses(given, message):
     call |= given
     with pytest.raises(ValueError, match=message):
         chunk_gradients(call["grad"], maps, call["lambda_"], call["whole"])
+
+
+def v2_inputs(**replaced):
+    tensors = {
+        "q": torch.zeros(2, 6, 8, 8),
+        "k": torch.zeros(2, 6, 2, 8),
+        "v": torch.zeros(2, 6, 2, 8),
+        "lambda_": torch.zeros(2, 6, 6),
+    }
+    return {**tensors, **replaced}
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"q": torch.zeros(2, 6, 7, 8)}, "q has 7 heads, not a multiple of the 2 kv heads of k"),
+        (
+            {"lambda_": torch.tensor(0.5)},
+            r"lambda_ has shape \[\]; .* must be \[2, 6\] and the",
+        ),
+        (
+            {"lambda_": torch.zeros(2, 5, 6)},
+            r"lambda_ has shape \[2, 5, 6\]; with q \[2, 6, 8",
+        ),
+        ({"lambda_": torch.zeros(2, 6, 5)}, "q has 8 heads and lambda_ 5; with h signal heads"),
+        ({"lambda_": torch.zeros(2, 6, 8)}, "q has 8 heads and lambda_ 8"),
+        ({"lambda_": torch.zeros(2, 6, 0)}, "q has 8 heads and lambda_ 0"),
+        ({"lambda_": torch.zeros(2, 6, 3)}, "q has 8 heads and lambda_ 3"),
+        ({"lambda_": torch.zeros(2, 6, 6).long()}, r"lambda_ is torch\.int64"),
+        ({"lambda_": torch.zeros(2, 6, 6, device="meta")}, "lambda_ is .* on meta"),
+        ({"lambda_": 0.5}, "lambda_ is of type float"),
+        (
+            {"k": torch.zeros(2, 6, 4, 8), "v": torch.zeros(2, 6, 4, 8)},
+            "q has 2 groups of 3 signal heads and a noise head, not a multiple of the 4 kv heads",
+        ),
+        ({"v": torch.zeros(2, 6, 2, 16)}, r"v has shape .* must be \[2, 6, 2, 8\]"),
+    ],
+)
+def test_diff_attention_v2_refuses(replaced, message):
+    with pytest.raises(ValueError, match=message):
+        diff_attention_v2(**v2_inputs(**replaced))
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (torch.zeros(2, 6, 8), r"heads has shape \[2, 6, 8\]"),
+        (torch.zeros(2, 6, 8, 8).long(), r"heads has shape .* dtype torch\.int64"),
+        (torch.zeros(2, 6, 6, 8), "heads has 6 heads and lambda_ 6"),
+        (0.5, "heads is of type float"),
+    ],
+)
+def test_subtract_noise_refuses(heads, message):
+    with pytest.raises(ValueError, match=message):
+        subtract_noise(heads, torch.zeros(2, 6, 6))
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda name: softmax_attention(*(torch.zeros(1, 2, 1, 8) for _ in range(3)), backend=name),
+        lambda name: diff_attention_v2(**v2_inputs(), backend=name),
+        lambda name: subtract_noise(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 1), backend=name),
+    ],
+    ids=["softmax", "v2", "subtraction"],
+)
+def test_a_backend_of_another_operation_is_unknown(attend):
+    with pytest.raises(ValueError, match="backend='flash_2call' is unknown; choose auto or"):
+        attend("flash_2call")

@@ -1,43 +1,118 @@
 """The choice of a backend: a plain function of device, dtype, head dimension and libraries."""
 
 import logging
+import subprocess
 import sys
-from typing import get_args
 
 import pytest
 import torch
 
-from diffmegatron.attention.kernels import backend_table, diff_attention
-from diffmegatron.attention.kernels.select import (
+from diffmegatron.attention.kernels.api import backend_table, diff_attention
+from diffmegatron.attention.kernels.registry import (
+    AUTO_ORDER,
     BACKENDS,
+    DIFFERENTIAL,
+    Call,
     choose_backend,
-    importable_libraries,
-    resolve_backend,
+    needed_features,
+    whole_sequence_backends,
+    why_not,
 )
-from diffmegatron.config.layout import WHOLE_SEQUENCE_BACKENDS
-from diffmegatron.config.schema import AttentionBackend
+from diffmegatron.attention.kernels.select import importable_libraries, resolve_backend
 
 NOTHING: frozenset[str] = frozenset()
+ON_CUDA = Call("differential", "cuda", "bfloat16", 128)
+ON_CPU = Call("differential", "cpu", "float32", 128)
 
 
-def test_recipes_know_every_backend_and_which_cannot_be_in_a_ring():
-    assert get_args(AttentionBackend) == ("auto", *BACKENDS)
-    assert {name for name, b in BACKENDS.items() if "chunks" in b.lacks} == WHOLE_SEQUENCE_BACKENDS
+def test_backends_that_cannot_be_in_a_ring():
+    assert whole_sequence_backends("differential") == {"flash_2call", "flash_4call", "flex"}
+
+
+def test_the_table_loads_without_torch():
+    code = (
+        "import sys, diffmegatron.attention.kernels.registry as registry\n"
+        "sizes = registry.costs.Sizes(2, 64, 8, 8, 8, 512)\n"
+        "for table in registry.BACKENDS.values():\n"
+        "    [(backend.work(sizes), backend.saved(sizes)) for backend in table.values()]\n"
+        "assert not {'torch', 'triton'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_order_names_backends_of_its_operation():
+    for op, orders in AUTO_ORDER.items():
+        assert {name for order in orders.values() for name in order} <= set(BACKENDS[op])
+
+
+@pytest.mark.parametrize("op", BACKENDS)
+def test_every_backend_has_the_functions_of_its_operation(op):
+    entry = {"differential": "diff_attention", "softmax": "softmax_attention"}
+    for backend in BACKENDS[op].values():
+        if backend.library not in (None, "triton"):
+            continue
+        if backend.library == "triton":
+            pytest.importorskip("triton", reason="its module imports it")
+        needed = {entry.get(op, "subtract_noise")}
+        if op != "subtraction" and "chunks" not in backend.lacks:
+            needed |= {"attention_with_lse", "chunk_gradients"}
+        assert needed <= set(dir(backend.load()))
+
+
+@pytest.mark.parametrize(
+    ("documents", "context", "exchange", "needs"),
+    [
+        (False, 1, None, set()),
+        (True, 1, None, {"documents"}),
+        (False, 2, "ring", {"chunks"}),
+        (True, 2, "ring", {"documents", "offsets", "chunks", "masked chunks"}),
+        (False, 2, "all_gather", set()),
+        (True, 2, "all_gather", {"documents", "offsets"}),
+        (True, 2, "ulysses", {"documents"}),
+    ],
+)
+def test_a_layout_says_what_it_asks_of_the_kernel(documents, context, exchange, needs):
+    assert needed_features(documents=documents, context=context, exchange=exchange) == needs
+
+
+def test_the_interpreter_lifts_the_limits_of_own_kernels_only(monkeypatch):
+    libraries, on_cpu = frozenset({"triton"}), {"device": "cpu", "dtype": "float64", "head_dim": 5}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for op in BACKENDS:
+        assert why_not("triton", Call(op, **on_cpu), libraries) is None
+        assert "needs the library" in why_not("triton", Call(op, **on_cpu), NOTHING)
+    assert "needs a cuda device" in why_not("flex", Call("softmax", **on_cpu), libraries)
+    assert choose_backend("auto", Call("softmax", **on_cpu), libraries)[0] == "sdpa"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for op in BACKENDS:
+        assert "needs a cuda device" in why_not("triton", Call(op, **on_cpu), libraries)
+
+
+@pytest.mark.parametrize(
+    ("device", "libraries", "expected"),
+    [("cpu", {"triton"}, "pytorch"), ("cuda", {"triton"}, "triton"), ("cuda", set(), "pytorch")],
+)
+def test_noise_is_subtracted_by_tritons_kernel_on_a_gpu(device, libraries, expected):
+    call = Call("subtraction", device, "bfloat16", 80)
+    assert choose_backend("auto", call, frozenset(libraries))[0] == expected
 
 
 def test_auto_on_cpu_is_blocked():
-    name, reason = choose_backend("auto", "cpu", torch.float32, 128, NOTHING)
+    name, reason = choose_backend("auto", ON_CPU, NOTHING)
     assert name == "blocked"
     assert "plain PyTorch" in reason
 
 
 def test_a_named_backend_is_taken():
-    assert choose_backend("reference", "cpu", torch.float64, 5, NOTHING)[0] == "reference"
+    assert (
+        choose_backend("reference", Call("differential", "cpu", "float64", 5), NOTHING)[0]
+        == "reference"
+    )
 
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="choose auto or reference, blocked, triton, flash_2call"):
-        choose_backend("fused", "cpu", torch.float32, 128, NOTHING)
+        choose_backend("fused", ON_CPU, NOTHING)
 
 
 def test_choice_is_logged_once(caplog):
@@ -51,27 +126,27 @@ def test_choice_is_logged_once(caplog):
 
 
 def test_table_lists_every_backend_with_a_reason():
-    table = backend_table(device="cpu")
-    assert [name for name, _, _ in table] == list(BACKENDS)
+    table = backend_table("differential", device="cpu")
+    assert [name for name, _, _ in table] == list(DIFFERENTIAL)
     assert all(reason for _, _, reason in table)
 
 
 def test_triton_is_refused_where_it_cannot_run():
     libraries = frozenset({"triton"})
     for device, dtype, head_dim, available, reason in (
-        ("cpu", torch.bfloat16, 128, libraries, "needs a cuda device, got cpu"),
-        ("cuda", torch.bfloat16, 128, NOTHING, "needs the library triton"),
-        ("cuda", torch.float64, 128, libraries, "takes bfloat16, float16, float32, got float64"),
-        ("cuda", torch.bfloat16, 80, libraries, "takes head_dim 64, 96, 128, got 80"),
+        ("cpu", "bfloat16", 128, libraries, "needs a cuda device, got cpu"),
+        ("cuda", "bfloat16", 128, NOTHING, "needs the library triton"),
+        ("cuda", "float64", 128, libraries, "takes bfloat16, float16, float32, got float64"),
+        ("cuda", "bfloat16", 80, libraries, "takes head_dim 64, 96, 128, got 80"),
     ):
         with pytest.raises(ValueError, match=f"backend='triton' cannot run: it {reason}"):
-            choose_backend("triton", device, dtype, head_dim, available)
-    assert choose_backend("triton", "cuda", torch.bfloat16, 128, libraries)[0] == "triton"
+            choose_backend("triton", Call("differential", device, dtype, head_dim), available)
+    assert choose_backend("triton", ON_CUDA, libraries)[0] == "triton"
 
 
 def test_auto_never_takes_kernels_that_no_gpu_has_run():
     libraries = frozenset({"triton"})
-    assert choose_backend("auto", "cuda", torch.bfloat16, 128, libraries)[0] != "triton"
+    assert choose_backend("auto", ON_CUDA, libraries)[0] != "triton"
 
 
 @pytest.mark.parametrize(
@@ -83,18 +158,17 @@ def test_auto_never_takes_kernels_that_no_gpu_has_run():
         ({"flash_attn", "flex_head_fa"}, 80, NOTHING, "flash_4call"),
         ({"flash_attn", "flex_head_fa"}, 128, {"documents"}, "flash_2call"),
         ({"flash_attn", "flex_head_fa"}, 128, {"offsets"}, "sdpa_4call"),
-        ({"flash_attn", "flex_head_fa"}, 128, {"lse"}, "blocked"),
+        ({"flash_attn", "flex_head_fa"}, 128, {"chunks"}, "sdpa_4call"),
+        ({"flash_attn", "flex_head_fa"}, 128, {"chunks", "masked chunks"}, "blocked"),
     ],
 )
 def test_auto_on_cuda(libraries, head_dim, needs, expected):
-    choice = choose_backend(
-        "auto", "cuda", torch.bfloat16, head_dim, frozenset(libraries), frozenset(needs)
-    )
-    assert choice[0] == expected
+    call = Call("differential", "cuda", "bfloat16", head_dim, frozenset(needs))
+    assert choose_backend("auto", call, frozenset(libraries))[0] == expected
 
 
 def test_auto_says_what_it_passed_over():
-    _, reason = choose_backend("auto", "cuda", torch.bfloat16, 128, frozenset({"flash_attn"}))
+    _, reason = choose_backend("auto", ON_CUDA, frozenset({"flash_attn"}))
     assert (
         "not flash_2call: needs the library flex_head_fa, which is not installed or not usable"
         in reason
@@ -102,8 +176,11 @@ def test_auto_says_what_it_passed_over():
 
 
 def test_a_named_backend_that_lacks_a_feature_says_so():
-    with pytest.raises(ValueError, match="'sdpa_4call' cannot run: it cannot return log-sum-exps"):
-        choose_backend("sdpa_4call", "cpu", torch.float32, 64, NOTHING, frozenset({"lse"}))
+    call = Call("differential", "cpu", "float32", 64, frozenset({"masked chunks"}))
+    with pytest.raises(
+        ValueError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"
+    ):
+        choose_backend("sdpa_4call", call, NOTHING)
 
 
 @pytest.mark.parametrize(

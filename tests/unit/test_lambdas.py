@@ -4,36 +4,60 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from diffmegatron.attention.lambdas import differential_lambda, lambda_init
-from diffmegatron.config.schema import LambdaInit
+from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.attention.variants.grouped import Grouped
+from diffmegatron.attention.variants.two_maps import LAMBDA_VECTORS, LambdaInit, TwoMaps
+
+CONSTANT = LambdaInit(policy="constant", value=0.35)
+
+
+class Layer:
+    """What a variant asks of its layer: the four vectors, in the order of LAMBDA_VECTORS."""
+
+    def __init__(self, *vectors: Tensor, layer_number: int = 1) -> None:
+        self.layer_number = layer_number
+        self._vectors = dict(zip(LAMBDA_VECTORS, vectors, strict=True))
+
+    def parameter(self, name: str) -> Tensor:
+        return self._vectors[name]
 
 
 def test_initial_value_rises_from_a_fifth_to_four_fifths():
     policy = LambdaInit()
-    assert lambda_init(policy, 1) == pytest.approx(0.2)
-    assert lambda_init(policy, 2) == pytest.approx(0.8 - 0.6 * math.exp(-0.3))
-    assert lambda_init(policy, 28) == pytest.approx(0.8, abs=2e-4)
+    assert policy.of_layer(1) == pytest.approx(0.2)
+    assert policy.of_layer(2) == pytest.approx(0.8 - 0.6 * math.exp(-0.3))
+    assert policy.of_layer(28) == pytest.approx(0.8, abs=2e-4)
 
 
 def test_constant_policy_ignores_the_layer():
     policy = LambdaInit(policy="constant", value=0.5)
-    assert {lambda_init(policy, layer) for layer in (1, 5, 28)} == {0.5}
+    assert {policy.of_layer(layer) for layer in (1, 5, 28)} == {0.5}
 
 
-def test_lambda_is_exact_and_float32_for_any_vectors():
+@pytest.mark.parametrize("variant", [DiffV1, Grouped])
+def test_lambda_is_exact_and_float32_for_any_vectors(variant: type[TwoMaps]):
     vectors = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) * 0.1
     q1, k1, q2, k2 = vectors.double()
     expected = math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.35
-    value = differential_lambda(*vectors, 0.35)
+    value = variant(lambda_init=CONSTANT).current_lambda(Layer(*vectors))
     assert value.dtype == torch.float32
     assert value.shape == ()
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("number", [1, 2, 28])
+def test_lambda_of_vectors_that_are_zero_is_its_layers_initial_value(number: int):
+    layer = Layer(*torch.zeros(4, 8), layer_number=number)
+    expected = 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
+    assert DiffV1().current_lambda(layer).item() == pytest.approx(expected)
+
+
 def test_swapping_the_pairs_changes_the_sign_of_the_learnt_part():
     q1, k1, q2, k2 = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
-    there = differential_lambda(q1, k1, q2, k2, 0.2) - 0.2
-    back = differential_lambda(q2, k2, q1, k1, 0.2) - 0.2
+    variant = DiffV1(lambda_init=CONSTANT)
+    there = variant.current_lambda(Layer(q1, k1, q2, k2)) - 0.35
+    back = variant.current_lambda(Layer(q2, k2, q1, k1)) - 0.35
     assert there.item() == pytest.approx(-back.item(), rel=1e-5)
     assert abs(there.item()) > 0.1

@@ -70,7 +70,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(overrides, said):
         "parallel.context=2",
         "parallel.context=6 training.seq_length=4104 parallel.context_exchange=ulysses",
         "parallel.context=6 training.seq_length=4104 training.attention_backend=flash_2call",
-        "parallel.context=8 training.attention_backend=flash_2call model.attention=softmax",
+        "parallel.context=8 training.attention_backend=flash_2call model.baseline=true",
         "parallel.pipeline=4 parallel.virtual_pipeline=7",
         "recompute.granularity=full recompute.layers=4",
         "recompute.granularity=full recompute.method=block recompute.layers=5",

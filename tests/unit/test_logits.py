@@ -5,55 +5,83 @@ import math
 import pytest
 import torch
 
-from diffmegatron.attention.core import DifferentialCoreAttention, SoftmaxCoreAttention
+from diffmegatron.attention.self_attention import SelfAttention
+from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.topology import process_groups
 from diffmegatron.training import logits
 from diffmegatron.training.logits import largest_logits
+from diffmegatron.training.step import summed_loss
+
+GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
+# Overrides of the recipe's four differential heads on two key-value heads, and which key each
+# query head meets: a key-value head of the two maps has a key for either.
+KINDS = {
+    "diff_v1": ((), [0, 0, 1, 1, 2, 2, 3, 3]),
+    "softmax": (("model.baseline=true",), [0, 0, 1, 1, 2, 2, 3, 3]),
+    "diff_v2": (("model.attention.kind=diff_v2",), [0, 0, 0, 0, 1, 1, 1, 1]),
+    "grouped": (GROUPED, [0, 0, 1, 2, 2, 3]),
+}
 
 
-def every_logit(query, key, documents):
-    """[s, b, heads, d] and [s, b, groups, d]: the logits of pairs that attention sees, one list."""
+def every_logit(query, key, documents, meets):
+    """[s, b, heads, d] and [s, b, keys, d]: the logits of pairs that attention sees, one list."""
     length, rows, heads, d = query.shape
+    assert (heads, key.shape[2]) == (len(meets), max(meets) + 1)
     document = torch.bucketize(torch.arange(length * rows), documents[1:], right=True)
     document = document.view(rows, length)
     found = []
     for row in range(rows):
         for head in range(heads):
-            keys = key[:, row, head * key.shape[2] // heads]
-            products = query[:, row, head].double() @ keys.double().T / math.sqrt(d)
+            products = query[:, row, head].double() @ key[:, row, meets[head]].double().T
             seen = torch.ones(length, length).tril().bool()
             seen &= document[row][:, None] == document[row][None]
-            found.append(products[seen])
+            found.append(products[seen] / math.sqrt(d))
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("attention", ["differential", "softmax"])
+def a_batch(packed):
+    """Two rows of 64 tokens; packed, of two documents each."""
+    tokens = torch.arange(128).view(2, 64) % 257
+    ids = [[0] * 10 + [1] * 54, [0] * 36 + [1] * 28]
+    return Batch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(2, 64),
+        position_ids=torch.arange(64).expand(2, 64),
+        document_ids=torch.tensor(ids, dtype=torch.int32) if packed else None,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_largest_of_all(attention, packed, tiny_recipe, monkeypatch):
-    recipe = tiny_recipe(f"model.attention={attention}", "model.initialization.std=0.5")
+def test_the_largest_of_all(kind, packed, tiny_recipe, monkeypatch):
+    overrides, meets = KINDS[kind]
+    recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
     monkeypatch.setattr(logits, "_QUERIES", 24)
-    expected = {}
+    attend, expected = SelfAttention._attend, {}
+    ends = torch.tensor([0, 10, 64, 100, 128] if packed else [0, 64, 128])
 
-    def look(module, arguments, named):
-        given = [*arguments, *named.values()]
-        ends = given[3] if packed else torch.tensor([0, 64, 128])
-        expected[module.layer_number] = every_logit(given[0], given[1], ends).max().item()
+    def look(module, documents, query, key, *others):
+        expected[module.layer_number] = every_logit(query, key, ends, meets).max().item()
+        return attend(module, documents, query, key, *others)
 
+    monkeypatch.setattr(SelfAttention, "_attend", look)
+    with process_groups(recipe.parallel, 1) as topology, torch.no_grad():
+        network = build_model(recipe, topology).eval()
+        found = largest_logits(network, lambda: summed_loss(network, a_batch(packed)))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert list(found) == [1, 2] and max(found.values()) > 1
+
+
+def test_nobody_looks_afterwards_even_if_the_pass_fails(tiny_recipe):
+    recipe = tiny_recipe()
     with process_groups(recipe.parallel, 1) as topology:
         network = build_model(recipe, topology).eval()
-        for module in network.modules():
-            if isinstance(module, DifferentialCoreAttention | SoftmaxCoreAttention):
-                module.register_forward_pre_hook(look, with_kwargs=True)
-        tokens = torch.arange(128).view(2, 64) % 257
-        documents = torch.tensor([0, 10, 64, 100, 128], dtype=torch.int32) if packed else None
-        positions = torch.arange(64).expand(2, 64)
-        with torch.no_grad():
-            found = largest_logits(network, lambda: network(tokens, positions, documents))
-            again = dict(expected)
-            network(tokens, positions, documents)
-    assert found == pytest.approx(again, rel=1e-5)
-    assert list(found) == [1, 2] and max(found.values()) > 1
+        with pytest.raises(ZeroDivisionError):
+            largest_logits(network, lambda: 1 / 0)
+    layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
+    assert [layer.observer for layer in layers] == [None, None]
 
 
 def test_nan_is_told(tiny_recipe):

@@ -12,11 +12,12 @@ from rich.console import Console
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.model.accounting import memory_by_stage, peak_memory
 from diffmegatron.plan import Plan, plan_recipe, print_plan, run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
+HEADS = "model.attention.num_heads"
 
 
 def load(*overrides: str, path: Path = CONFIGS / "diff_3b_1t.yaml") -> Recipe:
@@ -67,11 +68,11 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
     ("overrides", "ranks", "said"),
     [
         # Heads halved twice, with and without the head dimension given.
-        (["model.num_heads=6"], 2, "num_heads 6 is fewer"),
-        (["model.num_heads=6"], 2, "head_dim 256 is above the paper's 128"),
-        (["model.num_heads=6", "model.head_dim=128"], 2, "is 1536, narrower than hidden_size 3072"),
-        (["model.headwise_norm=false"], 2, "3.122 instead of 3.062"),
-        (["parallel.tensor=16", "model.num_heads=16"], 16, "reaches beyond a node of 8 GPUs"),
+        ([f"{HEADS}=6"], 2, "num_heads 6 is fewer"),
+        ([f"{HEADS}=6", "model.attention.head_dim=0"], 2, "head_dim 256 is above the paper's 128"),
+        ([f"{HEADS}=6"], 2, "is 1536, narrower than hidden_size 3072"),
+        (["model.attention.headwise_norm=false"], 2, "3.122 instead of 3.062"),
+        (["parallel.tensor=16", f"{HEADS}=16"], 16, "reaches beyond a node of 8 GPUs"),
         (["parallel.tensor=2"], 2, "sequence_parallel is off with parallel.tensor 2"),
         (["parallel.pipeline=4"], 2048, "2 microbatches do not fill parallel.pipeline 4"),
         (["model.num_layers=56", "training.micro_batch_size=1"], 2, "an estimated"),
@@ -85,13 +86,13 @@ def test_warnings_name_the_number_and_what_would_be_better(overrides, ranks, sai
 def test_the_learning_rate_of_a_large_differential_model_is_warned_about():
     high = load("optimizer.lr=1e-4", path=LARGE)
     assert any("loss spikes" in warning for warning in plan_recipe(high).warnings)
-    twin = load("optimizer.lr=1e-4", "model.attention=softmax", path=LARGE)
-    assert plan_recipe(twin).warnings == ()
+    baseline = load("optimizer.lr=1e-4", "model.baseline=true", path=LARGE)
+    assert plan_recipe(baseline).warnings == ()
 
 
 def test_heads_of_the_transformer_are_not_warned_about():
-    twin = load("model.num_heads=6", "model.attention=softmax")
-    assert plan_recipe(twin, 2).warnings == ()
+    baseline = load(f"{HEADS}=3", "model.baseline=true")
+    assert plan_recipe(baseline, 2).warnings == ()
 
 
 def test_too_little_memory_names_gpus_and_ranks_that_fit():
@@ -111,21 +112,62 @@ def test_the_table_shows_every_number():
     text = printed(plan)
     for number in ("1,056,964,608", "3.17B", "3.79B", "238,419", "4,194,304", "8 ranks", "ZeRO"):
         assert number in text
-    assert "differential, 12 heads; its Transformer twin has 24" in text
+    assert "diff_v1 attention: 12 heads of 128\nIts Transformer: 24 heads, 3.79B param" in text
     assert "stage 1 of 2" in text
     assert f"{plan.heaviest.total / 2**30:.2f}" in text
 
 
-def test_the_twins_table_counts_its_own_heads():
-    text = printed(plan_recipe(load("model.attention=softmax"), 2))
-    assert "softmax, 24 heads; its differential twin has 12" in text
+# The 3B shape with each kind: h, key-value heads, d, and heads of the baseline; then what a layer
+# has beside the baseline's parameters and FLOPs of a token's forward pass at 4K.
+PAIRS = {
+    "baseline=true": ("softmax", 24, 24, 128, 24, 0, 0),
+    "attention.kind=diff_v1": ("diff_v1", 12, 12, 128, 24, 4 * 128 + 256, 0),
+    # 24 noise heads of d, and W_lambda; scores and values of d each.
+    "attention.kind=diff_v2": (
+        "diff_v2", 24, 24, 128, 24, 24 * 129 * 3072, 2 * 24 * 129 * 3072 + 4096 * 24 * 2 * 128,
+    ),
+    # 3 noise heads of d instead of 12: their queries and scores.
+    "attention.kind=grouped": (
+        "grouped", 12, 3, 128, 24,
+        4 * 128 + 256 - 9 * 128 * 3072, -2 * 9 * 128 * 3072 - 4096 * 9 * 128,
+    ),
+}  # fmt: skip
 
 
-def test_json_counts_the_twins_own_heads(capsys):
-    for attention, own, twin in (("differential", 12, 24), ("softmax", 24, 12)):
-        run([load(f"model.attention={attention}")], 2, as_json=True)
-        values = json.loads(capsys.readouterr().out)
-        assert (values["num_heads"], values["twin_num_heads"]) == (own, twin)
+@pytest.mark.parametrize("override", PAIRS)
+def test_both_of_a_pair_are_counted(override, capsys):
+    kind, heads, kv_heads, head_dim, baseline_heads, parameters, flops = PAIRS[override]
+    recipe = load(f"model.{override}")
+    run([recipe], 2, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert values["attention"] == kind
+    assert (values["num_heads"], values["num_kv_heads"]) == (heads, kv_heads)
+    assert (values["head_dim"], values["baseline_num_heads"]) == (head_dim, baseline_heads)
+    more = values["parameters"]["total"] - values["baseline_parameters"]
+    assert more == 28 * parameters
+    own, baseline = (values[f"{each}flops_per_token"] for each in ("", "baseline_"))
+    assert own["forward"] - baseline["forward"] == 28 * flops
+    assert own["training"] - baseline["training"] == 3 * 28 * flops
+    text = printed(plan_recipe(recipe, 2))
+    assert f"{kind} attention: {heads} heads of {head_dim}" in text
+    assert f"Its Transformer: {baseline_heads} heads" in text
+    assert f"{values['kv_cache_bytes_per_token']:,} bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "channels"),
+    [
+        ([], 2 * 12 * 128),
+        (["baseline=true"], 24 * 128),
+        (["attention.kind=diff_v2"], 24 * 128),
+        (["attention.num_kv_heads=4"], 2 * 4 * 128),
+        (["attention.num_kv_heads=4", "attention.kind=diff_v2"], 4 * 128),
+        (["attention.kind=grouped"], 2 * 3 * 128),
+    ],
+)
+def test_the_cache_holds_keys_and_values_of_every_layer_in_bf16(overrides, channels):
+    plan = plan_recipe(load(*(f"model.{each}" for each in overrides)), 2)
+    assert plan.kv_cache_bytes_per_token == 28 * 2 * 2 * channels
 
 
 def test_the_stages_of_a_recipe_are_told_apart(capsys):
@@ -148,9 +190,29 @@ def test_memory_is_judged_by_the_hardware_named():
     assert plan_recipe(load(), 1, "H200").warnings == ()
 
 
-def test_useless_recomputation_is_said_to_be_so():
-    warnings = plan_recipe(load("recompute.granularity=selective"), 2).warnings
-    assert any("saves little" in warning for warning in warnings)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.pipeline=2"],
+        ["parallel.pipeline=7", "parallel.virtual_pipeline=2", "training.global_batch_size=28"],
+        ["parallel.pipeline=14", "model.tied_embeddings=true", "training.global_batch_size=2"],
+        ["parallel.pipeline=4", "model.vocab_size=1024", "data.tokenizer=bytes"],
+        ["parallel.pipeline=28", "parallel.offload_optimizer=true"],
+    ],
+)
+def test_the_peak_is_that_of_the_heaviest_stage(overrides):
+    recipe = load(*overrides)
+    ranks = recipe.parallel.model_ranks * 2
+    heaviest = max(stage.total for stage in memory_by_stage(recipe, ranks))
+    assert peak_memory(recipe, ranks) == heaviest
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_either_end_of_a_pipeline_may_be_the_heaviest(recomputed):
+    recipe = load("parallel.pipeline=5", f"recompute.granularity={recomputed}", path=LARGE)
+    totals = [stage.total for stage in memory_by_stage(recipe, 20)]
+    assert peak_memory(recipe, 20) == max(totals) == totals[0 if recomputed == "none" else -1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -181,6 +243,24 @@ def test_json_has_everything_and_adds_up(capsys):
         backward = stage["activations"] + max(stage["logits"], stage["layer"])
         assert held + max(backward, stage["update"]) == stage["total"]
     assert values["total_flops"] == values["tokens"] * values["flops_per_token"]["training"]
+
+
+def test_stages_are_planned_on_ranks_that_fill_each_of_them(capsys):
+    batch = "training.global_batch_size=28"
+    stages = [
+        load("parallel.tensor=4", batch),
+        load("parallel.tensor=2", "parallel.pipeline=7", batch),
+    ]
+    run(stages, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert [value["layout"]["world_size"] for value in values] == [28, 28]
+    assert [value["layout"]["data"] for value in values] == [7, 2]
+
+
+def test_a_run_dir_is_printed_as_it_is(capsys):
+    stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
+    run(stages)
+    assert "[/x] [bold]y" in capsys.readouterr().out
 
 
 def test_no_torch_is_needed():

@@ -16,9 +16,7 @@ def make_recipe(**sections: dict) -> Recipe:
     model = {
         "num_layers": LAYERS,
         "hidden_size": HIDDEN,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "head_dim": 32,
+        "attention": {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 32},
         "ffn_hidden_size": 1024,
         "vocab_size": 4096,
     }

@@ -7,6 +7,7 @@ import yaml
 
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
@@ -25,7 +26,28 @@ SCALING = {
     "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
     "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
 }
-THREE_BILLION = {"diff_3b_1t": 10**12, "diff_3b_350b": 350 * 10**9, "transformer_3b_350b": None}
+# Tokens; heads, key-value heads, and in ordinary heads of 128 the queries, keys and outputs.
+THREE_BILLION = {
+    "diff_3b_1t": (10**12, (12, 12), (24, 24, 24)),
+    "diff_3b_350b": (350 * 10**9, (12, 12), (24, 24, 24)),
+    "transformer_3b_350b": (350 * 10**9, (24, 24), (24, 24, 24)),
+    # The same with the other kinds of attention; grouped has three signal heads per noise head.
+    "diff_v2_3b_1t": (10**12, (24, 24), (48, 24, 24)),
+    "diff_v2_3b_350b": (350 * 10**9, (24, 24), (48, 24, 24)),
+    "grouped_3b_1t": (10**12, (12, 4), (16, 8, 24)),
+    "grouped_3b_350b": (350 * 10**9, (12, 4), (16, 8, 24)),
+    "transformer_8kv_3b_350b": (350 * 10**9, (24, 8), (24, 8, 24)),
+}
+
+
+# What a recipe's name begins with; longer ones first.
+KINDS = {"diff_v2": "diff_v2", "grouped": "grouped", "diff": "diff_v1", "transformer": "softmax"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of attention that a recipe's name promises."""
+    stem = name.rpartition("/")[2]
+    return next(kind for begins, kind in KINDS.items() if stem.startswith(begins))
 
 
 def load(name: str) -> Recipe:
@@ -39,12 +61,12 @@ def test_every_recipe_loads_and_plans(name):
         assert plan.tokens >= recipe.training.total_steps
         if name != "quickstart":
             assert Path(recipe.run_dir).is_relative_to(f"runs/{name}")
-            assert recipe.model.attention == ("differential" if "diff" in name else "softmax")
+            assert recipe.model.attention.kind == kind_of(name)
 
 
-@pytest.mark.parametrize("twin", ["diff", "transformer"])
-def test_the_long_context_stage_is_section_3_3(twin):
-    recipe = load(f"{twin}_3b_64k")
+@pytest.mark.parametrize("prefix", ["diff", "transformer", "diff_v2", "grouped"])
+def test_the_long_context_stage_is_section_3_3(prefix):
+    recipe = load(f"{prefix}_3b_64k")
     assert recipe.training.seq_length == 65_536
     assert recipe.training.tokens == 1_500_000_000
     assert recipe.optimizer.lr == 8e-5
@@ -53,14 +75,14 @@ def test_the_long_context_stage_is_section_3_3(twin):
     assert recipe.data.upsampling.keep_short == 0.1
     assert recipe.data.upsampling.long_tokens == 4096
     assert recipe.training.tokens_per_step == 2**22
-    pretrained = load("diff_3b_1t" if twin == "diff" else "transformer_3b_350b")
+    pretrained = load("transformer_3b_350b" if prefix == "transformer" else f"{prefix}_3b_1t")
     assert recipe.checkpoint.start_from == pretrained.run_dir
 
 
-@pytest.mark.parametrize("twin", ["diff", "transformer"])
-def test_the_math_stages_are_appendix_c(twin):
-    continuation, reasoning = load_stages(CONFIGS / f"{twin}_3b_math.yaml")
-    assert continuation.checkpoint.start_from == load(f"{twin}_3b_64k").run_dir
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
+def test_the_math_stages_are_appendix_c(prefix):
+    continuation, reasoning = load_stages(CONFIGS / f"{prefix}_3b_math.yaml")
+    assert continuation.checkpoint.start_from == load(f"{prefix}_3b_64k").run_dir
     assert continuation.training.tokens == 20 * 10**9
     assert continuation.optimizer.lr == 8e-5
     assert continuation.training.tokens_per_step == 2**22
@@ -72,7 +94,8 @@ def test_the_math_stages_are_appendix_c(twin):
 
 
 def test_the_recipes_of_the_paper_are_all_there():
-    expected = {f"scaling/{twin}_{size}" for twin in ("diff", "transformer") for size in SCALING}
+    pair = ("diff", "transformer")
+    expected = {f"scaling/{prefix}_{size}" for prefix in pair for size in SCALING}
     assert set(NAMES) >= expected | set(THREE_BILLION) | {"quickstart"}
 
 
@@ -92,13 +115,17 @@ def test_the_3b_recipes_are_those_of_section_3_1_and_table_9(name):
     recipe = load(name)
     model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
     assert (model.hidden_size, model.num_layers, model.ffn_hidden_size) == (3072, 28, 8192)
-    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (12, 12, 128)
-    assert model.num_attention_heads == 24
+    tokens, own, ordinary = THREE_BILLION[name]
+    attention = model.attention
+    heads = attention.heads
+    assert (attention.num_heads, attention.num_kv_heads) == own
+    assert attention.head_dim == 128
+    assert (heads.queries, heads.keys, heads.output_channels // 128) == ordinary
     assert model.vocab_size == 100_288
     assert recipe.data.tokenizer == "cl100k_base"
     assert training.seq_length == 4096
     assert training.tokens_per_step == 4 * 2**20
-    assert training.tokens == (THREE_BILLION[name] or 350 * 10**9)
+    assert training.tokens == tokens
     assert training.precision == "bf16"
     assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (3.2e-4, (0.9, 0.95), 0.1)
     assert (optimizer.eps, optimizer.clip_grad_norm) == (1e-6, 1.0)
@@ -107,15 +134,16 @@ def test_the_3b_recipes_are_those_of_section_3_1_and_table_9(name):
     assert len(recipe.data.sources) == 5
 
 
-@pytest.mark.parametrize("twin", ["diff", "transformer"])
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
 @pytest.mark.parametrize("size", SCALING)
-def test_the_scaling_suite_is_that_of_appendix_e(size, twin):
-    recipe = load(f"scaling/{twin}_{size}")
+def test_the_scaling_suite_is_that_of_appendix_e(size, prefix):
+    recipe = load(f"scaling/{prefix}_{size}")
     model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
     hidden, layers, heads, head_dim, ffn, lr, named = SCALING[size]
-    assert (model.hidden_size, model.num_layers, model.num_heads) == (hidden, layers, heads)
-    assert (model.num_kv_heads, model.head_dim) == (heads, head_dim)
-    assert model.num_attention_heads == 2 * heads
+    attention, own = model.attention, heads if prefix == "diff" else 2 * heads
+    assert (model.hidden_size, model.num_layers, attention.num_heads) == (hidden, layers, own)
+    assert (attention.num_kv_heads, attention.head_dim) == (own, head_dim)
+    assert attention.heads.queries == 2 * heads
     assert model.ffn_hidden_size == ffn
     assert 0 <= ffn - hidden * 8 / 3 < 64
     assert ffn % 64 == 0
@@ -131,14 +159,50 @@ def test_the_scaling_suite_is_that_of_appendix_e(size, twin):
 @pytest.mark.parametrize(
     ("differential", "transformer"),
     [(f"scaling/diff_{size}", f"scaling/transformer_{size}") for size in SCALING]
-    + [("diff_3b_350b", "transformer_3b_350b")],
+    + [
+        ("diff_3b_350b", "transformer_3b_350b"),
+        ("diff_v2_3b_350b", "transformer_3b_350b"),
+        ("grouped_3b_350b", "transformer_8kv_3b_350b"),
+    ],
 )
-def test_twins_differ_in_attention_and_run_dir_alone(differential, transformer):
+def test_a_pair_differs_in_attention_and_run_dir_alone(differential, transformer):
+    attention = load(differential).model.attention
     first, second = (load(name).model_dump() for name in (differential, transformer))
     assert first.pop("run_dir") != second.pop("run_dir")
-    assert first["model"].pop("attention") == "differential"
-    assert second["model"].pop("attention") == "softmax"
+    assert first["model"].pop("attention")["kind"] == kind_of(differential)
+    assert second["model"].pop("attention") == attention.baseline().model_dump()
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
+@pytest.mark.parametrize("length", ["1t", "350b", "64k"])
+def test_the_other_kinds_differ_from_v1_in_attention_alone(length, kind):
+    first, second = (load(f"{each}_3b_{length}").model_dump() for each in ("diff", kind))
+    for values in (first, second):
+        values.pop("run_dir")
+        values["checkpoint"].pop("start_from")
+        assert values["model"].pop("attention")["head_dim"] == 128
+    assert first == second
+
+
+# What divides the heads, and leaves as many key-value heads as tensor-parallel ranks share.
+SIGNAL_PER_NOISE = {"830m": 4, "1.4b": 4, "2.8b": 2, "6.8b": 4, "13.1b": 5}
+
+
+@pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
+@pytest.mark.parametrize("size", SCALING)
+def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
+    """Of as many heads as fill the hidden size."""
+    hidden, _, heads, *_ = SCALING[size]
+    overrides = [f"model.attention.kind={kind}"]
+    if kind == "grouped":
+        overrides.append(f"model.attention.signal_per_noise={SIGNAL_PER_NOISE[size]}")
+    recipe = load_recipe(CONFIGS / "scaling" / f"diff_{size}.yaml", overrides)
+    attention = recipe.model.attention
+    assert attention.kind == kind
+    assert attention.num_heads == (heads if kind == "grouped" else 2 * heads)
+    assert attention.heads.output_channels == hidden
+    assert plan_recipe(recipe).steps == 40_000
 
 
 def test_the_350b_run_is_the_1t_run_cut_short():
@@ -155,10 +219,10 @@ AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
 }
 
 
-@pytest.mark.parametrize("twin", ["diff", "transformer"])
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
 @pytest.mark.parametrize("name", AT_SCALE)
-def test_recipes_at_scale_fit_h100_without_a_warning(name, twin):
-    recipe = load(f"at_scale/{twin}_{name}")
+def test_recipes_at_scale_fit_h100_without_a_warning(name, prefix):
+    recipe = load(f"at_scale/{prefix}_{name}")
     plan = plan_recipe(recipe, AT_SCALE[name])
     assert plan.warnings == ()
     assert plan.heaviest.total < 0.9 * 80 * 2**30
@@ -166,18 +230,21 @@ def test_recipes_at_scale_fit_h100_without_a_warning(name, twin):
 
 @pytest.mark.parametrize("name", AT_SCALE)
 def test_recipes_at_scale_are_pairs_of_the_papers_runs(name):
-    own, twin = (load(f"at_scale/{each}_{name}").model_dump() for each in ("diff", "transformer"))
+    baseline = load(f"at_scale/diff_{name}").model.attention.baseline().model_dump()
+    own, other = (load(f"at_scale/{each}_{name}").model_dump() for each in ("diff", "transformer"))
     size = name.removesuffix("_64gpus").removesuffix("_256gpus")
     papers = {"3b": "diff_3b_350b", "3b_64k": "diff_3b_64k"}.get(size, f"scaling/diff_{size}")
     paper = load(papers).model_dump()
-    for values in (own, twin, paper):
+    for values in (own, other, paper):
         values.pop("run_dir")
         values["checkpoint"].pop("start_from")
-    assert twin["model"].pop("attention") == "softmax"
-    assert own["model"].pop("attention") == paper["model"].pop("attention") == "differential"
-    assert own == twin
+    assert other["model"].pop("attention") == baseline
+    attention = own["model"].pop("attention")
+    assert attention == paper["model"].pop("attention")
+    assert attention["kind"] == "diff_v1"
+    assert own == other
     for values in (own, paper):
-        # How it is computed may differ, what is learnt not.
+        # How it is computed may differ, what is learned not.
         values.pop("parallel")
         values["training"].pop("loss_chunk")
     assert own == paper
@@ -206,8 +273,43 @@ def test_every_recipe_has_a_rehearsal_that_its_layout_allows(name, tmp_path):
         assert small.data.reset_attention_mask == recipe.data.reset_attention_mask
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "model.attention.num_heads=1073741824",
+            "model.attention.num_kv_heads=1",
+            "model.attention.head_dim=2",
+        ],
+        ["model.ffn_hidden_size=2147483647"],
+        [
+            "parallel.tensor=1024",
+            "model.attention.num_heads=1024",
+            "model.attention.head_dim=2",
+            "model.vocab_size=101376",
+        ],
+        ["parallel.context=2048", "training.global_batch_size=2048"],
+        ["parallel.pipeline=4096", "model.num_layers=4096"],
+    ],
+)
+def test_the_largest_recipes_have_a_small_rehearsal(overrides, tmp_path):
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
+    rehearsal = small_recipe(recipe, None, tmp_path)
+    assert rehearsal.world_size <= 16
+    assert count_parameters(rehearsal.recipe.model).total < 10**8
+
+
+def test_a_pipeline_of_too_many_chunks_is_not_rehearsed(tmp_path):
+    overrides = ["model.num_layers=4096", "parallel.pipeline=2", "parallel.virtual_pipeline=2048"]
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
+    with pytest.raises(
+        UserError, match="virtual_pipeline 2048 would be rehearsed with 4096 layers"
+    ):
+        small_recipe(recipe, None, tmp_path)
+
+
 # 64K tokens do not fit one rank; at_scale/ has the layout for them.
-LONG = {f"{twin}_3b_{stage}" for twin in ("diff", "transformer") for stage in ("64k", "math")}
+LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
 
 
 @pytest.mark.parametrize(

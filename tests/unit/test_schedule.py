@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diffmegatron.config.schema import OptimizerConfig, Schedule
+from diffmegatron.config.optimizer import OptimizerConfig, Schedule
 from diffmegatron.optim.schedule import learning_rate
 
 
@@ -38,3 +38,32 @@ def test_cosine_is_half_a_cosine():
 
 def test_without_warmup_the_first_step_is_past_the_peak():
     assert learning_rate(1, 100, optimizer("linear", warmup=0)) == pytest.approx(1e-3 - 9e-6)
+
+
+def wsd(**lengths: float) -> OptimizerConfig:
+    return OptimizerConfig(lr=1e-3, schedule=Schedule(kind="wsd", final_lr=1e-4, **lengths))
+
+
+@pytest.mark.parametrize("decay", [{"decay_steps": 20}, {"decay_ratio": 0.2}])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 10}, {"warmup_ratio": 0.1}])
+def test_wsd_rises_stays_and_falls(warmup, decay):
+    rates = {step: learning_rate(step, 100, wsd(**warmup, **decay)) for step in range(1, 121)}
+    assert [rates[step] for step in (1, 5, 10)] == pytest.approx([1e-4, 5e-4, 1e-3])
+    assert {rates[step] for step in range(10, 81)} == {1e-3}
+    assert [rates[step] for step in (81, 90, 100, 120)] == pytest.approx(
+        [1e-3 - 4.5e-5, 5.5e-4, 1e-4, 1e-4]
+    )
+
+
+def test_a_longer_wsd_run_is_the_same_until_the_shorter_one_decays():
+    schedule = wsd(warmup_steps=10, decay_steps=20)
+    short, long = (
+        [learning_rate(step, total, schedule) for step in range(1, 201)] for total in (100, 200)
+    )
+    assert short[:80] == long[:80]
+    assert short[80] < long[80]
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.03, 3), (0.0, 0), (0.006, 1), (0.555, 56)])
+def test_a_ratio_of_warmup_is_the_nearest_number_of_steps(ratio, steps):
+    assert Schedule(warmup_ratio=ratio).warmup(100) == steps

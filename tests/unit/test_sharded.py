@@ -3,16 +3,18 @@
 import io
 import json
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from diffmegatron.checkpoint import writing
+from diffmegatron.checkpoint import reading, writing
 from diffmegatron.checkpoint.manifest import describe_file
 from diffmegatron.checkpoint.sharded import ShardedReader, named_tensors, pieces_of, write_pieces
 from diffmegatron.errors import UserError
@@ -31,32 +33,31 @@ def row_shards(rows: int, columns: int, cuts: list[int]) -> list[Shard]:
     ]
 
 
-def write_cut(folder: Path, whole: torch.Tensor, cuts: list[int], runs: int) -> list[Path]:
+def write_cut(folder: Path, whole: torch.Tensor, cuts: list[int], runs: int) -> list[str]:
     """One file per box and run, as tensor-parallel ranks with ``runs`` ZeRO ranks each would."""
-    paths = []
+    names = []
     for shard in row_shards(*whole.shape, cuts):
         flat = whole[shard.box].reshape(-1)
         for number, run in enumerate(flat.tensor_split(runs)):
             if run.numel() == 0:
                 continue
             start = sum(part.numel() for part in flat.tensor_split(runs)[:number])
-            tensors = {"weight": run, "exp_avg": run * 2}
-            path = folder / f"rank_{len(paths):05d}.safetensors"
-            write_pieces(path, *named_tensors(pieces_of([shard], start, tensors), {}))
-            paths.append(path)
-    return paths
+            tensors = {"weight": run, "exp_avg": run * 2, "exp_avg_sq": run * 3}
+            names.append(f"rank_{len(names):05d}.safetensors")
+            described = named_tensors(pieces_of([shard], start, tensors), {})
+            write_pieces(folder / names[-1], *described)
+    return names
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_cut_is_read_as_any_box(data, tmp_path_factory):
     rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
     cuts = sorted(data.draw(st.sets(st.integers(1, rows), max_size=4)))
     whole = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
-    paths = write_cut(tmp_path_factory.mktemp("cut"), whole, cuts, data.draw(st.integers(1, 4)))
-    reader = ShardedReader(paths)
+    folder = tmp_path_factory.mktemp("cut")
+    names = write_cut(folder, whole, cuts, data.draw(st.integers(1, 4)))
+    reader = ShardedReader(folder, names)
     top = data.draw(st.integers(0, rows - 1))
     height = data.draw(st.integers(1, rows - top))
     left = data.draw(st.integers(0, columns - 1))
@@ -80,38 +81,44 @@ def test_two_boxes_of_one_parameter():
 
 
 def test_a_missing_rank_is_an_error(tmp_path):
-    whole = torch.randn(6, 2)
-    paths = write_cut(tmp_path, whole, [3], runs=2)
-    with pytest.raises(UserError, match=r"3 of 6 elements|a rank's file is missing"):
-        ShardedReader(paths[1:]).whole("weight", NAME)
-    with pytest.raises(UserError, match=r"holds 6 of the 12 elements"):
-        ShardedReader(paths[:2]).whole("weight", NAME)
+    names = write_cut(tmp_path, torch.randn(6, 2), [3], runs=2)
+    for missing in range(4):
+        with pytest.raises(UserError, match=r"holds 9 of the 12 elements of .*linear_fc1.weight"):
+            ShardedReader(tmp_path, names[:missing] + names[missing + 1 :])
 
 
-def test_an_unknown_tensor_is_an_error(tmp_path):
-    reader = ShardedReader(write_cut(tmp_path, torch.randn(2, 2), [], 1))
+def test_a_box_of_another_model_is_an_error(tmp_path):
+    reader = ShardedReader(tmp_path, write_cut(tmp_path, torch.randn(2, 2), [], 1))
     with pytest.raises(UserError, match="has no tensor output_layer"):
         reader.whole("weight", "output_layer.weight")
+    for offset, shape in (((0, 0), (3, 2)), ((1, 0), (2, 2)), ((0,), (2,))):
+        with pytest.raises(UserError, match=r"in the shape \[2, 2\], .* of another model"):
+            reader.box("weight", NAME, offset, shape)
 
 
 def test_a_truncated_file_is_an_error(tmp_path):
-    (path,) = write_cut(tmp_path, torch.randn(6, 2), [], 1)
-    path.write_bytes(path.read_bytes()[:40])
+    (name,) = write_cut(tmp_path, torch.randn(6, 2), [], 1)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
     with pytest.raises(UserError, match="not a readable checkpoint file"):
-        ShardedReader([path])
+        ShardedReader(tmp_path, [name])
+    with pytest.raises(UserError, match=r"cannot read .*missing: No such file"):
+        ShardedReader(tmp_path, ["missing"])
 
 
 def test_a_header_of_something_else_is_an_error(tmp_path):
     path = tmp_path / "other.safetensors"
     save_file({"x": torch.ones(2)}, path, metadata={"pieces": json.dumps([{"name": 1}])})
-    with pytest.raises(UserError, match="not a readable checkpoint file"):
-        ShardedReader([path])
+    with pytest.raises(UserError, match=r"other.safetensors is damaged .* at \[0\].name"):
+        ShardedReader(tmp_path, [path.name])
+    save_file({"x": torch.ones(2)}, path)
+    with pytest.raises(UserError, match=r"other.safetensors is damaged"):
+        ShardedReader(tmp_path, [path.name])
 
 
 def test_what_a_rank_adds_under_a_plain_name(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
     write_pieces(path, *named_tensors([], {"random.cpu": torch.arange(4, dtype=torch.uint8)}))
-    reader = ShardedReader([path])
+    reader = ShardedReader(tmp_path, [path.name])
     assert reader.extra(path.name, "random.cpu").tolist() == [0, 1, 2, 3]
     assert reader.extra(path.name, "random.cuda") is None
     assert reader.extra("rank_00001.safetensors", "random.cpu") is None
@@ -136,7 +143,7 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
     else:
         torch.save({"weight.0": Exploit(proof)}, path)
     with pytest.raises(UserError, match="is a pickle, which can run any program"):
-        ShardedReader([path])
+        ShardedReader(tmp_path, [path.name])
     assert not proof.exists()
     content = path.read_bytes()
     torch.load(io.BytesIO(content), weights_only=False) if kind == "torch" else pickle.loads(
@@ -154,3 +161,33 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert entry == describe_file(tmp_path / "file.safetensors")
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 5000])
+def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
+    """The last float stands in any place of a chunk; what follows it may be any bytes."""
+    monkeypatch.setattr(reading, "_CHUNK", 1000)
+    path = tmp_path / "file.safetensors"
+    own = torch.full((777,), 255, dtype=torch.uint8)
+    floats = torch.randn(count)
+    entry = writing.write_safetensors(path, {"own": own, "floats": floats}, {})
+    opened = reading.TensorFile(path)
+    opened.check_content(entry)
+    assert np.array_equal(opened.array("floats"), floats.numpy())
+    assert np.array_equal(opened.array("own"), own.numpy())
+    with pytest.raises(UserError, match="checksum"):
+        opened.check_content(replace(entry, crc32=entry.crc32 ^ 1))
+    for place in {0, count // 2, count - 1} if count else ():
+        floats[place] = torch.nan
+        entry = writing.write_safetensors(path, {"own": own, "floats": floats}, {})
+        with pytest.raises(UserError, match="not finite"):
+            reading.TensorFile(path).check_content(entry)
+        floats[place] = 0.0
+
+
+def test_what_the_library_writes_is_read(tmp_path):
+    save_file({"b": torch.randn(5), "a": torch.randn(3)}, tmp_path / "file", metadata={"k": "v"})
+    opened = reading.TensorFile(tmp_path / "file")
+    assert opened.metadata == {"k": "v"}
+    expected = load_file(tmp_path / "file")
+    assert all(np.array_equal(opened.array(n), expected[n].numpy()) for n in ("a", "b"))

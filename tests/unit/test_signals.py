@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from diffmegatron.errors import UserError
 from diffmegatron.training import signals
 from diffmegatron.training.signals import StopRequest
 
@@ -50,3 +51,19 @@ def test_the_end_of_a_slurm_job(left, pending, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + left))
     with StopRequest(300) as stop:
         assert stop.pending == pending
+
+
+def test_the_end_of_a_slurm_job_that_is_no_time(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
+    with pytest.raises(UserError, match="SLURM_JOB_END_TIME 'tomorrow'; it must be a number"):
+        StopRequest(300)
+
+
+def test_a_request_is_remembered_where_nothing_can_be_said(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(signals.os, "write", full)
+    with StopRequest(300) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.pending

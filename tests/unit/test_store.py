@@ -1,6 +1,5 @@
 """A checkpoint is complete or does not count."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -11,8 +10,6 @@ from diffmegatron.checkpoint.manifest import (
     Manifest,
     describe_file,
     read_manifest,
-    verify_contents,
-    verify_files,
     write_manifest,
 )
 from diffmegatron.checkpoint.store import CheckpointStore, superfluous
@@ -66,14 +63,6 @@ def test_a_damaged_newest_one_is_reported_and_passed_over(damage, tmp_path, capl
     assert "step_00000020" in caplog.text
 
 
-def test_a_flipped_byte_is_found_by_its_checksum(tmp_path):
-    path = write(CheckpointStore(tmp_path), 10)
-    (path / "data").write_bytes(b"weightz")
-    verify_files(path, read_manifest(path))
-    with pytest.raises(UserError, match="checksum"):
-        verify_contents(path, read_manifest(path).files)
-
-
 def test_a_manifest_of_another_step_is_found(tmp_path):
     store = CheckpointStore(tmp_path)
     other, path = write(store, 10), write(store, 20)
@@ -87,7 +76,7 @@ def test_links_are_refused(tmp_path):
     (path / "data").rename(tmp_path / "elsewhere")
     (path / "data").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
-        verify_files(path, read_manifest(path))
+        read_manifest(path)
 
 
 def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
@@ -120,24 +109,17 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in store.directory.iterdir()] == ["step_00000020.unfinished"]
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b"])
-def test_a_manifest_cannot_name_files_elsewhere(name, tmp_path):
-    entry = {"name": name, "size": 1, "crc32": 0}
-    text = json.dumps({"step": 1, "format": 1, "files": [entry]})
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match="not a plain file name"):
-        read_manifest(tmp_path)
-
-
-def test_a_newer_format_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"step": 1, "format": 99, "files": []}')
-    with pytest.raises(UserError, match="format 99"):
-        read_manifest(tmp_path)
-
-
 def test_a_path_that_is_no_checkpoint_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: it does not exist"):
         read_manifest(tmp_path / "nowhere")
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
+    for name in ("n" * 5000, "a\0b"):
+        with pytest.raises(UserError, match="cannot read"):
+            CheckpointStore(tmp_path / name).steps()
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    assert CheckpointStore(tmp_path).steps() == []
 
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path):

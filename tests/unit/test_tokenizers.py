@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +125,54 @@ def test_damaged_tiktoken_file(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match="is not a tiktoken file"):
         load_tokenizer(str(path))
+
+
+def change_ranks(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Of the file beside the description."""
+
+    def change(description: Path) -> None:
+        path = description.with_suffix(".tiktoken")
+        path.write_bytes(path.read_bytes().replace(old, new))
+
+    return change
+
+
+def describe(pattern: str, **special: int) -> Callable[[Path], object]:
+    content = {"pat_str": pattern, "special_tokens": {"<|endoftext|>": 300, **special}}
+    return lambda description: description.write_text(json.dumps(content))
+
+
+DAMAGED = {
+    "a byte without a line": (change_ranks(b"AA== 0\n", b""), "the 256 bytes among them"),
+    "two of one rank": (change_ranks(b"AA== 0\n", b"AA== 7\n"), "its ranks must differ"),
+    "a rank below 0": (change_ranks(b"AA== 0\n", b"AA== -1\n"), "from 0 to 2147483647"),
+    "a rank beyond all": (change_ranks(b"AA== 0\n", b"AA== 4294967296\n"), "from 0 to 2147483647"),
+    "no file": (os.mkfifo, "is a FIFO"),
+    "deep": (lambda path: path.write_text(100_000 * "["), "recursion limit"),
+    "no pattern": (lambda path: path.write_text("{}"), "Field required"),
+    "a pattern that is none": (describe("["), "has a pat_str that cannot be used"),
+    "the id of a rank": (describe(".", other=7), "an id that no other token has"),
+    "an id twice": (describe(".", other=300), "an id that no other token has"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_no_encoding_can_be_made_of_is_a_sentence(name: str, tmp_path: Path) -> None:
+    change, said = DAMAGED[name]
+    _write_ranks(tmp_path / "mine.tiktoken", [b"he"])
+    change(tmp_path / "mine.json")
+    with pytest.raises(UserError, match=said) as caught:
+        load_tokenizer(str(tmp_path / "mine.tiktoken"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"eos_token": ["a"]}', '{"eos_token": {}}', 9_999 * "["]
+)
+def test_a_damaged_configuration_of_a_folder_is_a_sentence(folder: Path, content: str) -> None:
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged and cannot be used"):
+        load_tokenizer(str(folder))
 
 
 def test_lone_surrogate_is_an_error() -> None:

@@ -30,9 +30,15 @@ with Watchdog(config, Path(sys.argv[1])) as watchdog:
 def run(folder: Path, **parts: object) -> tuple[int, float, str]:
     script = SCRIPT.format(**({"hang": "time.sleep(60)", "before": "pass"} | parts))
     started = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", script, str(folder)], check=False, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     stacks = folder / "stacks" / "rank_00000.txt"
-    text = stacks.read_text() if stacks.exists() else ""
+    text = stacks.read_text() if stacks.is_file() else result.stderr
     return result.returncode, time.monotonic() - started, text
 
 
@@ -59,3 +65,18 @@ def test_progress_and_patience_keep_it_quiet(tmp_path):
     status, _, stacks = run(tmp_path, startup=50, step=1, before=before, hang="pass")
     assert (status, stacks) == (0, "")
     assert not (tmp_path / "stacks").exists()
+
+
+def test_stacks_go_to_standard_error_where_no_file_can_be_made(tmp_path):
+    (tmp_path / "stacks").write_text("")
+    status, _, said = run(tmp_path, startup=1, step=50)
+    assert status == 1
+    assert f"cannot write {tmp_path}/stacks/rank_00000.txt: File exists; the run goes on" in said
+    assert "a_step_that_hangs" in said
+
+
+@pytest.mark.parametrize("then", ["", "run_dir.write_text('')"], ids=["removed", "a file"])
+def test_a_run_dir_that_goes_is_not_asked_for_at_the_end(then, tmp_path):
+    hang = f"import shutil; run_dir = Path(sys.argv[1]); shutil.rmtree(run_dir); {then}"
+    status, _, said = run(tmp_path / "run", startup=50, step=50, hang=hang)
+    assert (status, said) == (0, "")

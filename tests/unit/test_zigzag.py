@@ -4,13 +4,13 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
+from diffmegatron.attention.context.attend import row_boundaries
 from diffmegatron.attention.context.zigzag import (
     rank_chunks,
     shard_sequence,
     to_rank_order,
     to_sequence_order,
 )
-from diffmegatron.attention.core import row_boundaries
 from diffmegatron.parallel.cpu import without_cuda
 
 

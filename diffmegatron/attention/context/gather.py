@@ -26,10 +26,10 @@ def gathered_attention(
         query: [s, b, heads, d], this rank's zigzag part; key and value likewise.
         group: the context-parallel ranks.
         attend: from a query chunk [s / 2, b, heads, d] that ends where keys and values
-            [t, b, heads, d] end, and the chunk's number, to [s / 2, b, channels].
+            [t, b, heads, d] end, and the chunk's number, to [s / 2, b, heads, e].
 
     Returns:
-        [s, b, channels].
+        [s, b, heads, e].
     """
     size, rank = group.size(), group.rank()
     key, value = (to_sequence_order(_gather(x, group), size) for x in (key, value))

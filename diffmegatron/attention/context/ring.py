@@ -15,11 +15,12 @@ from torch import Tensor, distributed
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from diffmegatron.attention.context.zigzag import rank_chunks
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     Maps,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
+    combine_maps,
     merge_maps,
 )
 from diffmegatron.attention.kernels.first_order import first_order
@@ -77,12 +78,8 @@ class _RingAttention(torch.autograd.Function):
                 before = merged.get(meeting.half)
                 merged[meeting.half] = parts if before is None else _merge(before, parts)
         outs, lses = _both_halves(merged)
-        out, *rest = outs
-        if lambda_ is not None:
-            out = out - lambda_.to(out.dtype) * rest[0]
-        whole = WholeAttention(
-            out.to(query.dtype), rest[0].to(query.dtype) if rest else None, tuple(lses)
-        )
+        second = outs[1].to(query.dtype) if len(outs) > 1 else None
+        whole = WholeAttention(combine_maps(outs, lambda_).to(query.dtype), second, tuple(lses))
         ctx.save_for_backward(query, pair, lambda_, whole.out, whole.out2, *whole.lses)
         ctx.ring = ring
         return whole.out

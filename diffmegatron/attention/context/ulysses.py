@@ -1,8 +1,8 @@
 """Ulysses: all-to-all, so that each rank attends with some heads over the whole sequence.
 
 Jacobs et al., arXiv 2309.14509. Four exchanges of a rank's own activations and no other change:
-the kernels see a plain causal sequence. The differential key-value heads of a tensor-parallel rank
-must divide over the context-parallel ranks.
+the kernels see a plain causal sequence. The key-value heads of a tensor-parallel rank must divide
+over the context-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,20 @@ def ulysses_attention(
     """Attention of a rank's queries over the whole sequence.
 
     Args:
-        query: [s, b, 2h, d], this rank's zigzag part; key and value: [s, b, 2 h_kv, d]. Heads in
-            the order of :mod:`diffmegatron.attention.core`, so that a contiguous part of them is
-            whole heads with their keys and values.
+        query: [s, b, heads, d], this rank's zigzag part; key and value likewise, with fewer heads.
+            A contiguous part of the heads must be whole blocks
+            (:class:`~diffmegatron.attention.variants.base.Heads`).
         group: the context-parallel ranks.
         attend: from the whole sequence of a part of the heads, [P s, b, heads, d] each, to
-            [P s, b, channels].
+            [P s, b, heads, e].
 
     Returns:
-        [s, b, P channels].
+        [s, b, heads, e].
     """
     size = group.size()
     heads = attend(*(_to_heads(x, group) for x in (query, key, value)))
     by_rank = to_rank_order(heads, size).unflatten(0, (size, -1))
-    return all_to_all(group, by_rank).permute(1, 2, 0, 3).flatten(2)
+    return all_to_all(group, by_rank).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _to_heads(local: Tensor, group: ProcessGroup) -> Tensor:

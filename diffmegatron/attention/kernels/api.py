@@ -1,64 +1,35 @@
-"""The two public attention functions: differential, and the Transformer twin's softmax."""
+"""What others call: the attention functions, their options and results, and what can run here."""
 
-from types import ModuleType
-from typing import Literal, overload
-
-import torch
 from torch import Tensor
 
-from . import sdpa
-from .masking import AttentionMask
-from .norm import HeadwiseNorm
-from .partial import PartialAttention
-from .select import resolve_backend
-from .validate import (
+from .checks import (
     autocast_dtype,
-    build_mask,
     check_diff_inputs,
+    check_noise_groups,
     check_softmax_inputs,
-    check_tensors,
     resolve_scale,
 )
+from .chunks import chunk_attention, chunk_gradients
+from .maps import Maps, WholeAttention, combine_maps, merge_maps
+from .masks import build_mask
+from .norm import HeadwiseNorm
+from .select import backend_table, call_of, importable_libraries, resolve_backend
 
-
-@overload
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    backend: str = ...,
-    cu_seqlens: Tensor | None = ...,
-    query_offset: int | None = ...,
-    key_offset: int = ...,
-    norm: HeadwiseNorm | None = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    backend: str = ...,
-    cu_seqlens: Tensor | None = ...,
-    query_offset: int | None = ...,
-    key_offset: int = ...,
-    norm: HeadwiseNorm | None = ...,
-    return_lse: Literal[True],
-) -> tuple[Tensor, PartialAttention]: ...
+__all__ = [
+    "HeadwiseNorm",
+    "Maps",
+    "WholeAttention",
+    "backend_table",
+    "chunk_attention",
+    "chunk_gradients",
+    "combine_maps",
+    "diff_attention",
+    "diff_attention_v2",
+    "importable_libraries",
+    "merge_maps",
+    "softmax_attention",
+    "subtract_noise",
+]
 
 
 def diff_attention(
@@ -76,21 +47,23 @@ def diff_attention(
     query_offset: int | None = None,
     key_offset: int = 0,
     norm: HeadwiseNorm | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, PartialAttention]:
+) -> Tensor:
     """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, equation 1).
 
-    Query head n meets kv head `n // (h / h_kv)`. A query row that sees no key gets zeros.
-    Under autocast q, k and v are cast to autocast's dtype.
+    Grouped (arXiv 2510.06949), the second map has h / r heads: signal head n, of the first, meets
+    noise head `n // r`, of the second, which is computed once. Head n meets kv head
+    `n // (h / h_kv)`, and so do all that share a noise head. A query row that sees no key gets
+    zeros. Under autocast q, k and v are cast to autocast's dtype.
 
     Args:
-        q1, q2: `[b, s, h, d]`, floating point.
-        k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        q1: `[b, s, h, d]`, floating point.
+        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 is the ungrouped kind.
+        k1, k2: `[b, t, h_kv, d]`, likewise; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`, likewise.
         lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual).
         causal: hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
-        backend: a name of `select.BACKENDS`, or "auto".
+        backend: a name of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row; attention stays within a
             document. Fold the batch into one row when the rows differ. Best kept on the CPU: its
@@ -99,12 +72,9 @@ def diff_attention(
             last key, so that a shorter s is the end of the sequence (decoding).
         key_offset: global position of the first key.
         norm: headwise RMSNorm to apply to the result; the Triton backend does it in its epilogue.
-        return_lse: also return both maps' results over these keys with their log-sum-exps, for
-            `merge_partial`. Costs 6d and 14d multiply-adds per pair instead of 4d-6d and 10d.
 
     Returns:
-        `[b, s, h, 2d]` in v's dtype; with `return_lse` a pair of it and a `PartialAttention`, both
-        differentiable.
+        `[b, s, h, 2d]` in v's dtype.
 
     Raises:
         ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit, or the named
@@ -122,51 +92,20 @@ def diff_attention(
         key_offset=key_offset,
     )
     dtype = autocast_dtype(q1)
-    needs = mask.features | ({"lse"} if return_lse else set())
-    chosen = resolve_backend(backend, q1.device.type, dtype, q1.shape[3], needs)
-    inputs = tuple(x.to(dtype) for x in (q1, k1, q2, k2, v))
-    scale = resolve_scale(softmax_scale, q1.shape[3])
-    if return_lse:
-        partial = _both_maps(chosen.load(), *inputs, softmax_scale=scale, mask=mask)
-        out = partial.output(lambda_).to(dtype)
-        return (out if norm is None else norm.apply_to(out)), partial
+    chosen = resolve_backend(backend, call_of("differential", q1, mask.features, dtype))
+    inputs = (x.to(dtype) for x in (q1, k1, q2, k2, v))
     options = {"norm": norm} if norm is not None and chosen.fuses_norm else {}
-    out = chosen.load().diff_attention(*inputs, lambda_, softmax_scale=scale, mask=mask, **options)
+    out: Tensor = chosen.load().diff_attention(
+        *inputs,
+        lambda_,
+        softmax_scale=resolve_scale(softmax_scale, q1.shape[3]),
+        mask=mask,
+        **options,
+    )
     return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
 
 
-def _both_maps(
-    backend: ModuleType,
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> PartialAttention:
-    out1, lse1 = _one_map(backend, q1, k1, v, softmax_scale=softmax_scale, mask=mask)
-    out2, lse2 = _one_map(backend, q2, k2, v, softmax_scale=softmax_scale, mask=mask)
-    return PartialAttention(out1, out2, lse1, lse2)
-
-
-def _one_map(
-    backend: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> tuple[Tensor, Tensor]:
-    with torch.autocast(v.device.type, enabled=False):
-        out, lse = backend.attention_with_lse(q, k, v, softmax_scale=softmax_scale, mask=mask)
-    # A merge by log-sum-exps sends NaN back to a row that sees no key; it is stopped here.
-    return out, lse.masked_fill(lse.detach() == -torch.inf, -torch.inf)
-
-
-def attention_with_lse(
+def softmax_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -177,59 +116,13 @@ def attention_with_lse(
     cu_seqlens: Tensor | None = None,
     query_offset: int | None = None,
     key_offset: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """`softmax(q k^T) v` over some of the keys, to be merged with the rest by its log-sum-exp.
-
-    Args:
-        q: `[b, s, h, d]`, floating point.
-        k: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
-        v: `[b, t, h_kv, d]` or `[b, t, h_kv, 2d]`, likewise.
-        causal, softmax_scale, backend, cu_seqlens, query_offset, key_offset: as in
-            `diff_attention`.
-
-    Returns:
-        out `[b, s, h, d]` or `[b, s, h, 2d]`, zeros in a row that sees no key; log of the sum of
-        exp(scores) `[b, s, h]`, -inf in such a row. Both fp32 (fp64 for fp64) and differentiable.
-
-    Raises:
-        ValueError: as `diff_attention`.
-    """
-    check_tensors(q=q, k=k, v=v)
-    is_narrow = v.shape[-1:] == q.shape[-1:]
-    check_softmax_inputs(q, k, v, value_width=1 if is_narrow else 2)
-    mask = build_mask(
-        q.shape[1],
-        k.shape[1],
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        query_offset=query_offset,
-        key_offset=key_offset,
-    )
-    dtype = autocast_dtype(q)
-    needs = mask.features | {"lse"} | ({"narrow"} if is_narrow else set())
-    chosen = resolve_backend(backend, q.device.type, dtype, q.shape[3], needs)
-    scale = resolve_scale(softmax_scale, q.shape[3])
-    return _one_map(
-        chosen.load(), q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
-    )
-
-
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    query_offset: int | None = None,
-    key_offset: int = 0,
 ) -> Tensor:
-    """Plain softmax attention of the Transformer twin, by torch's scaled_dot_product_attention.
+    """Plain softmax attention; by torch's scaled_dot_product_attention unless told otherwise.
 
     Args:
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
+        backend: a name of `registry.SOFTMAX`, or "auto".
         causal, softmax_scale, cu_seqlens, query_offset, key_offset: as in `diff_attention`.
 
     Returns:
@@ -248,7 +141,79 @@ def softmax_attention(
         key_offset=key_offset,
     )
     dtype = autocast_dtype(q)
-    scale = resolve_scale(softmax_scale, q.shape[3])
-    return sdpa.softmax_attention(
-        q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=scale, mask=mask
+    chosen = resolve_backend(backend, call_of("softmax", q, mask.features, dtype))
+    out: Tensor = chosen.load().softmax_attention(
+        *(x.to(dtype) for x in (q, k, v)),
+        softmax_scale=resolve_scale(softmax_scale, q.shape[3]),
+        mask=mask,
     )
+    return out
+
+
+def diff_attention_v2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
+) -> Tensor:
+    """DIFF V2: one call of plain attention, then `signal - lambda noise` per token and head.
+
+    Query heads come in groups of r signal heads and then their noise head; r = 1 are the pairs
+    (2i, 2i + 1). Query head n meets kv head `n // ((h + h / r) / h_kv)`, a group never two.
+
+    Args:
+        q: `[b, s, h + h / r, d]`, floating point.
+        k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
+        lambda_: `[b, s, h]`, a value per token and signal head, after the sigmoid; floating point.
+        backend: a name of `registry.SOFTMAX`, or "auto".
+        causal, softmax_scale, cu_seqlens, query_offset, key_offset: as in `diff_attention`.
+
+    Returns:
+        `[b, s, h, d]` in v's dtype.
+
+    Raises:
+        ValueError: as `diff_attention`.
+    """
+    check_softmax_inputs(q, k, v)
+    check_noise_groups("q", q, lambda_, kv_heads=k.shape[2])
+    heads = softmax_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        backend=backend,
+        cu_seqlens=cu_seqlens,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
+    return subtract_noise(heads, lambda_)
+
+
+def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
+    """`signal - lambda noise` of every signal head: what DIFF V2 makes of its attention's result.
+
+    Computed in fp32 at least; heads and lambda_ are all that the backward pass keeps.
+
+    Args:
+        heads: `[b, s, h + h / r, d]` in groups of r signal heads and then their noise head.
+        lambda_: `[b, s, h]`, on the same device; both floating point.
+        backend: a name of `registry.SUBTRACTION`, or "auto": Triton's kernel on a GPU.
+
+    Returns:
+        `[b, s, h, d]` in heads' dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
+    """
+    check_noise_groups("heads", heads, lambda_)
+    chosen = resolve_backend(backend, call_of("subtraction", heads))
+    out: Tensor = chosen.load().subtract_noise(heads, lambda_)
+    return out

@@ -11,17 +11,17 @@ differentiating each map's part.
 import torch
 from torch import Tensor
 
-from .masking import AttentionMask
-from .partial import Maps, WholeAttention
-from .select import Backend, resolve_backend
-from .validate import (
-    build_mask,
+from .checks import (
     check_lambda,
     check_softmax_inputs,
     check_tensors,
     check_two_maps,
     resolve_scale,
 )
+from .maps import Maps, WholeAttention
+from .masks import AttentionMask, build_mask
+from .registry import Backend, Op
+from .select import call_of, resolve_backend
 
 
 def chunk_attention(
@@ -44,8 +44,8 @@ def chunk_attention(
             `diff_attention`. A chunk of keys that all come first is best called not causal.
 
     Returns:
-        Per map out `[b, s, h, e]`, zeros in a row that sees no key, and log of the sum of
-        exp(scores) `[b, s, h]`, -inf in such a row; both fp32 (fp64 for fp64).
+        Per map out `[b, s, its heads, e]`, zeros in a row that sees no key, and log of the sum of
+        exp(scores) `[b, s, its heads]`, -inf in such a row; both fp32 (fp64 for fp64).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
@@ -134,13 +134,13 @@ def _check_whole(grad: Tensor, maps: Maps, lambda_: Tensor | None, whole: WholeA
         raise ValueError(
             f"whole.lses has {len(whole.lses)} tensors; with {count} queries it must have as many"
         )
-    rows = maps.queries[0].shape[:3]
-    heads = (*rows, maps.v.shape[3])
+    rows = [tuple(q.shape[:3]) for q in maps.queries]
+    width = maps.v.shape[3]
     expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "grad": (grad, heads),
-        "whole.out": (whole.out, heads),
-        "whole.out2": (whole.out2, heads),
-        **{f"whole.lses[{n}]": (lse, tuple(rows)) for n, lse in enumerate(whole.lses)},
+        "grad": (grad, (*rows[0], width)),
+        "whole.out": (whole.out, (*rows[0], width)),
+        "whole.out2": (whole.out2, (*rows[-1], width)),
+        **{f"whole.lses[{n}]": (lse, rows[n]) for n, lse in enumerate(whole.lses)},
     }
     for name, (x, shape) in expected.items():
         if x is None:
@@ -175,7 +175,5 @@ def _resolve(maps: Maps, mask: AttentionMask, backend: str) -> Backend:
     needs = mask.features | {"chunks"}
     if mask.features or not mask.is_plain:
         needs |= {"masked chunks"}
-    if len(maps.queries) == 1:
-        needs |= {"narrow"}
-    q = maps.queries[0]
-    return resolve_backend(backend, q.device.type, q.dtype, q.shape[3], needs)
+    op: Op = "softmax" if len(maps.queries) == 1 else "differential"
+    return resolve_backend(backend, call_of(op, maps.queries[0], needs))

@@ -1,129 +1,19 @@
-"""Which backend computes an attention call, and why.
-
-The choice depends on the device, the dtype, the head dimension, what imports and what the call
-needs, and on nothing else. To add a backend: write its module, describe it in `BACKENDS`, and name
-it in `AUTO_ORDER` where it should be taken unasked.
-"""
+"""Which backend computes an attention call on this machine: `registry` and what is installed."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module, util
-from types import ModuleType
+from importlib import util
 
 import torch
+from torch import Tensor
 
-from .flash import load_library
-from .triton_config import DTYPES, HEAD_DIMS, SIXTEEN_BITS
+from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
+from .wrappers.flash import load_library
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
 # All of the libraries are made for Ampere and later.
 LEAST_CAPABILITY = (8, 0)
-CHUNKS = frozenset({"chunks", "masked chunks"})
-WHOLE_SEQUENCES_ONLY = frozenset({"offsets", "lse"}) | CHUNKS
-
-# What a call may need beyond plain causal or full attention.
-FEATURES = {
-    "documents": "stay within packed documents (cu_seqlens)",
-    "offsets": "place queries freely against the keys (query_offset, key_offset)",
-    "lse": "return log-sum-exps that can be differentiated",
-    "narrow": "take values as wide as the queries",
-    "chunks": "attend to a sequence chunk by chunk",
-    "masked chunks": "attend chunk by chunk but to all keys or below the diagonal of a square",
-}
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What one implementation can compute.
-
-    Attributes:
-        module: module of this package that holds its `diff_attention`; its `attention_with_lse`
-            unless it lacks "lse" and "chunks"; its `chunk_gradients` unless it lacks "chunks".
-        devices, dtypes, head_dims: what it takes; None means any.
-        library: name of the library it needs beside torch, or None.
-        lacks: what it cannot do, out of `FEATURES`.
-        chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
-        fuses_norm: its `diff_attention` takes a `norm` and applies it in its epilogue.
-        note: one clause on what it is, shown as the reason of a choice.
-    """
-
-    module: str
-    note: str
-    devices: tuple[str, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    head_dims: tuple[int, ...] | None = None
-    library: str | None = None
-    lacks: frozenset[str] = frozenset()
-    chunk_dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    fuses_norm: bool = False
-
-    def load(self) -> ModuleType:
-        """The module of the backend."""
-        return import_module(f".{self.module}", __package__)
-
-
-BACKENDS: dict[str, Backend] = {
-    "reference": Backend("reference", "the paper's equations read literally, for tests"),
-    "blocked": Backend("blocked", "row blocks in plain PyTorch, deterministic"),
-    "triton": Backend(
-        "triton_attention",
-        "own fused kernels: 6d forward, 10d or 14d backward",
-        devices=("cuda",),
-        dtypes=DTYPES,
-        head_dims=HEAD_DIMS,
-        library="triton",
-        lacks=frozenset({"narrow"}),
-        fuses_norm=True,
-    ),
-    "flash_2call": Backend(
-        "flash_2call",
-        "two calls of flex_head_fa with V whole: 6d forward, 14d backward",
-        devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
-        head_dims=(32, 64, 96, 128),
-        library="flex_head_fa",
-        lacks=WHOLE_SEQUENCES_ONLY,
-    ),
-    "flash_4call": Backend(
-        "flash_4call",
-        "four calls of FlashAttention 2: 8d forward, 20d backward",
-        devices=("cuda",),
-        dtypes=SIXTEEN_BITS,
-        head_dims=tuple(range(8, 257, 8)),
-        library="flash_attn",
-        lacks=WHOLE_SEQUENCES_ONLY,
-    ),
-    "sdpa_4call": Backend(
-        "sdpa",
-        "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
-        # torch's flash kernels return log-sum-exps, and take no mask but a causal one.
-        lacks=frozenset({"lse", "masked chunks"}),
-        chunk_dtypes={"cuda": SIXTEEN_BITS},
-    ),
-    "flex": Backend(
-        "flex",
-        "two compiled calls of torch's FlexAttention with V whole",
-        devices=("cuda",),
-        dtypes=(*SIXTEEN_BITS, torch.float32),
-        head_dims=(16, 32, 64, 128),
-        library="triton",
-        lacks=frozenset({"lse"}) | CHUNKS,
-    ),
-}
-
-# The first that can run is taken. "triton" is not among them until tests/gpu has passed on a GPU:
-# its kernels are proven in the interpreter and by the compiler alone.
-AUTO_ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("blocked",),
-    "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
-}
-# One map with values as wide as its queries is the Transformer twin's: torch's attention is made
-# for it.
-NARROW_ORDER = ("sdpa_4call", "blocked")
 
 
 @cache
@@ -158,112 +48,50 @@ def _complaint(library: str) -> str | None:
     return None
 
 
-def why_not(
-    name: str,
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    libraries: frozenset[str],
-    needs: frozenset[str] = frozenset(),
-) -> str | None:
-    """The reason why backend `name` cannot run this, in one clause, or None when it can."""
-    backend = BACKENDS[name]
-    if backend.devices is not None and device not in backend.devices:
-        return f"needs a {' or '.join(backend.devices)} device, got {device}"
-    if backend.library is not None and backend.library not in libraries:
-        return (
-            f"needs the library {backend.library}, which is not installed or not usable (a warning "
-            "then says why)"
-        )
-    if backend.dtypes is not None and dtype not in backend.dtypes:
-        return f"takes {', '.join(map(_dtype_name, backend.dtypes))}, got {_dtype_name(dtype)}"
-    if backend.head_dims is not None and head_dim not in backend.head_dims:
-        return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {head_dim}"
-    if missing := sorted(needs & backend.lacks):
-        return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
-    in_chunks = backend.chunk_dtypes.get(device, (dtype,))
-    if "chunks" in needs and dtype not in in_chunks:
-        names = ", ".join(map(_dtype_name, in_chunks))
-        return f"takes {names} chunk by chunk on {device}, got {_dtype_name(dtype)}"
-    return None
+def call_of(
+    op: Op, q: Tensor, needs: frozenset[str] = frozenset(), dtype: torch.dtype | None = None
+) -> Call:
+    """The call of an operation on queries or heads like `q`, computed in its dtype or another."""
+    return Call(op, q.device.type, dtype_name(dtype or q.dtype), q.shape[3], needs)
 
 
-def choose_backend(
-    backend: str,
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    libraries: frozenset[str],
-    needs: frozenset[str] = frozenset(),
-) -> tuple[str, str]:
-    """(name, reason) of the backend that computes a call.
-
-    Args:
-        backend: a key of `BACKENDS`, or "auto" for the first of `AUTO_ORDER` that can run.
-        device: device type, as in `tensor.device.type`.
-        dtype: dtype of queries, keys and values.
-        head_dim: d, the width of a query.
-        libraries: optional libraries at hand, as from `importable_libraries`.
-        needs: the `FEATURES` that the call uses.
-
-    Raises:
-        ValueError: the name is unknown, or the named backend cannot run this.
-    """
-    if backend == "auto":
-        passed_over: list[str] = []
-        order = NARROW_ORDER if "narrow" in needs else AUTO_ORDER.get(device, ("blocked",))
-        for name in order:
-            reason = why_not(name, device, dtype, head_dim, libraries, needs)
-            if reason is None:
-                return name, "; ".join([BACKENDS[name].note, *passed_over])
-            passed_over.append(f"not {name}: {reason}")
-        raise ValueError(f"no attention backend can run on {device}: {'; '.join(passed_over)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(BACKENDS)}")
-    if reason := why_not(backend, device, dtype, head_dim, libraries, needs):
-        raise ValueError(f"backend={backend!r} cannot run: it {reason}")
-    return backend, "asked for by name"
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the registry has it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @cache
-def resolve_backend(
-    backend: str,
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    needs: frozenset[str] = frozenset(),
-) -> Backend:
-    """The chosen backend; the choice and its reason are logged once."""
-    libraries = importable_libraries()
-    name, reason = choose_backend(backend, device, dtype, head_dim, libraries, needs)
-    logger.info(
-        "%s attention on %s, %s, d=%d: %s (%s)",
-        "softmax" if "narrow" in needs else "differential",
-        device,
-        _dtype_name(dtype),
-        head_dim,
-        name,
-        reason,
-    )
-    return BACKENDS[name]
+def resolve_backend(backend: str, call: Call) -> Backend:
+    """The chosen backend; the choice and its reason are logged once.
+
+    Raises:
+        ValueError: as `registry.choose_backend`.
+    """
+    name, reason = choose_backend(backend, call, importable_libraries())
+    where = f"{call.device}, {call.dtype}, d={call.head_dim}"
+    logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
+    return BACKENDS[call.op][name]
 
 
 def backend_table(
-    device: str | None = None, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
+    op: Op,
+    device: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
     """(name, can run, note or the reason why not) of every backend, for `doctor` to print.
 
     Args:
+        op: the operation.
         device: device type asked about; the accelerator when there is one, by default.
+        dtype: of queries, keys and values.
+        head_dim: d.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    call = Call(op, device, dtype_name(dtype), head_dim)
     libraries = importable_libraries()
     rows = []
-    for name, backend in BACKENDS.items():
-        reason = why_not(name, device, dtype, head_dim, libraries)
+    for name, backend in BACKENDS[op].items():
+        reason = why_not(name, call, libraries)
         rows.append((name, reason is None, reason or backend.note))
     return rows
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Parameters, FLOPs and memory of a recipe by arithmetic alone: no torch, no process, no GPU.
 
-Parameters are those of the network as built. FLOPs are the model's, for both twins the least that
-their mathematics needs; recomputation is not counted. Of memory, weights, gradients and optimizer
+Parameters are those of the network as built. FLOPs are the model's, the least that its
+mathematics needs; recomputation is not counted. Of memory, weights, gradients and optimizer
 state are what DeepSpeed 0.19.8 allocates; what is there for a while (activations, logits, one
 layer's backward pass, the update) is an estimate, the allocator's waste left out.
 """
@@ -16,13 +16,17 @@ from diffmegatron.model.accounting.memory import (
     REDUCE_BUCKET,
     StageMemory,
     memory_by_stage,
+    peak_memory,
     rank_parameters,
+    trained_parameters,
 )
 from diffmegatron.model.accounting.parameters import (
     Flops,
     Parameters,
     count_flops,
     count_parameters,
+    count_trained,
+    frozen_matrices,
 )
 
 __all__ = [
@@ -34,8 +38,12 @@ __all__ = [
     "StageMemory",
     "count_flops",
     "count_parameters",
+    "count_trained",
     "find_accelerator",
+    "frozen_matrices",
     "memory_by_stage",
     "model_flops_utilization",
+    "peak_memory",
     "rank_parameters",
+    "trained_parameters",
 ]

@@ -1,11 +1,14 @@
 """What is kept for the backward pass, and what one layer's backward pass needs beside it.
 
 ``device`` says whose operations: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
-their inner results as well, and differential attention runs row-blocked.
+their inner results as well, and differential attention runs row-blocked. What attention keeps its
+variant says. Inputs that a projection with frozen weights does not keep are not taken off, nor is
+anything added for LoRA's narrow ones.
 """
 
 from typing import Literal
 
+from diffmegatron.attention.variants.base import Exchange, Kernels
 from diffmegatron.config.layout import context_exchange as chosen_exchange
 from diffmegatron.config.schema import Recipe
 
@@ -107,7 +110,7 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     if recompute.granularity == "none":
         return 0
     if recompute.granularity == "selective":
-        return local_tokens(recipe) * _core_attention_bytes_per_token(recipe, device)
+        return local_tokens(recipe) * _attention_bytes_per_token(recipe, device)[1]
     together = recompute.layers if recompute.method == "uniform" else 1
     return together * _layer_bytes(recipe, device, recomputed=True)
 
@@ -129,9 +132,9 @@ def _layer_bytes(recipe: Recipe, device: Device, *, recomputed: bool = False) ->
     # SwiGLU keeps gate and up projection, fc2 its input; unfused also its two factors.
     factors = 3 if device == "gpu" else 5
     mlp = factors * element * recipe.model.ffn_hidden_size / tensor
-    attention = _projected_bytes_per_token(recipe)
+    attention, core = _attention_bytes_per_token(recipe, device)
     if recomputed or recipe.recompute.granularity != "selective":
-        attention += _core_attention_bytes_per_token(recipe, device)
+        attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
     return local_tokens(recipe) * (norms + attention + mlp) + _rotary_bytes(recipe)
 
@@ -157,83 +160,26 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     return per_token
 
 
-def _projected_bytes_per_token(recipe: Recipe) -> float:
-    """q, k, v and the output projection's input.
-
-    A view of the softmax twin's fused projection is its v, so that all of that projection stays
-    beside the rotated q and k.
-    """
-    queries, keys = _widths(recipe)
-    element = BYTES[recipe.training.precision]
-    if recipe.model.is_differential:
-        return element * (2 * queries + 2 * keys)
-    return element * (3 * queries + 3 * keys)
-
-
-def _core_attention_bytes_per_token(recipe: Recipe, device: Device) -> float:
-    """What the kernel and the headwise norm keep beside q, k and v."""
-    model, training = recipe.model, recipe.training
-    element = BYTES[training.precision]
-    queries, keys = _widths(recipe)
-    heads = model.num_attention_heads / recipe.parallel.tensor
-    fuses_norm = False
-    exchange = context_exchange(recipe)
-    if exchange == "ring":
-        # The merged output, of two maps the second one's too, and each map's log-sum-exp.
-        maps = 2 if model.is_differential else 1
-        kept = maps * element * queries + FLOAT32 * heads
-    elif not model.is_differential:
-        # The output is the output projection's input.
-        kept = FLOAT32 * heads
-    elif device == "cpu":
-        # The row-blocked kernel starts again from q, k and v.
-        kept = 0.0
-    elif training.attention_backend == "triton":
-        # Both maps' outputs and log-sum-exps.
-        kept = 2 * element * queries + FLOAT32 * heads
-        fuses_norm = True
-    else:
-        # Flash kernels: as much, and the second map's output in float32 for lambda's gradient.
-        kept = 2 * element * queries + FLOAT32 * (heads + queries)
-    if exchange == "all_gather":
-        # The whole sequence's keys and values instead of this rank's, the values twice.
-        copies = 3 if model.is_differential else 2
-        kept += element * keys * (copies * recipe.parallel.context - 2)
-    if model.has_headwise_norm and not fuses_norm:
-        kept += _headwise_norm_bytes_per_token(recipe, device)
-    return kept
+def _attention_bytes_per_token(recipe: Recipe, device: Device) -> tuple[float, float]:
+    """q, k, v and the output projection's input, and what is kept between them."""
+    kernels = Kernels(
+        element=BYTES[recipe.training.precision],
+        device=device,
+        backend=recipe.training.attention_backend,
+        exchange=context_exchange(recipe),
+        context=recipe.parallel.context,
+    )
+    projected, core = recipe.model.attention.kept_bytes(kernels)
+    return projected / recipe.parallel.tensor, core / recipe.parallel.tensor
 
 
-def context_exchange(recipe: Recipe) -> str | None:
+def context_exchange(recipe: Recipe) -> Exchange | None:
     """What context-parallel ranks exchange; None where nothing is."""
     return None if recipe.parallel.context == 1 else chosen_exchange(recipe)
-
-
-def _headwise_norm_bytes_per_token(recipe: Recipe, device: Device) -> float:
-    """The norm's float32 input and one float32 per head; on a CPU the normalised input as well.
-
-    The softmax kernel keeps its own output, which in float32 is that input, so that the output
-    projection's becomes another tensor.
-    """
-    model, element = recipe.model, BYTES[recipe.training.precision]
-    queries, _ = _widths(recipe)
-    heads = model.num_attention_heads / recipe.parallel.tensor
-    normalised = FLOAT32 * queries if device == "cpu" else 0
-    if model.is_differential:
-        return FLOAT32 * (queries + heads / 2) + normalised
-    copy = 0 if element == FLOAT32 else FLOAT32 * queries
-    return copy + element * queries + FLOAT32 * heads + normalised
-
-
-def _widths(recipe: Recipe) -> tuple[float, float]:
-    """Channels of queries and of keys on one tensor-parallel rank."""
-    model, tensor = recipe.model, recipe.parallel.tensor
-    queries = model.num_attention_heads * model.head_dim / tensor
-    return queries, model.num_query_groups * model.head_dim / tensor
 
 
 def _rotary_bytes(recipe: Recipe) -> float:
     """Sines and cosines for q and for k, which every layer keeps once per position."""
     element = BYTES[recipe.training.precision]
     positions = recipe.training.seq_length / recipe.parallel.context
-    return 4 * element * recipe.model.head_dim * positions
+    return 4 * element * recipe.model.attention.head_dim * positions

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import layer_tensors, stage_outer_tensors, stage_tensors
+from diffmegatron.config.trainable import trained_parts, trains_everything
 from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.parameters import (
     attention_weights,
-    headwise_norm_weights,
-    lambda_weights,
     mlp_weights,
 )
 
@@ -76,6 +76,21 @@ def memory_by_stage(
     )
 
 
+def peak_memory(recipe: Recipe, world_size: int) -> int:
+    """Bytes on a rank of the pipeline stage that needs most, without looking at all of them.
+
+    That is the first, which keeps the activations of most microbatches, or the last, whose update
+    takes most; both hold a vocabulary matrix, and those between as many layers.
+
+    Raises:
+        UserError: as :func:`memory_by_stage`.
+    """
+    shards = recipe.data_parallel(world_size) * recipe.parallel.context
+    microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
+    ends = {0, last}
+    return max(_stage_memory(recipe, stage, shards, microbatches, "gpu").total for stage in ends)
+
+
 def _stage_memory(
     recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
 ) -> StageMemory:
@@ -101,17 +116,18 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
         shards: ranks that ZeRO partitions over, data x context parallel.
     """
     low, high = rank_parameters(recipe, stage)
+    trained = sum(trained_parameters(recipe, stage))
     element = BYTES[recipe.training.precision]
     states = StageMemory(
         stage=stage,
         weights=element * low + FLOAT32 * high,
-        gradients=FLOAT32 * (low + high),
-        optimizer=3 * FLOAT32 * (low + high) // shards,
+        gradients=FLOAT32 * trained,
+        optimizer=3 * FLOAT32 * trained // shards,
         communication=element * REDUCE_BUCKET,
         activations=0,
         logits=0,
         layer=0,
-        update=FLOAT32 * (low + high) // shards,
+        update=FLOAT32 * trained // shards,
         host=0,
     )
     if recipe.parallel.zero_stage == 3:
@@ -151,7 +167,7 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     of this partition stays until it ends.
     """
     elements = states.gradients // FLOAT32
-    norm = FLOAT64 * min(_vocabulary_elements(recipe), elements // shards)
+    norm = FLOAT64 * min(_largest_trained(recipe, states.stage), elements // shards)
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
     left = BYTES[recipe.training.precision] * elements // shards
     return replace(states, gradients=states.gradients // shards, update=max(update, left))
@@ -162,7 +178,7 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
     A module's whole weights are gathered before it runs.
     """
-    elements = states.gradients // FLOAT32
+    elements = sum(rank_parameters(recipe, states.stage))
     return replace(
         states,
         weights=states.weights // shards,
@@ -194,7 +210,7 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     if recipe.parallel.zero_stage == 3:
         host = states.optimizer + 2 * gradients
         return replace(states, optimizer=0, gradients=0, update=0, host=host)
-    buffer = element * _vocabulary_elements(recipe)
+    buffer = element * _largest_trained(recipe, states.stage)
     bucket = element if recipe.parallel.zero_stage == 2 else FLOAT32
     return replace(
         states,
@@ -210,18 +226,42 @@ def _vocabulary_elements(recipe: Recipe) -> int:
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
+def _largest_trained(recipe: Recipe, stage: int) -> int:
+    """Of the largest parameter on a tensor-parallel rank that has a gradient."""
+    if trains_everything(recipe):
+        return _vocabulary_elements(recipe)
+    return max(
+        tensor.elements(recipe.parallel.tensor)
+        for tensor in stage_tensors(recipe, stage)
+        if trained_parts(tensor, recipe)
+    )
+
+
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
     """Parameters of a rank of ``stage``: in the run's precision, and always in float32.
 
     ZeRO 3 shares them out further.
     """
-    model, parallel = recipe.model, recipe.parallel
-    is_first, is_last = stage == 0, stage == parallel.pipeline - 1
-    layers = model.num_layers // parallel.pipeline
-    matrices = layers * (attention_weights(model) + mlp_weights(model))
-    # A tied embedding is held by the first and by the last stage, once where they are one.
-    vocabularies = 1 if is_first and is_last and model.tied_embeddings else is_first + is_last
-    matrices += vocabularies * model.vocab_size * model.hidden_size
-    norms = (2 * layers + is_last) * model.hidden_size
-    kept_in_float32 = layers * (lambda_weights(model) + headwise_norm_weights(model))
-    return matrices // parallel.tensor + norms, kept_in_float32
+    size = recipe.parallel.tensor
+    layers = recipe.model.num_layers // recipe.parallel.pipeline
+    outer, layer = stage_outer_tensors(recipe, stage), layer_tensors(recipe.model)
+    low, high = (
+        sum(each.elements(size) for each in outer if each.float32 == is_float32)
+        + layers * sum(each.elements(size) for each in layer if each.float32 == is_float32)
+        for is_float32 in (False, True)
+    )
+    return low, high
+
+
+def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
+    """Those of :func:`rank_parameters` that are trained: they alone have optimizer state.
+
+    A fused projection of which some rows are frozen has it for all of them.
+    """
+    if trains_everything(recipe):
+        return rank_parameters(recipe, stage)
+    counts = [0, 0]
+    for tensor in stage_tensors(recipe, stage):
+        if trained_parts(tensor, recipe):
+            counts[tensor.float32] += tensor.elements(recipe.parallel.tensor)
+    return counts[0], counts[1]

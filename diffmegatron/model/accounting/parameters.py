@@ -1,20 +1,28 @@
 """Parameters and FLOPs of a network by arithmetic alone."""
 
+import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
-from diffmegatron.config.schema import ModelConfig
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.tensors import EMBEDDING, layer_tensors, network_tensors
+from diffmegatron.config.trainable import is_lora, trained_parts, trains_everything
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of the whole network by part; ``output`` is 0 where it is the embedding."""
+    """Parameters of the whole network by part; ``output`` is 0 where it is the embedding.
+
+    ``headwise_norms`` are those over channels of a head, ``attention`` its projections with biases.
+    """
 
     embedding: int
     attention: int
-    lambda_vectors: int
+    lambdas: int
     headwise_norms: int
     norms: int
     mlp: int
+    lora: int
     output: int
 
     @property
@@ -41,36 +49,71 @@ def count_parameters(model: ModelConfig) -> Parameters:
     layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
     return Parameters(
         embedding=vocabulary,
-        attention=layers * attention_weights(model),
-        lambda_vectors=layers * lambda_weights(model),
-        headwise_norms=layers * headwise_norm_weights(model),
+        attention=layers * (attention_weights(model) + own_weights(model, "bias")),
+        lambdas=layers * own_weights(model, "lambda"),
+        headwise_norms=layers * own_weights(model, "norm"),
         norms=(2 * layers + 1) * model.hidden_size,
         mlp=layers * mlp_weights(model),
+        lora=layers * lora_weights(model),
         output=0 if model.tied_embeddings else vocabulary,
     )
 
 
-def count_flops(model: ModelConfig, seq_length: int) -> Flops:
+def count_trained(recipe: Recipe) -> int:
+    """Parameters of the whole network that have a gradient, frozen rows not among them."""
+    model = recipe.model
+    if trains_everything(recipe):
+        return count_parameters(model).total
+    count = 0
+    for tensor in network_tensors(model):
+        rows, *others = tensor.shape
+        trained = trained_parts(tensor, recipe)
+        if tensor.parts:
+            rows = sum(model.attention.heads.channels(part) for part in trained)
+        count += rows * math.prod(others) if trained else 0
+    return count
+
+
+def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Model FLOPs per token of causal training on sequences of ``seq_length``.
 
-    Matrix products: 2 FLOPs per weight and token forward, 4 backward, the output layer included.
-    Attention: the same for both twins. Per (query, key) pair and differential head, or two heads
-    of the Transformer, 4d multiply-adds forward (two scores of d; the maps combined, or their
-    two outputs, with V: 2d) and 8d backward, scores not computed again; a query meets half the
-    sequence on average. Kernels that keep the maps apart do more than this, which counts against
-    their utilization.
+    Matrix products: 2 FLOPs per weight and token forward, 4 backward, the output layer included;
+    of the backward ones ``frozen`` weights need the half that leads to the layer before.
+    Attention: the least that its mathematics needs per (query, key) pair, scores not computed again
+    in the backward pass; a query meets half the sequence on average. Kernels that do more count
+    against their utilization.
     """
-    weights = model.num_layers * (attention_weights(model) + mlp_weights(model))
+    own = model.attention.own_products(model.hidden_size) + lora_weights(model)
+    weights = model.num_layers * (projection_weights(model) + mlp_weights(model) + own)
     weights += model.vocab_size * model.hidden_size
-    pairs = model.num_layers * model.num_heads * seq_length / 2
-    attention = 2 * pairs * 4 * model.head_dim
-    return Flops(forward=2 * weights + attention, training=6 * weights + 3 * attention)
+    pairs = model.num_layers * seq_length / 2
+    attention = 2 * pairs * model.attention.products().model
+    training = 6 * weights - 2 * frozen + 3 * attention
+    return Flops(forward=2 * weights + attention, training=training)
+
+
+def frozen_matrices(recipe: Recipe) -> int:
+    """Weights of matrix products that have no gradient; a tied embedding is the output layer."""
+    if trains_everything(recipe):
+        return 0
+    model = recipe.model
+    looked_up = None if model.tied_embeddings else EMBEDDING
+    return sum(
+        math.prod(each.shape)
+        for each in network_tensors(model)
+        if len(each.shape) == 2 and each.name != looked_up and not trained_parts(each, recipe)
+    )
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Of a layer: queries and output are 2h heads of d wide, keys and values 2 h_kv."""
-    heads = 2 * model.num_attention_heads + 2 * model.num_query_groups
-    return heads * model.head_dim * model.hidden_size
+    """Of a layer: its projections and other matrices, which are in the run's precision."""
+    return projection_weights(model) + own_weights(model, "matrix")
+
+
+def projection_weights(model: ModelConfig) -> int:
+    """Of a layer: its two projections."""
+    heads = model.attention.heads
+    return (heads.qkv_channels + heads.output_channels) * model.hidden_size
 
 
 def mlp_weights(model: ModelConfig) -> int:
@@ -78,11 +121,12 @@ def mlp_weights(model: ModelConfig) -> int:
     return 3 * model.hidden_size * model.ffn_hidden_size
 
 
-def lambda_weights(model: ModelConfig) -> int:
-    """Of a layer: four vectors of d."""
-    return 4 * model.head_dim if model.is_differential else 0
+def lora_weights(model: ModelConfig) -> int:
+    """Of a layer: what LoRA adds to its projections."""
+    return sum(math.prod(each.shape) for each in layer_tensors(model) if is_lora(each.name))
 
 
-def headwise_norm_weights(model: ModelConfig) -> int:
-    """Of a layer: one weight per channel of a head."""
-    return model.head_norm_dim if model.has_headwise_norm else 0
+def own_weights(model: ModelConfig, role: Literal["matrix", "bias", "norm", "lambda"]) -> int:
+    """Of a layer: what its kind of attention declares beside the projections."""
+    declared = model.attention.parameters(model.hidden_size)
+    return sum(math.prod(each.shape) for each in declared if each.role == role)

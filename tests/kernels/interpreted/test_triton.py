@@ -1,91 +1,93 @@
 """The Triton kernels, run by the interpreter on CPU tensors, against float64 loops and autograd.
 
-Blocks are small, so that short sequences span several of them; float64 runs through the very same
-kernels, so that gradcheck holds them to the maths and not to a rounding error.
+Through the public functions, as anyone may debug a kernel. Blocks are small, so that short
+sequences span several of them; float64 runs through the very same kernels, which holds them to the
+maths and not to a rounding error.
 """
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error
+from loops import (
+    loop_diff_attention,
+    loop_diff_attention_v2,
+    make_inputs,
+    make_v2_inputs,
+    relative_error,
+    value_and_grads,
+)
 
-from diffmegatron.attention.kernels import (
+from diffmegatron.attention.kernels.api import (
     HeadwiseNorm,
     Maps,
-    PartialAttention,
     WholeAttention,
-    merge_partial,
-    reference,
+    chunk_attention,
+    chunk_gradients,
+    combine_maps,
+    diff_attention,
+    diff_attention_v2,
     softmax_attention,
-    triton_attention,
+    subtract_noise,
 )
-from diffmegatron.attention.kernels.triton_config import Blocks, Target
-from diffmegatron.attention.kernels.validate import build_mask
+from diffmegatron.attention.kernels.costs import Sizes
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.triton import launch, subtraction
+from diffmegatron.attention.kernels.triton.blocks import Blocks, Target
 
-NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_")
+NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     for function in ("forward_blocks", "key_value_blocks", "query_blocks"):
-        monkeypatch.setattr(triton_attention, function, lambda *_: Blocks(16, 16, 4, 1))
-    monkeypatch.setattr(triton_attention, "ROW_SUMS_ROWS", 16)
+        monkeypatch.setattr(launch, function, lambda *_: Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(launch, "ROW_SUMS_ROWS", 16)
+    monkeypatch.setattr(subtraction, "ROWS", 16)
     # Under deterministic algorithms torch fills new memory with NaN: what a kernel forgets shows.
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def mask_of(inputs, causal=True, cu_seqlens=None, query_offset=None, key_offset=0):
-    return build_mask(
-        inputs[0].shape[1],
-        inputs[1].shape[1],
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        query_offset=query_offset,
-        key_offset=key_offset,
-    )
+@contextmanager
+def in_form(one_pass=False, target=Target.LARGE):
+    """Within, the backward is of this form and the kernels are those of such a chip."""
+    with ExitStack() as stack:
+        for name, value in (("default_one_pass", one_pass), ("target_of", target)):
+            stack.enter_context(mock.patch.object(launch, name, lambda *_, value=value: value))
+        yield
 
 
 def triton_and_reference(inputs, norm=None, one_pass=False, target=Target.LARGE, **options):
     """((out, gradients) of the kernels, the same of the reference in float64)."""
-    mask = mask_of(inputs, **options)
-    scale = inputs[0].shape[-1] ** -0.5
-    out = triton_attention.diff_attention(
-        *inputs, softmax_scale=scale, mask=mask, norm=norm, one_pass=one_pass, target=target
-    )
+    leaves = list(inputs) if norm is None else [*inputs, norm.weight]
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected = reference.diff_attention(*doubles, softmax_scale=scale, mask=mask)
-    leaves, double_leaves = list(inputs), list(doubles)
-    if norm is not None:
-        expected = norm.apply_to(expected)
-        leaves.append(norm.weight)
-        double_leaves.append(norm.weight)
-    direction = torch.randn(
-        expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    )
-    grads = torch.autograd.grad(out, leaves, direction.to(out.dtype))
-    wanted = torch.autograd.grad(expected, double_leaves, direction)
-    return (out, grads), (expected, wanted)
+    double_leaves = doubles if norm is None else [*doubles, norm.weight]
+
+    def by(backend):
+        return lambda *x: diff_attention(*x[:6], backend=backend, norm=norm, **options)
+
+    with in_form(one_pass, target):
+        found = value_and_grads(by("triton"), leaves)
+    return found, value_and_grads(by("reference"), double_leaves)
 
 
 def assert_close(actual, expected, tolerance):
     assert relative_error(actual[0], expected[0]) < tolerance
-    names = (*NAMES, "norm weight")
-    for name, grad, wanted in zip(names, actual[1], expected[1], strict=False):
+    for name, grad, wanted in zip(NAMES, actual[1], expected[1], strict=False):
         assert relative_error(grad, wanted) < tolerance, name
 
 
 CASES = {
-    "one block": {"rows": 16},
     "one row": {"rows": 1, "keys": 1},
-    "decoding": {"rows": 1, "keys": 37, "heads": 4, "kv_heads": 2},
-    "off the block, gqa 2": {"rows": 21, "heads": 4, "kv_heads": 2},
-    "gqa 4, batch 2": {"batch": 2, "rows": 17, "heads": 4, "kv_heads": 1},
-    "s < t": {"rows": 21, "keys": 37},
-    "s > t": {"rows": 37, "keys": 21},
-    "width no power of 2": {"rows": 20, "width": 12},
-    "lambda near 0": {"rows": 20, "lambda_": 1e-6},
-    "lambda above 1": {"rows": 20, "lambda_": 1.9},
+    "decoding": {"rows": 1, "keys": 37, "heads": 2, "lambda_": 1e-6},
+    "off the block, gqa 2, batch 2": {"batch": 2, "rows": 17},
+    "s < t, width no power of 2": {"rows": 21, "keys": 37, "heads": 1, "width": 12},
+    "s > t, lambda above 1": {"rows": 37, "keys": 21, "heads": 1, "lambda_": 1.9},
+    "2 share a noise head": {"rows": 17, "heads": 4, "noise_heads": 2},
+    "3 share one, batch 2": {"batch": 2, "rows": 5, "keys": 18, "heads": 3, "noise_heads": 1},
 }
 
 
@@ -98,11 +100,10 @@ def test_values_and_gradients(case, causal):
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
 @pytest.mark.parametrize("target", [Target.LARGE, Target.HOPPER], ids=["pointers", "TMA"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_form_of_the_kernels(causal, target, one_pass):
-    inputs = make_inputs(rows=21, keys=37, heads=2, kv_heads=1, width=12)
-    options = {"causal": causal, "target": target, "one_pass": one_pass}
-    assert_close(*triton_and_reference(inputs, **options), 1e-13)
+@pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
+def test_every_form_of_the_kernels(noise_heads, target, one_pass):
+    inputs = make_inputs(rows=21, keys=37, heads=2, noise_heads=noise_heads, width=12)
+    assert_close(*triton_and_reference(inputs, target=target, one_pass=one_pass), 1e-13)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -125,32 +126,82 @@ def test_offsets_and_documents(options, causal):
     )
 
 
-def test_the_loops_agree_too():
-    inputs = make_inputs(rows=19, heads=4, kv_heads=2, width=16)
-    out = triton_attention.diff_attention(*inputs, softmax_scale=0.25, mask=mask_of(inputs))
+@pytest.mark.parametrize("noise_heads", [4, 2])
+def test_the_loops_agree_too(noise_heads):
+    inputs = make_inputs(rows=19, heads=4, noise_heads=noise_heads, kv_heads=2, width=16)
+    out = diff_attention(*inputs, backend="triton")
     assert relative_error(out, loop_diff_attention(*inputs)) < 1e-13
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-def test_gradcheck(one_pass):
-    inputs = make_inputs(rows=3, keys=4, heads=2, kv_heads=1, width=2)
-    mask = mask_of(inputs)
-    assert torch.autograd.gradcheck(
-        lambda *x: triton_attention.diff_attention(
-            *x, softmax_scale=0.7, mask=mask, one_pass=one_pass
-        ),
-        inputs,
-        fast_mode=True,
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(16, {}), (12, {"causal": False}), (16, {"cu_seqlens": torch.tensor([0, 7, 40])})],
+    ids=["causal", "full", "documents"],
+)
+def test_one_map_with_values_as_wide_as_the_queries(width, options, one_pass):
+    q, k, _, _, v, _ = make_inputs(rows=20, keys=37, heads=2, width=width)
+    options = {"query_offset": 17, **options}
+    inputs = [q, k, v[..., :width].detach().requires_grad_()]
+    with in_form(one_pass):
+        found = value_and_grads(
+            lambda *x: softmax_attention(*x, backend="triton", **options), inputs
+        )
+    expected = value_and_grads(
+        lambda *x: softmax_attention(*x, backend="reference", **options), inputs
     )
+    assert_close(found, expected, 1e-13)
 
 
-@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-@pytest.mark.parametrize("width", [16, 12])
-def test_norm_epilogue(width, one_pass):
-    inputs = make_inputs(rows=20, heads=2, kv_heads=1, width=width)
-    weight = torch.linspace(0.5, 1.5, 2 * width, dtype=torch.float64, requires_grad=True)
-    norm = HeadwiseNorm(weight, eps=1e-3, scale=0.6)
-    assert_close(*triton_and_reference(inputs, norm=norm, one_pass=one_pass), 1e-13)
+@pytest.mark.parametrize(("heads", "ratio"), [(2, 1), (6, 3)])
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_the_subtraction(heads, ratio, strided):
+    *_, lambda_ = make_v2_inputs(batch=2, rows=21, heads=heads, ratio=ratio)
+    given = torch.randn(2, 12, heads + heads // ratio, 21, dtype=torch.float64)
+    given = given.permute(0, 3, 2, 1) if strided else given.permute(0, 3, 2, 1).contiguous()
+    inputs = [given.requires_grad_(), lambda_]
+    found = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), inputs)
+    expected = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), inputs)
+    assert_close(found, expected, 1e-14)
+
+
+def test_the_subtraction_in_sixteen_bits_takes_lambda_of_any_dtype():
+    heads = torch.randn(1, 9, 3, 8).half().requires_grad_()
+    lambda_ = torch.rand(1, 9, 2, requires_grad=True)
+    found = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [heads, lambda_])
+    expected = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [heads, lambda_])
+    assert [x.dtype for x in found[1]] == [torch.float16, torch.float32]
+    # The interpreter truncates where PyTorch rounds.
+    assert_close(found, expected, 2e-3)
+
+
+def test_v2_equals_loops():
+    inputs = make_v2_inputs(rows=17, heads=2, ratio=2, width=16)
+
+    def by_triton(q, k, v, lambda_):
+        heads = softmax_attention(q, k, v, backend="triton")
+        return subtract_noise(heads, lambda_, backend="triton")
+
+    expected = value_and_grads(loop_diff_attention_v2, inputs)
+    assert_close(value_and_grads(by_triton, inputs), expected, 1e-13)
+    with torch.no_grad():
+        assert relative_error(diff_attention_v2(*inputs, backend="triton"), expected[0]) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("width", "eps", "weight"),
+    [
+        (12, 1e-3, torch.linspace(0.5, 1.5, 24).double()),
+        (16, 0.0, torch.linspace(0.5, 1.5, 64).double()[::2]),
+        (16, 1e-3, torch.ones(1).double().expand(32)),
+    ],
+    ids=["width no power of 2", "no eps, strided weight", "expanded weight"],
+)
+@pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
+def test_norm(noise_heads, width, eps, weight):
+    inputs = make_inputs(rows=19, heads=2, noise_heads=noise_heads, width=width)
+    norm = HeadwiseNorm(weight.requires_grad_(), eps=eps, scale=0.6)
+    assert_close(*triton_and_reference(inputs, norm=norm), 1e-13)
 
 
 @pytest.mark.parametrize(
@@ -159,79 +210,70 @@ def test_norm_epilogue(width, one_pass):
     [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2.5e-2)],
     ids=["fp32", "fp16", "bf16"],
 )
-def test_lower_precision(dtype, tolerance):
-    inputs = make_inputs(rows=20, width=16, dtype=dtype)
+@pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
+def test_lower_precision(noise_heads, dtype, tolerance):
+    inputs = make_inputs(rows=20, heads=2, noise_heads=noise_heads, width=16, dtype=dtype)
     assert_close(*triton_and_reference(inputs), tolerance)
 
 
-@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal, split", "full, one pass"])
 @pytest.mark.parametrize("shift", [0.0, 40.0], ids=["large", "large and negative"])
-def test_large_logits(shift, causal, one_pass):
+def test_large_logits(shift, causal):
     """Negative ones far below the score 0 that keys past the end have, unless masked."""
-    q1, k1, q2, k2, v, lambda_ = make_inputs(rows=20, width=16)
+    q1, k1, q2, k2, v, lambda_ = make_inputs(rows=20, heads=1, width=16)
     scaled = [
         ((x + offset) * 25).detach().requires_grad_()
         for x, offset in zip((q1, k1, q2, k2), (shift, -shift, shift, -shift), strict=True)
     ]
-    actual, expected = triton_and_reference([*scaled, v, lambda_], causal=causal, one_pass=one_pass)
+    actual, expected = triton_and_reference(
+        [*scaled, v, lambda_], causal=causal, one_pass=not causal
+    )
     assert all(torch.isfinite(x).all() for x in (actual[0], *actual[1]))
     assert_close(actual, expected, 1e-9)
 
 
-def test_partial_results_merge_to_the_whole():
-    inputs = make_inputs(rows=20, keys=40, heads=2, kv_heads=1, width=16)
-    q1, k1, q2, k2, v, lambda_ = inputs
-    partials = []
-    for start, stop in ((0, 25), (25, 40)):
-        keys = [x[:, start:stop] for x in (k1, k2, v)]
-        mask = mask_of([q1, keys[0]], query_offset=20, key_offset=start)
-        options = {"softmax_scale": 0.25, "mask": mask}
-        out1, lse1 = triton_attention.attention_with_lse(q1, keys[0], keys[2], **options)
-        out2, lse2 = triton_attention.attention_with_lse(q2, keys[1], keys[2], **options)
-        partials.append(PartialAttention(out1, out2, lse1, lse2))
-    merged = merge_partial(*partials).output(lambda_)
-    expected = reference.diff_attention(*inputs, softmax_scale=0.25, mask=mask_of(inputs))
-    assert relative_error(merged, expected) < 1e-13
-    grads = torch.autograd.grad(merged.square().sum(), inputs)
-    wanted = torch.autograd.grad(expected.square().sum(), inputs)
-    assert_close((merged, grads), (expected, wanted), 1e-12)
-
-
-@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 7, 26, 40])], ids=["one", "documents"])
-def test_chunks_of_keys_add_up_to_the_whole(bounds, one_pass, monkeypatch):
-    monkeypatch.setattr(triton_attention, "default_one_pass", lambda *_: one_pass)
-    inputs = make_inputs(rows=20, keys=40, heads=2, kv_heads=1, width=16)
+@pytest.mark.parametrize(
+    ("count", "noise_heads", "bounds", "one_pass"),
+    [
+        (2, 2, None, False),
+        (2, 2, torch.tensor([0, 7, 26, 40]), True),
+        (2, 1, None, True),
+        (2, 1, torch.tensor([0, 7, 26, 40]), False),
+        (1, 2, torch.tensor([0, 7, 26, 40]), False),
+    ],
+    ids=["fused", "fused, documents", "grouped", "grouped, documents", "one map, documents"],
+)
+def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass):
+    inputs = make_inputs(rows=20, keys=40, heads=2, noise_heads=noise_heads, width=16)
     q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
-    mask = mask_of(inputs, query_offset=20, cu_seqlens=bounds)
-    expected = reference.diff_attention(*inputs, softmax_scale=0.25, mask=mask)
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).double()
-    wanted = torch.autograd.grad(expected, inputs[:5], grad)
-    (out1, lse1), (out2, lse2) = (
-        reference.attention_with_lse(q, k, v, softmax_scale=0.25, mask=mask)
-        for q, k in ((q1, k1), (q2, k2))
-    )
-    whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
-    dqs, keys_and_values = [torch.zeros_like(q1) for _ in range(2)], []
-    for start, stop in ((0, 25), (25, 40)):
-        keys = [x[:, start:stop] for x in (k1, k2, v)]
-        part = mask_of([q1, keys[0]], query_offset=20, key_offset=start, cu_seqlens=bounds)
-        found = triton_attention.chunk_gradients(
-            grad, Maps((q1, q2), (keys[0], keys[1]), keys[2]), lambda_, whole,
-            softmax_scale=0.25, mask=part,
-        )  # fmt: skip
-        dqs = [total + dq for total, dq in zip(dqs, found.queries, strict=True)]
-        keys_and_values.append([*found.keys, found.v])
-    dk1, dk2, dv = (torch.cat(parts, 1) for parts in zip(*keys_and_values, strict=True))
-    for actual, right in zip((dqs[0], dk1, dqs[1], dk2, dv), wanted, strict=True):
-        assert relative_error(actual, right) < 1e-12
-
-
-def test_a_norm_without_eps_off_the_block():
-    inputs = make_inputs(rows=19, heads=2, kv_heads=1, width=16)
-    weight = torch.linspace(0.5, 1.5, 32, dtype=torch.float64, requires_grad=True)
-    assert_close(*triton_and_reference(inputs, norm=HeadwiseNorm(weight, 0.0, 0.6)), 1e-13)
+    if count == 1:
+        v, lambda_ = v[..., :16].contiguous(), None
+    queries, all_keys = (q1, q2)[:count], (k1, k2)[:count]
+    options = {"cu_seqlens": bounds, "query_offset": 20}
+    whole_maps = Maps(queries, all_keys, v)
+    outs, lses = zip(*chunk_attention(whole_maps, backend="reference", **options), strict=True)
+    whole = WholeAttention(combine_maps(outs, lambda_), *outs[1:] or [None], lses)
+    grad = torch.randn(whole.out.shape, generator=torch.Generator().manual_seed(3)).double()
+    wanted = chunk_gradients(grad, whole_maps, lambda_, whole, backend="reference", **options)
+    found = []
+    with in_form(one_pass):
+        for start, stop in ((0, 25), (25, 40)):
+            part = Maps(queries, tuple(k[:, start:stop] for k in all_keys), v[:, start:stop])
+            placed = {**options, "key_offset": start, "backend": "triton"}
+            for (out, lse), (right, right_lse) in zip(
+                chunk_attention(part, **placed),
+                chunk_attention(part, **{**placed, "backend": "reference"}),
+                strict=True,
+            ):
+                assert relative_error(out, right) < 1e-13
+                assert relative_error(lse.exp(), right_lse.exp()) < 1e-13
+            found.append(chunk_gradients(grad, part, lambda_, whole, **placed))
+    first, second = found
+    actual = [a + b for a, b in zip(first.queries, second.queries, strict=True)]
+    actual += [torch.cat(both, 1) for both in zip(first.keys, second.keys, strict=True)]
+    actual.append(torch.cat([first.v, second.v], 1))
+    for grad_of, right in zip(actual, (*wanted.queries, *wanted.keys, wanted.v), strict=True):
+        assert relative_error(grad_of, right) < 1e-12
 
 
 def saved_bytes(function):
@@ -254,13 +296,12 @@ def test_saved_activations_are_six_fifths_of_the_transformers():
     inputs = make_inputs(batch=2, rows=16, heads=2, kv_heads=2, width=64, dtype=torch.float16)
     weight = torch.ones(128, requires_grad=True)
     norm = HeadwiseNorm(weight, 1e-5, 0.2)
-    options = {"softmax_scale": 0.125, "mask": mask_of(inputs), "norm": norm}
-    mine = saved_bytes(lambda: triton_attention.diff_attention(*inputs, **options))
+    mine = saved_bytes(lambda: diff_attention(*inputs, norm=norm, backend="triton"))
     plain = [torch.randn(2, 16, 4, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    twin = saved_bytes(lambda: softmax_attention(*plain))
+    baseline = saved_bytes(lambda: softmax_attention(*plain))
     # Beside these float32: lambda, the norm's weight, and a log-sum-exp per map and row.
     constants = 4 * (1 + weight.numel())
-    assert (mine - constants) / twin <= 1.2
+    assert (mine - constants) / baseline <= 1.2
 
 
 def test_strided_and_misaligned_inputs():
@@ -276,32 +317,53 @@ def test_strided_and_misaligned_inputs():
     assert_close(actual, expected, 1e-13)
 
 
-def test_a_norm_weight_of_any_layout():
-    inputs = make_inputs(rows=20, width=16)
-    for weight in (torch.linspace(0.5, 1.5, 64).double()[::2], torch.ones(1).double().expand(32)):
-        norm = HeadwiseNorm(weight.requires_grad_(), eps=1e-3, scale=0.6)
-        assert_close(*triton_and_reference(inputs, norm=norm), 1e-13)
-
-
 def test_gradients_of_one_map_in_strides_that_descriptors_refuse():
     """A batch of one may have any stride, which `is_contiguous` overlooks."""
-    inputs = make_inputs(rows=20, width=16)
-    problem = triton_attention.Problem(0.25, mask_of(inputs), False, Target.HOPPER)
-    q, k, v = inputs[0], inputs[1], inputs[4]
-    out, _ = triton_attention._TritonSoftmaxAttention.apply(q, k, v, problem)
-    grad = torch.randn_like(out)
-    strange = grad.as_strided(grad.shape, (1, *grad.stride()[1:]))
-    assert strange.is_contiguous()
-    found = torch.autograd.grad(out, (q, k, v), strange)
-    no_map2 = torch.tensor(0.0).double()
-    expected = loop_diff_attention(q, k, q, k, v, no_map2)
+    q, k, _, _, v, _ = make_inputs(rows=20, width=16)
+    v = v[..., :16].detach().requires_grad_()
+    with in_form(target=Target.HOPPER):
+        out = softmax_attention(q, k, v, backend="triton")
+        grad = torch.randn_like(out)
+        strange = grad.as_strided(grad.shape, (1, *grad.stride()[1:]))
+        assert strange.is_contiguous()
+        found = torch.autograd.grad(out, (q, k, v), strange)
+    expected = softmax_attention(q, k, v, backend="reference")
     for actual, right in zip(found, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
         assert relative_error(actual, right) < 1e-13
+
+
+@pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
+def test_saved_bytes_are_those_of_the_table(noise_heads):
+    dtype = torch.float16
+    inputs = make_inputs(rows=16, heads=2, noise_heads=noise_heads, width=16, dtype=dtype)
+    storages = {}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = diff_attention(*inputs, backend="triton")
+    for x in (*inputs, out):
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    sizes = Sizes(2, 16, 2, noise_heads, kv_heads=1, keys=16)
+    assert sum(storages.values()) == 16 * DIFFERENTIAL["triton"].saved(sizes)
+
+
+def test_second_derivatives_are_refused():
+    q, k, _, _, v, _ = make_inputs(rows=3, width=4)
+    heads = torch.randn(1, 3, 2, 4, requires_grad=True)
+    lambda_ = torch.rand(1, 3, 1, requires_grad=True)
+    for out, x in (
+        (softmax_attention(q, k, v[..., :4], backend="triton"), q),
+        (subtract_noise(heads, lambda_, backend="triton"), lambda_),
+    ):
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), x)
 
 
 def test_more_heads_than_a_launch_has_are_refused():
     inputs = [x.expand(70000, *x.shape[1:]) for x in make_inputs(rows=1, heads=1, kv_heads=1)[:5]]
     with pytest.raises(ValueError, match="70000 heads in all; the triton backend takes 65535"):
-        triton_attention.diff_attention(
-            *inputs, torch.tensor(0.5), softmax_scale=1.0, mask=mask_of(inputs)
-        )
+        diff_attention(*inputs, torch.tensor(0.5), backend="triton")

@@ -1,0 +1,179 @@
+"""Checks of what the public functions were given; every error names the argument and its shape."""
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+
+def check_diff_inputs(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
+) -> None:
+    """Raise ValueError unless the shapes, dtypes and devices are those of `diff_attention`."""
+    check_two_maps(q1, k1, q2, k2, v)
+    check_lambda(lambda_, like=q1)
+
+
+def check_two_maps(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the shapes, dtypes and devices are those of two maps."""
+    check_tensors(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
+    check_layout(q1=q1, k1=k1, v=v, value_width=2)
+    if k2.shape != k1.shape:
+        raise ValueError(f"k2 has shape {shape_of(k2)}; it must equal k1's {shape_of(k1)}")
+    _check_noise_queries(q2, q1, k1.shape[2])
+    _check_same_kind(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
+
+
+def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
+    """Check the second map's queries, of which r of the first map's share one."""
+    heads = q2.shape[2] if q2.dim() == 4 else 0
+    if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
+        raise ValueError(
+            f"q2 has shape {shape_of(q2)}; but for fewer heads it must equal q1's {shape_of(q1)}"
+        )
+    if q1.shape[2] % heads:
+        raise ValueError(
+            f"q2 has {heads} heads, which do not divide the {q1.shape[2]} of q1; equally many "
+            "signal heads must share each"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"q2 has {heads} heads, not a multiple of the {kv_heads} kv heads of k1; signal heads "
+            "that share a noise head must share their kv head"
+        )
+
+
+def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
+    """Raise ValueError unless heads are groups of r signal heads and then a noise head.
+
+    Args:
+        name: of `heads` in the message.
+        heads: `[b, s, h + h / r, d]`: queries, or what attention made of them.
+        lambda_: `[b, s, h]`, where `heads` are; of any floating-point dtype.
+        kv_heads: kv heads of the queries; no group may lie across two.
+    """
+    check_tensors(**{name: heads, "lambda_": lambda_})
+    if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():
+        raise ValueError(
+            f"{name} has shape {shape_of(heads)} and dtype {heads.dtype}; it must be "
+            "floating-point [batch, length, heads, width] without empty dimensions"
+        )
+    if lambda_.dim() != 3 or lambda_.shape[:2] != heads.shape[:2]:
+        raise ValueError(
+            f"lambda_ has shape {shape_of(lambda_)}; with {name} {shape_of(heads)} it must be "
+            f"{[*heads.shape[:2]]} and the number of signal heads"
+        )
+    if not lambda_.is_floating_point() or lambda_.device != heads.device:
+        raise ValueError(
+            f"lambda_ is {lambda_.dtype} on {lambda_.device}; it must be floating-point on "
+            f"{heads.device}, where {name} is"
+        )
+    signal, noise = lambda_.shape[2], heads.shape[2] - lambda_.shape[2]
+    if noise < 1 or signal < 1 or signal % noise:
+        raise ValueError(
+            f"{name} has {heads.shape[2]} heads and lambda_ {signal}; with h signal heads, r to a "
+            "noise head, they must be h + h / r and h"
+        )
+    if noise % kv_heads:
+        raise ValueError(
+            f"{name} has {noise} groups of {signal // noise} signal heads and a noise head, not a "
+            f"multiple of the {kv_heads} kv heads of k; a group must not lie across two kv heads"
+        )
+
+
+def check_lambda(lambda_: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless it is one floating-point number where the queries are."""
+    check_tensors(lambda_=lambda_)
+    if lambda_.dim() != 0 or not lambda_.is_floating_point():
+        raise ValueError(
+            f"lambda_ has shape {shape_of(lambda_)} and dtype {lambda_.dtype}; "
+            "it must be a 0-dim floating-point tensor"
+        )
+    if lambda_.device != like.device:
+        raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {like.device}")
+
+
+def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor, value_width: int = 1) -> None:
+    """Raise ValueError unless shapes, dtypes and devices are those of one map.
+
+    `value_width` is v's, in widths of a query.
+    """
+    check_tensors(q=q, k=k, v=v)
+    check_layout(q=q, k=k, v=v, value_width=value_width)
+    _check_same_kind(q=q, k=k, v=v)
+
+
+def check_tensors(**arguments: object) -> None:
+    """Raise ValueError unless all are tensors."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is of type {type(x).__name__}; it must be a tensor")
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of the scores, 1/sqrt(d) by default.
+
+    Raises:
+        ValueError: it is not a finite number above 0: torch's kernels hide scores by -inf before
+            they multiply, which a 0 or a negative factor makes NaN or +inf.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not isinstance(softmax_scale, Real) or not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}; it must be a finite number above 0")
+    return float(softmax_scale)
+
+
+def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
+    """Check one query, one key and the value: ranks, batch, lengths, head counts and widths."""
+    (q_name, q), (k_name, k) = queries_and_keys.items()
+    for name, x in ((q_name, q), (k_name, k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name} has shape {shape_of(x)}; it must be [batch, length, heads, width] "
+                "without empty dimensions"
+            )
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{k_name} has shape {shape_of(k)}; its batch and width must equal those of "
+            f"{q_name} {shape_of(q)}"
+        )
+    expected = (*k.shape[:3], value_width * q.shape[3])
+    if v.shape != expected:
+        raise ValueError(
+            f"v has shape {shape_of(v)}; with {q_name} {shape_of(q)} and {k_name} {shape_of(k)} "
+            f"it must be {list(expected)}"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q_name} has {q.shape[2]} heads, not a multiple of the {k.shape[2]} kv heads of "
+            f"{k_name} (shapes {shape_of(q)} and {shape_of(k)})"
+        )
+
+
+def _check_same_kind(**tensors: Tensor) -> None:
+    (first_name, first), *rest = tensors.items()
+    if not first.is_floating_point():
+        raise ValueError(f"{first_name} has dtype {first.dtype}; it must be floating-point")
+    for name, x in rest:
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name} is {x.dtype} but {first_name} is {first.dtype}")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} but {first_name} on {first.device}")
+
+
+def shape_of(x: Tensor) -> list[int]:
+    """As a message shows it."""
+    return list(x.shape)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention inputs like `x` are computed: autocast's when it is on.
+
+    As `scaled_dot_product_attention`, which autocast lowers too; float64 is left alone.
+    """
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype

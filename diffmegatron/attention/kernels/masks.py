@@ -1,0 +1,209 @@
+"""Which key each query row may attend to: causality, chunk offsets and document boundaries."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from .checks import check_tensors, shape_of
+
+# The kernels count positions in 32 bits; half of that, so that an offset and a length add up.
+LARGEST_POSITION = 2**30
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The visible (query, key) pairs, by global position, of one attention call.
+
+    Query row i stands at position `query_offset + i`, key j at `key_offset + j`. A pair is visible
+    when both positions lie in the same document and, under `causal`, the key is not the later one.
+
+    Attributes:
+        query_length, key_length: s and t of the call.
+        causal: hide keys at later positions than the query.
+        query_offset, key_offset: global position of the first query row and of the first key.
+        cu_seqlens: document boundaries `(0, end_of_first, ..., end_of_last)` in global positions,
+            or None for one document.
+    """
+
+    query_length: int
+    key_length: int
+    causal: bool = True
+    query_offset: int = 0
+    key_offset: int = 0
+    cu_seqlens: tuple[int, ...] | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What this mask asks of a backend beyond causality, as in `registry.FEATURES`."""
+        if self.cu_seqlens is not None:
+            covered = range(self.cu_seqlens[-1])
+            queries = range(self.query_offset, self.query_offset + self.query_length)
+            keys = range(self.key_offset, self.key_offset + self.key_length)
+            is_whole = queries == keys == covered
+            return frozenset({"documents"} if is_whole else {"documents", "offsets"})
+        aligned_at_end = self.key_offset + self.key_length - self.query_length
+        is_offset = self.causal and self.query_offset != aligned_at_end
+        return frozenset({"offsets"} if is_offset else ())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no pair is hidden, or those above the diagonal of a square.
+
+        That is what `is_causal` says to torch's kernels, which align it at the first key.
+        """
+        is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
+        return self.cu_seqlens is None and (is_square or not self.causal)
+
+    def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
+        """The smallest key interval [start, stop) that holds all keys visible to these rows.
+
+        It is empty (start == stop) when none is visible.
+        """
+        first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
+        start, stop = 0, self.key_length
+        if self.causal:
+            stop = min(stop, last + 1 - self.key_offset)
+        if self.cu_seqlens is not None:
+            bounds = self.cu_seqlens
+            start = max(start, bounds[bisect_right(bounds, first) - 1] - self.key_offset)
+            stop = min(stop, bounds[bisect_right(bounds, last)] - self.key_offset)
+        return (start, stop) if start < stop else (0, 0)
+
+    def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
+        """Number of leading keys of `key_range` that every one of these rows sees."""
+        start, stop = self.key_range(row_start, row_stop)
+        if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
+            return 0
+        if not self.causal:
+            return stop - start
+        diagonal = self.query_offset + row_start + 1 - self.key_offset
+        return min(max(diagonal - start, 0), stop - start)
+
+    def hidden(
+        self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> Tensor | None:
+        """Boolean `[rows, keys]` tensor, True where a pair is not visible; None if all are."""
+        if not self.causal and self.cu_seqlens is None:
+            return None
+        query = torch.arange(*rows, device=device)[:, None] + self.query_offset
+        key = torch.arange(*keys, device=device)[None, :] + self.key_offset
+        hidden = key > query if self.causal else torch.zeros_like(key > query)
+        if self.cu_seqlens is not None:
+            bounds = torch.tensor(self.cu_seqlens, device=device)
+            query_document = torch.searchsorted(bounds, query.flatten(), right=True)
+            key_document = torch.searchsorted(bounds, key.flatten(), right=True)
+            hidden = hidden | (query_document[:, None] != key_document[None, :])
+        return hidden
+
+    def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First key and end of the keys that each query row sees: two int32 `[s]`."""
+        return _key_intervals(self, device)
+
+    def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First query row and end of the rows that see each key: two int32 `[t]`."""
+        return _query_intervals(self, device)
+
+    def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Start and end, in global positions, of the document at each position."""
+        if self.cu_seqlens is None:
+            infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
+            return -infinite, infinite
+        bounds = torch.tensor(self.cu_seqlens)
+        document = torch.searchsorted(bounds, position, right=True)
+        return bounds[document - 1], bounds[document]
+
+    def _same_document(self, row: int, other_row: int) -> bool:
+        assert self.cu_seqlens is not None
+        document = bisect_right(self.cu_seqlens, self.query_offset + row)
+        return document == bisect_right(self.cu_seqlens, self.query_offset + other_row)
+
+
+def build_mask(
+    query_length: int,
+    key_length: int,
+    *,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    query_offset: int | None,
+    key_offset: int,
+) -> AttentionMask:
+    """The mask of a call; `query_offset=None` aligns the last query with the last key.
+
+    Raises:
+        ValueError: an offset is no integer that the kernels can count to, cu_seqlens is no strictly
+            increasing 1-dim integer tensor from 0, or a query or key position lies outside of it.
+    """
+    for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
+        if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
+            raise ValueError(
+                f"{name} is {position!r}; it must be an integer of at most {LARGEST_POSITION}"
+            )
+    if query_offset is None:
+        query_offset = key_offset + key_length - query_length
+    bounds = None
+    if cu_seqlens is not None:
+        check_tensors(cu_seqlens=cu_seqlens)
+        bounds = _document_bounds(cu_seqlens)
+        for name, offset, length in (
+            ("query", query_offset, query_length),
+            ("key", key_offset, key_length),
+        ):
+            if offset < 0 or offset + length > bounds[-1]:
+                raise ValueError(
+                    f"{name}_offset={offset} with {length} positions lies outside of cu_seqlens, "
+                    f"which covers 0 to {bounds[-1]}"
+                )
+    return AttentionMask(query_length, key_length, causal, query_offset, key_offset, bounds)
+
+
+def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {shape_of(cu_seqlens)} and dtype {cu_seqlens.dtype}; "
+            "it must be a 1-dim integer tensor [0, end of first document, ...]"
+        )
+    bounds = tuple(int(bound) for bound in cu_seqlens.tolist())
+    if bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+        shown = list(bounds[:8])
+        raise ValueError(
+            f"cu_seqlens of shape {shape_of(cu_seqlens)} starts {shown}; "
+            "it must start at 0 and increase strictly"
+        )
+    return bounds
+
+
+# Every layer of a batch asks for the same tables, and each copy to a GPU would wait for the GPU.
+# Kept from a call under inference_mode, they could not be used in training later.
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    position = torch.arange(mask.query_length) + mask.query_offset
+    start, stop = mask.document_bounds(position)
+    if mask.causal:
+        stop = stop.minimum(position + 1)
+    return _clamped(start - mask.key_offset, stop - mask.key_offset, mask.key_length, device)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
+    position = torch.arange(mask.key_length) + mask.key_offset
+    start, stop = mask.document_bounds(position)
+    if mask.causal:
+        start = start.maximum(position)
+    offset = mask.query_offset
+    return _clamped(start - offset, stop - offset, mask.query_length, device)
+
+
+def _clamped(
+    start: Tensor, stop: Tensor, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The intervals within [0, length) as int32; an empty one has start == stop."""
+    start = start.clamp(0, length)
+    stop = stop.clamp(0, length).maximum(start)
+    return start.to(device, torch.int32), stop.to(device, torch.int32)

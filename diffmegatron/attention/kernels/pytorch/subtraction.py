@@ -1,0 +1,44 @@
+"""The subtraction of DIFF V2 in plain PyTorch: `signal - lambda noise` per token and head."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
+    """As `api.subtract_noise`. Can be differentiated twice."""
+    out: Tensor = _SubtractNoise.apply(heads, lambda_)
+    return out
+
+
+class _SubtractNoise(torch.autograd.Function):
+    """Keeps what it was given; autograd would keep a wider copy of it beside."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
+        ctx.save_for_backward(heads, lambda_)
+        signal, noise, weight = _by_group(heads, lambda_)
+        return (signal - weight * noise).flatten(2, 3).to(heads.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        heads, lambda_ = ctx.saved_tensors
+        _, noise, weight = _by_group(heads, lambda_)
+        grad = grad_out.to(noise.dtype).unflatten(2, weight.shape[2:4])
+        dnoise = -(weight * grad).sum(3, keepdim=True)
+        dheads = torch.cat([x.to(heads.dtype) for x in (grad, dnoise)], 3).flatten(2, 3)
+        dlambda = -(grad * noise).sum(-1).flatten(2)
+        return dheads, dlambda.to(lambda_.dtype)
+
+
+def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Signal `[b, s, groups, r, d]`, noise `[b, s, groups, 1, d]`, lambda `[b, s, groups, r, 1]`.
+
+    In fp32 at least.
+    """
+    dtype = torch.promote_types(heads.dtype, torch.float32)
+    groups = heads.shape[2] - lambda_.shape[2]
+    by_group = heads.to(dtype).unflatten(2, (groups, -1))
+    weight = lambda_.to(dtype).unflatten(2, (groups, -1)).unsqueeze(-1)
+    return by_group[:, :, :, :-1], by_group[:, :, :, -1:], weight

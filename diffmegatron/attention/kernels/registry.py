@@ -1,0 +1,342 @@
+"""Every backend of the kernels: what it takes, what it costs, and which of them computes a call.
+
+Loads no torch, so that recipes and plans read it before any library is there. To add a backend:
+write its module, describe it in `BACKENDS`, and name it in `AUTO_ORDER` where it should be taken
+unasked.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from . import costs
+
+Op = Literal["differential", "softmax", "subtraction"]
+
+# Two maps of which the second is subtracted, with values twice as wide as the queries; one map,
+# with values as wide; the subtraction of noise heads from what one map gives.
+OPS: dict[Op, str] = {
+    "differential": "differential attention",
+    "softmax": "softmax attention",
+    "subtraction": "subtraction of noise heads",
+}
+
+LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+# What a call may need beyond plain causal or full attention.
+FEATURES = {
+    "documents": "stay within packed documents (cu_seqlens)",
+    "offsets": "place queries freely against the keys (query_offset, key_offset)",
+    "chunks": "attend to a sequence chunk by chunk",
+    "masked chunks": "attend chunk by chunk but to all keys or below the diagonal of a square",
+}
+CHUNKS = frozenset({"chunks", "masked chunks"})
+
+
+class Call(NamedTuple):
+    """What the choice of a backend depends on, beside the libraries at hand.
+
+    Attributes:
+        op: the operation.
+        device: device type, as in `tensor.device.type`.
+        dtype: of queries, keys and values, as torch names it ("bfloat16").
+        head_dim: d, the width of a query.
+        needs: the `FEATURES` that the call uses.
+    """
+
+    op: Op
+    device: str
+    dtype: str
+    head_dim: int
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one implementation of an operation takes and costs.
+
+    Attributes:
+        module: module of this package that holds its `diff_attention`, `softmax_attention` or
+            `subtract_noise`, by the operation; its `attention_with_lse` and `chunk_gradients`
+            unless it lacks "chunks".
+        note: one clause on what it is, shown as the reason of a choice.
+        work: multiply-adds per pair of a query and a visible key, of all heads: forward, backward.
+        saved: bytes per query kept for the backward pass beside q, k, v and the result.
+        keeps_result: whether its result is kept as well: before a headwise norm, the norm's input.
+        devices, dtypes, head_dims: what it takes; None means any.
+        library: name of the library it needs beside torch, or None.
+        lacks: what it cannot do, out of `FEATURES`.
+        chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
+        fuses_norm: its `diff_attention` takes a `norm`, and applies it in its epilogue unless
+            signal heads share a noise head.
+        is_interpretable: it runs in Triton's interpreter too, on any device, dtype and head_dim.
+    """
+
+    module: str
+    note: str
+    work: costs.Work
+    saved: costs.Saved
+    keeps_result: bool = False
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    library: str | None = None
+    lacks: frozenset[str] = frozenset()
+    chunk_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fuses_norm: bool = False
+    is_interpretable: bool = False
+
+    def load(self) -> ModuleType:
+        """The module of the backend."""
+        return import_module(f".{self.module}", __package__)
+
+
+DIFFERENTIAL = {
+    "reference": Backend(
+        "pytorch.reference",
+        "the paper's equations read literally, for tests",
+        work=costs.per_head((3, 1), (6, 2)),
+        saved=costs.whole_maps,
+    ),
+    "blocked": Backend(
+        "pytorch.blocked",
+        "row blocks in plain PyTorch, deterministic",
+        work=costs.per_head((3, 1), (7, 3)),
+        saved=costs.nothing,
+    ),
+    "triton": Backend(
+        "triton.attention",
+        "own fused kernels: 6d forward, 10d or 14d backward",
+        work=costs.default_triton_work,
+        saved=costs.fused,
+        keeps_result=True,
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, "float32"),
+        head_dims=(64, 96, 128),
+        library="triton",
+        fuses_norm=True,
+        is_interpretable=True,
+    ),
+    "flash_2call": Backend(
+        "wrappers.flash_2call",
+        "two calls of flex_head_fa with V whole: 6d forward, 14d backward",
+        work=costs.per_head((3, 3), (7, 7)),
+        saved=costs.two_calls,
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=(32, 64, 96, 128),
+        library="flex_head_fa",
+        lacks=CHUNKS | {"offsets"},
+    ),
+    "flash_4call": Backend(
+        "wrappers.flash_4call",
+        "four calls of FlashAttention 2: 8d forward, 20d backward",
+        work=costs.per_head((4, 4), (10, 10)),
+        saved=costs.four_calls,
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=tuple(range(8, 257, 8)),
+        library="flash_attn",
+        lacks=CHUNKS | {"offsets"},
+    ),
+    "sdpa_4call": Backend(
+        "wrappers.sdpa",
+        "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
+        work=costs.per_head((4, 4), (10, 10)),
+        saved=costs.four_calls,
+        # torch's flash kernels, which return log-sum-exps, take no mask but a causal one.
+        lacks=frozenset({"masked chunks"}),
+        chunk_dtypes={"cuda": SIXTEEN_BITS},
+    ),
+    "flex": Backend(
+        "wrappers.flex",
+        "two compiled calls of torch's FlexAttention with V whole",
+        work=costs.per_head((3, 3), (7, 7)),
+        saved=costs.two_calls,
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, "float32"),
+        head_dims=(16, 32, 64, 128),
+        library="triton",
+        lacks=CHUNKS,
+    ),
+}
+
+SOFTMAX = {
+    "reference": Backend(
+        "pytorch.reference",
+        "the equation read literally, for tests",
+        work=costs.per_head((2, 0), (4, 0)),
+        saved=costs.whole_maps,
+    ),
+    "blocked": Backend(
+        "pytorch.blocked",
+        "row blocks in plain PyTorch, deterministic",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.nothing,
+    ),
+    "triton": Backend(
+        "triton.attention",
+        "own kernels of differential attention, with one map",
+        work=costs.default_triton_work,
+        saved=costs.log_sum_exps,
+        keeps_result=True,
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, "float32"),
+        head_dims=(64, 96, 128),
+        library="triton",
+        is_interpretable=True,
+    ),
+    "sdpa": Backend(
+        "wrappers.sdpa",
+        "torch's scaled_dot_product_attention",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.log_sum_exps,
+        keeps_result=True,
+        lacks=frozenset({"masked chunks"}),
+        chunk_dtypes={"cuda": SIXTEEN_BITS},
+    ),
+    "flash_attn": Backend(
+        "wrappers.flash",
+        "FlashAttention 2",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.log_sum_exps,
+        keeps_result=True,
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=tuple(range(8, 257, 8)),
+        library="flash_attn",
+        lacks=CHUNKS | {"offsets"},
+    ),
+    "flex": Backend(
+        "wrappers.flex",
+        "torch's FlexAttention, compiled",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.own_output,
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, "float32"),
+        head_dims=(16, 32, 64, 128),
+        library="triton",
+        lacks=CHUNKS,
+    ),
+}
+
+# Both keep nothing but what they are given: the heads and lambda.
+SUBTRACTION = {
+    "pytorch": Backend(
+        "pytorch.subtraction",
+        "plain PyTorch",
+        work=costs.per_head((0, 0), (0, 0)),
+        saved=costs.nothing,
+    ),
+    "triton": Backend(
+        "triton.subtraction",
+        "own fused kernel",
+        work=costs.per_head((0, 0), (0, 0)),
+        saved=costs.nothing,
+        devices=("cuda",),
+        dtypes=(*SIXTEEN_BITS, "float32", "float64"),
+        library="triton",
+        is_interpretable=True,
+    ),
+}
+
+BACKENDS: dict[Op, dict[str, Backend]] = {
+    "differential": DIFFERENTIAL,
+    "softmax": SOFTMAX,
+    "subtraction": SUBTRACTION,
+}
+
+# By operation and device, as on a CPU where a device is not named: the first that can run is taken.
+# Attention in "triton" is not among them until tests/gpu has passed on a GPU: its kernels are
+# proven in the interpreter and by the compiler alone.
+AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
+    "differential": {
+        "cpu": ("blocked",),
+        "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
+    },
+    "softmax": {"cpu": ("sdpa", "blocked")},
+    "subtraction": {"cpu": ("pytorch",), "cuda": ("triton", "pytorch")},
+}
+
+
+def whole_sequence_backends(op: Op) -> frozenset[str]:
+    """Those that attend to whole sequences only, and not to the chunks of a ring."""
+    return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)
+
+
+def needed_features(*, documents: bool, context: int, exchange: str | None) -> frozenset[str]:
+    """What a layout asks of the attention kernel, in the words of `FEATURES`.
+
+    Args:
+        documents: whether attention stays within packed documents.
+        context: number of context-parallel ranks.
+        exchange: what they exchange, "ring", "all_gather" or "ulysses"; None where nothing is.
+    """
+    needs = {"documents"} if documents else set()
+    if context > 1 and exchange == "ring":
+        needs |= {"chunks", "masked chunks", "offsets"} if documents else {"chunks"}
+    if context > 1 and exchange == "all_gather" and documents:
+        needs.add("offsets")
+    return frozenset(needs)
+
+
+def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
+    """The reason why backend `name` cannot compute this, in one clause, or None when it can."""
+    backend = BACKENDS[call.op][name]
+    if backend.is_interpretable and is_interpreting():
+        backend = replace(backend, devices=None, dtypes=None, head_dims=None)
+    if backend.devices is not None and call.device not in backend.devices:
+        return f"needs a {' or '.join(backend.devices)} device, got {call.device}"
+    if backend.library is not None and backend.library not in libraries:
+        return (
+            f"needs the library {backend.library}, which is not installed or not usable (a warning "
+            "then says why)"
+        )
+    if backend.dtypes is not None and call.dtype not in backend.dtypes:
+        return f"takes {', '.join(backend.dtypes)}, got {call.dtype}"
+    if backend.head_dims is not None and call.head_dim not in backend.head_dims:
+        return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {call.head_dim}"
+    if missing := sorted(call.needs & backend.lacks):
+        return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
+    in_chunks = backend.chunk_dtypes.get(call.device, (call.dtype,))
+    if "chunks" in call.needs and call.dtype not in in_chunks:
+        names = ", ".join(in_chunks)
+        return f"takes {names} chunk by chunk on {call.device}, got {call.dtype}"
+    return None
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels on CPU tensors: TRITON_INTERPRET=1 was set before its import."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
+    """(name, reason) of the backend that computes a call.
+
+    Args:
+        backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can.
+        call: what is to be computed.
+        libraries: optional libraries at hand, as from `select.importable_libraries`.
+
+    Raises:
+        ValueError: the name is unknown, or the named backend cannot run this.
+    """
+    known = BACKENDS[call.op]
+    if backend == "auto":
+        passed_over: list[str] = []
+        orders = AUTO_ORDER[call.op]
+        for name in orders.get(call.device, orders["cpu"]):
+            reason = why_not(name, call, libraries)
+            if reason is None:
+                return name, "; ".join([known[name].note, *passed_over])
+            passed_over.append(f"not {name}: {reason}")
+        raise ValueError(f"no attention backend can run on {call.device}: {'; '.join(passed_over)}")
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(known)}")
+    if reason := why_not(backend, call, libraries):
+        raise ValueError(f"backend={backend!r} cannot run: it {reason}")
+    return backend, "asked for by name"

@@ -1,0 +1,1 @@
+"""Own kernels, in Triton."""

@@ -1,0 +1,81 @@
+"""Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
+
+Chosen by what compiles for sm_90 and sm_80 with the fewest spills in the loops and without a
+product that two warps both compute, and fits the other chips (tests/kernels/test_triton_compile.py
+holds the figures); none has been timed on a GPU yet: tools/tune_attention.py does that.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    """Rows of queries M and of keys N per block, and how the kernel is compiled.
+
+    With tensor descriptors it takes three stages for loads to overlap with products: a block's
+    loads are issued when its products are, and with two stages the next block waits for them.
+    """
+
+    M: int
+    N: int
+    num_warps: int
+    num_stages: int
+
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class Target(Enum):
+    """How the kernels are compiled for a chip.
+
+    HOPPER loads 16-bit tiles through tensor descriptors; the others take plain pointers. LARGE
+    chips have 163 KiB of shared memory for a block of threads, SMALL ones 99.
+    """
+
+    HOPPER = "hopper"
+    LARGE = "large"
+    SMALL = "small"
+
+
+def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
+    """What to compile for on a chip of this compute capability; SMALL for unknown ones.
+
+    fp32 tiles through descriptors spill kilobytes in the backward. Blackwell (10.x) takes plain
+    pointers: its pipeliner stops the process at `tiles.forget` in a loop that loads ahead.
+    """
+    if capability[0] == 9 and dtype in SIXTEEN_BITS:
+        return Target.HOPPER
+    is_large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
+    return Target.LARGE if is_large else Target.SMALL
+
+
+def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `forward_kernel`."""
+    if dtype not in SIXTEEN_BITS:
+        return Blocks(32, 32, 4, 1)
+    if target is Target.HOPPER:
+        return Blocks(128, 64, 8, 3)
+    return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
+
+
+def key_value_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `key_value_kernel`."""
+    is_cramped = target is Target.SMALL and head_dim > 64
+    if dtype not in SIXTEEN_BITS:
+        return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
+    if target is Target.HOPPER:
+        return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3)
+    if is_cramped:
+        return Blocks(32, 32, 4, 1)
+    return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
+
+
+def query_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `query_kernel`."""
+    if dtype not in SIXTEEN_BITS:
+        return Blocks(32, 32, 4, 1)
+    if target is Target.HOPPER:
+        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3)
+    return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)

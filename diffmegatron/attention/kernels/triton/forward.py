@@ -1,0 +1,244 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""Triton forward: both maps in one program, one after the other.
+
+Side by side, two accumulators of `[rows, 2d]` would not fit the registers. The second map's result
+goes to memory first (the backward wants it there) and is read again when the first map is done.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import forget, keys_of_rows, load_tile, multiply, store_rows, store_tile
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    largest,
+    total,
+    q,
+    k_source,
+    v_source,
+    key_start,
+    key_stop,
+    row_start,
+    row_stop,
+    batch,
+    kv_head,
+    key_length,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    scale_log2,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Online softmax over the keys [key_start, key_stop), continued from what is passed in."""
+    for first_key in range(key_start, key_stop, N):
+        k = load_tile(
+            k_source, batch, kv_head, first_key, key_length,
+            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
+        )  # fmt: skip
+        scores = multiply(q, tl.trans(k), ACCUMULATE, INTERPRETED) * scale_log2
+        if MASKED:
+            keys = first_key + tl.arange(0, N)
+            visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        reference = new_largest
+        if MASKED:
+            # A row that has seen no key yet: -inf minus -inf would be NaN.
+            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - reference[:, None])
+        rescale = tl.exp2(largest - reference)
+        total = total * rescale + tl.sum(weights, 1)
+        v = load_tile(
+            v_source, batch, kv_head, first_key, key_length,
+            stride_vb, stride_vs, stride_vh, value_width, N, DV, TMA,
+        )  # fmt: skip
+        accumulator = accumulator * rescale[:, None]
+        accumulator += multiply(weights.to(v.dtype), v, ACCUMULATE, INTERPRETED)
+        largest = new_largest
+    return accumulator, largest, total
+
+
+@triton.jit
+def _one_map(
+    q_source,
+    k_source,
+    v_source,
+    lse_ptr,
+    batch,
+    head,
+    kv_head,
+    first_row,
+    heads,
+    query_length,
+    key_length,
+    shift,
+    start_ptr,
+    stop_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    scale_log2,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """softmax(q k^T) v of M rows, `[M, DV]`; writes the rows' log2-sum-exp2."""
+    # Rows past the end repeat the last one, so that they do not widen the interval of keys.
+    rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
+    row_start, row_stop = keys_of_rows(
+        rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
+    )
+    q = load_tile(
+        q_source, batch, head, first_row, query_length,
+        stride_qb, stride_qs, stride_qh, width, M, D, TMA,
+    )  # fmt: skip
+    accumulator = tl.zeros([M, DV], dtype=ACCUMULATE)
+    largest = tl.full([M], float("-inf"), dtype=ACCUMULATE)
+    total = tl.zeros([M], dtype=ACCUMULATE)
+    key_start = tl.min(row_start, 0)
+    key_stop = tl.max(row_stop, 0)
+    unmasked_stop = key_start
+    if not DOCUMENTS:
+        unmasked_stop = tl.min(row_stop, 0) // N * N
+        accumulator, largest, total = _attend(
+            accumulator, largest, total, q, k_source, v_source,
+            key_start, unmasked_stop, row_start, row_stop, batch, kv_head, key_length,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
+            width, value_width, N, D, DV, False, TMA, ACCUMULATE, INTERPRETED,
+        )  # fmt: skip
+    accumulator, largest, total = _attend(
+        accumulator, largest, total, q, k_source, v_source,
+        unmasked_stop, key_stop, row_start, row_stop, batch, kv_head, key_length,
+        stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
+        width, value_width, N, D, DV, True, TMA, ACCUMULATE, INTERPRETED,
+    )  # fmt: skip
+    empty = total == 0.0
+    store_rows(
+        lse_ptr,
+        tl.where(empty, float("-inf"), largest + tl.log2(tl.where(empty, 1.0, total))),
+        batch, head, first_row, query_length, heads, M,
+    )  # fmt: skip
+    return accumulator / tl.where(empty, 1.0, total)[:, None]
+
+
+@triton.jit
+def forward_kernel(
+    q1,
+    k1,
+    q2,
+    k2,
+    v,
+    lambda_ptr,
+    out_ptr,
+    out2_ptr,
+    lse1_ptr,
+    lse2_ptr,
+    norm_weight_ptr,
+    normed_ptr,
+    row_start_ptr,
+    row_stop_ptr,
+    heads,
+    kv_heads,
+    query_length,
+    key_length,
+    shift,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    scale_log2,
+    norm_eps,
+    norm_scale,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    MAPS: tl.constexpr,
+    NORM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: M query rows of one head. Grid: (row blocks, batch * heads).
+
+    MAPS 2 writes out = out1 - lambda out2 and out2; MAPS 1 writes the first map's out alone.
+    NORM writes the headwise RMSNorm of out too, times `norm_weight` and `norm_scale`.
+    """
+    # The last rows see the most keys under causality: they start first.
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // (heads // kv_heads)
+    if MAPS == 2:
+        out2 = _one_map(
+            q2, k2, v, lse2_ptr, batch, head, kv_head, first_row, heads,
+            query_length, key_length, shift, row_start_ptr, row_stop_ptr,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+            stride_vb, stride_vs, stride_vh, scale_log2,
+            width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, ACCUMULATE, INTERPRETED,
+        )  # fmt: skip
+        store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
+        first_row = forget(first_row, INTERPRETED)
+    out = _one_map(
+        q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
+        query_length, key_length, shift, row_start_ptr, row_stop_ptr,
+        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+        stride_vb, stride_vs, stride_vh, scale_log2,
+        width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, ACCUMULATE, INTERPRETED,
+    )  # fmt: skip
+    if MAPS == 2:
+        tl.debug_barrier()  # other threads of this program wrote parts of what is read next
+        out2 = load_tile(
+            out2_ptr, batch, head, first_row, query_length,
+            tl.cast(query_length, tl.int64) * (heads * value_width), heads * value_width,
+            value_width, value_width, M, DV, False,
+        )  # fmt: skip
+        out -= tl.load(lambda_ptr).to(ACCUMULATE) * out2.to(ACCUMULATE)
+    store_tile(out_ptr, out, batch, head, first_row, query_length, heads, value_width, M, DV)
+    if NORM:
+        columns = tl.arange(0, DV)
+        weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
+        # Columns past the width hold zeros and add nothing to the sum.
+        rstd = 1.0 / tl.sqrt(tl.sum(out * out, 1) / value_width + norm_eps)
+        normed = out * rstd[:, None] * (weight.to(ACCUMULATE) * norm_scale)[None, :]
+        store_tile(
+            normed_ptr, normed, batch, head, first_row, query_length, heads, value_width, M, DV
+        )

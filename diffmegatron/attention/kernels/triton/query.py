@@ -1,0 +1,183 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""Triton backward: dQ by query block, second half of the split form (see `key_value`)."""
+
+import triton
+import triton.language as tl
+
+from .tiles import keys_of_rows, load_rows, load_tile, multiply, store_tile
+
+
+@triton.jit
+def _query_block_gradients(
+    dq1,
+    dq2,
+    q1,
+    q2,
+    grad,
+    k1_source,
+    k2_source,
+    v_source,
+    lse1,
+    lse2,
+    sums1,
+    sums2,
+    lambda_,
+    key_begin,
+    key_end,
+    row_start,
+    row_stop,
+    batch,
+    kv_head,
+    key_length,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    scale_log2,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    MAPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add what the keys [key_begin, key_end) contribute; maps are `[M, N]`."""
+    for first_key in range(key_begin, key_end, N):
+        keys = first_key + tl.arange(0, N)
+        visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
+        v = load_tile(
+            v_source, batch, kv_head, first_key, key_length,
+            stride_vb, stride_vs, stride_vh, value_width, N, DV, TMA,
+        )  # fmt: skip
+        dmap = multiply(grad, tl.trans(v), ACCUMULATE, INTERPRETED)
+        k1 = load_tile(
+            k1_source, batch, kv_head, first_key, key_length,
+            stride_kb, stride_ks, stride_kh, width, N, D, TMA,
+        )  # fmt: skip
+        scores = multiply(q1, tl.trans(k1), ACCUMULATE, INTERPRETED)
+        weights = tl.exp2(scores * scale_log2 - lse1[:, None])
+        if MASKED:
+            weights = tl.where(visible, weights, 0.0)
+        dscores = (weights * (dmap - sums1[:, None])).to(k1.dtype)
+        dq1 += multiply(dscores, k1, ACCUMULATE, INTERPRETED)
+        if MAPS == 2:
+            k2 = load_tile(
+                k2_source, batch, kv_head, first_key, key_length,
+                stride_kb, stride_ks, stride_kh, width, N, D, TMA,
+            )  # fmt: skip
+            scores = multiply(q2, tl.trans(k2), ACCUMULATE, INTERPRETED)
+            weights = tl.exp2(scores * scale_log2 - lse2[:, None])
+            if MASKED:
+                weights = tl.where(visible, weights, 0.0)
+            dscores = (weights * (sums2[:, None] - dmap) * lambda_).to(k2.dtype)
+            dq2 += multiply(dscores, k2, ACCUMULATE, INTERPRETED)
+    return dq1, dq2
+
+
+@triton.jit
+def query_kernel(
+    q1,
+    k1,
+    q2,
+    k2,
+    v,
+    grad,
+    lambda_ptr,
+    lse1_ptr,
+    lse2_ptr,
+    sums1_ptr,
+    sums2_ptr,
+    dq1_ptr,
+    dq2_ptr,
+    row_start_ptr,
+    row_stop_ptr,
+    heads,
+    kv_heads,
+    query_length,
+    key_length,
+    shift,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    scale,
+    scale_log2,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    MAPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """dQ of M query rows of one head. Grid: (row blocks, batch * heads)."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // (heads // kv_heads)
+    rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
+    row_start, row_stop = keys_of_rows(
+        rows, query_length, key_length, shift, row_start_ptr, row_stop_ptr, CAUSAL, DOCUMENTS
+    )
+    q1_tile = load_tile(
+        q1, batch, head, first_row, query_length,
+        stride_qb, stride_qs, stride_qh, width, M, D, TMA,
+    )  # fmt: skip
+    grad_tile = load_tile(
+        grad, batch, head, first_row, query_length,
+        stride_gb, stride_gs, stride_gh, value_width, M, DV, TMA,
+    )  # fmt: skip
+    # Past the end a log-sum-exp of +inf makes every weight zero.
+    lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+    sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    q2_tile, lse2, sums2 = q1_tile, lse1, sums1
+    if MAPS == 2:
+        q2_tile = load_tile(
+            q2, batch, head, first_row, query_length,
+            stride_qb, stride_qs, stride_qh, width, M, D, TMA,
+        )  # fmt: skip
+        lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
+        sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
+    dq1 = tl.zeros([M, D], dtype=ACCUMULATE)
+    dq2 = tl.zeros([M, D], dtype=ACCUMULATE)
+    key_begin = tl.min(row_start, 0)
+    key_end = tl.max(row_stop, 0)
+    unmasked_end = key_begin
+    if not DOCUMENTS:
+        unmasked_end = tl.min(row_stop, 0) // N * N
+        dq1, dq2 = _query_block_gradients(
+            dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, sums1, sums2, lambda_,
+            key_begin, unmasked_end, row_start, row_stop, batch, kv_head, key_length,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
+            width, value_width, N, D, DV, MAPS, False, TMA, ACCUMULATE, INTERPRETED,
+        )  # fmt: skip
+    dq1, dq2 = _query_block_gradients(
+        dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, sums1, sums2, lambda_,
+        unmasked_end, key_end, row_start, row_stop, batch, kv_head, key_length,
+        stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
+        width, value_width, N, D, DV, MAPS, True, TMA, ACCUMULATE, INTERPRETED,
+    )  # fmt: skip
+    store_tile(dq1_ptr, dq1 * scale, batch, head, first_row, query_length, heads, width, M, D)
+    if MAPS == 2:
+        store_tile(dq2_ptr, dq2 * scale, batch, head, first_row, query_length, heads, width, M, D)

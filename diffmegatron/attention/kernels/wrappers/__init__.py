@@ -1,0 +1,1 @@
+"""Backends made of a library's plain attention."""

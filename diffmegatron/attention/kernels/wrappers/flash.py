@@ -1,0 +1,76 @@
+"""Plain attention by FlashAttention 2, or by flex_head_fa, its fork that takes V wider than Q.
+
+Both align causality bottom-right, give zeros to rows that see no key, and group query head n with
+kv head n // (h / h_kv), as this package does (flash_attn 2.8 and flex_head_fa 0.1.2,
+flash_attn_interface.py).
+"""
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+from .two_maps import Attend
+
+ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
+
+
+def load_library(name: str) -> ModuleType:
+    """The library, once its functions were seen to take what we pass.
+
+    Raises:
+        ValueError: the installed version does not.
+    """
+    library = import_module(name)
+    for function_name in ("flash_attn_func", "flash_attn_varlen_func"):
+        function = getattr(library, function_name, None)
+        given = set() if function is None else set(inspect.signature(function).parameters)
+        if missing := sorted(ARGUMENTS - given):
+            version = getattr(library, "__version__", "unknown")
+            raise ValueError(
+                f"{name} {version} has no {function_name} with {', '.join(missing)}; "
+                "it must be FlashAttention 2.4 or later"
+            )
+    return library
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> Tensor:
+    """One call of FlashAttention 2: `[b, s, h, d]`, `[b, t, h_kv, d]` twice `-> [b, s, h, d]`."""
+    return plain_attention(load_library("flash_attn"), softmax_scale, mask)(q, k, v)
+
+
+def plain_attention(library: ModuleType, softmax_scale: float, mask: AttentionMask) -> Attend:
+    """A function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
+
+    Packed documents take the variable-length call; every batch row has the same ones.
+    """
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": mask.causal,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if mask.cu_seqlens is None:
+        return lambda q, k, v: library.flash_attn_func(q, k, v, **options)
+    row = torch.tensor(mask.cu_seqlens, dtype=torch.int32)
+    longest = int(row.diff().max())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        starts = torch.arange(q.shape[0], dtype=torch.int32)[:, None] * row[-1]
+        bounds = torch.cat([row[:1], (starts + row[1:]).flatten()]).to(q.device)
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        out = library.flash_attn_varlen_func(
+            *flat,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            **options,
+        )
+        return out.unflatten(0, q.shape[:2])
+
+    return attend

@@ -1,0 +1,23 @@
+"""Four calls of FlashAttention 2 with V in halves: FlashDiffAttn_2."""
+
+from torch import Tensor
+
+from ..masks import AttentionMask
+from .flash import load_library, plain_attention
+from .two_maps import four_calls
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    """Shapes as in `api.diff_attention`."""
+    attend = plain_attention(load_library("flash_attn"), softmax_scale, mask)
+    return four_calls(attend, q1, k1, q2, k2, v, lambda_)

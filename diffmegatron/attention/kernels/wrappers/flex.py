@@ -1,0 +1,148 @@
+"""torch's FlexAttention, compiled on CUDA: one call, or two with V whole."""
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ..masks import AttentionMask
+from ..triton.blocks import SIXTEEN_BITS, Target, target_of
+from .two_maps import Attend, two_calls
+
+# FlexAttention's own, rows of queries and of keys.
+BLOCK = 128
+# After so many compilations, of widths, dtypes and ways of grouping heads, another is an error. By
+# default torch stops compiling at eight, and would write out all scores from then on.
+MOST_COMPILATIONS = 64
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    """Shapes as in `api.diff_attention`."""
+    options = None
+    if q1.is_cuda:
+        target = target_of(q1.dtype, torch.cuda.get_device_capability(q1.device))
+        options = kernel_options(mask.query_length, q1.shape[3], q1.dtype, target)
+    return two_calls(_plain_attention(softmax_scale, mask, options), q1, k1, q2, k2, v, lambda_)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> Tensor:
+    """One call in torch's own blocks: `[b, s, h, d]`, `[b, t, h_kv, d]` twice."""
+    return _plain_attention(softmax_scale, mask, None)(q, k, v)
+
+
+def _plain_attention(
+    softmax_scale: float, mask: AttentionMask, options: dict[str, int] | None
+) -> Attend:
+    def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        start, stop = mask.key_intervals(q.device)
+        out: Tensor = _flex_attention(q.device.type)(
+            *(x.transpose(1, 2) for x in (q, k, values)),
+            block_mask=block_mask(mask, q.device),
+            scale=softmax_scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            kernel_options=options,
+        )
+        return out.transpose(1, 2).masked_fill((start == stop)[:, None, None], 0.0)
+
+    return attend
+
+
+# Every layer of a batch asks for the same one; training may, after a call under inference_mode.
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
+    """What `create_block_mask` finds by asking each pair, from the keys that each row sees.
+
+    That takes several `[s, t]` tensors, of 4 GiB each at 64K; this takes them `[s, t / 128]`.
+    """
+    start, stop = mask.key_intervals(device)
+    first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
+    end_key = first_key + BLOCK
+    sees = torch.stack(
+        [
+            (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
+            # A last block that is cut short counts as masked, as FlexAttention has it.
+            (start[:, None] <= first_key) & (stop[:, None] >= end_key),
+        ]
+    )
+    padding = (0, 0, 0, -mask.query_length % BLOCK)
+    by_block = torch.nn.functional.pad(sees, padding).unflatten(1, (-1, BLOCK))
+    some, every = by_block[0].any(1), by_block[1].all(1)
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= start[query]) & (key < stop[query])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(mask.query_length, mask.key_length),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Boolean `[query blocks, key blocks]`: how many of each row are true, and these first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def kernel_options(
+    query_length: int, head_dim: int, dtype: torch.dtype, target: Target
+) -> dict[str, int]:
+    """Block sizes where torch's own, chosen for a V as wide as Q, do not fit a V of 2d.
+
+    Its defaults at d = 128 want more shared memory than there is in some direction of every chip:
+    242 of 227 KiB in Hopper's backward, 290 in Blackwell's; forward 144 of 99 on 8.9, and in fp32
+    176 of 163 on 8.0 and 128 of 99 on 12.0. At d = 64 they have four warps, whose registers do not
+    hold the forward's result. (Its code for triton 3.7.1, compiled; none was run.)
+    """
+    backward = _backward_options(head_dim, dtype, target)
+    options = {f"bwd_{name}": size for name, size in backward.items()}
+    if query_length < BLOCK:
+        # FlexAttention then takes its kernel for decoding, whose blocks fit.
+        return options
+    forward = _forward_options(head_dim, dtype, target)
+    return options | {f"fwd_{name}": size for name, size in forward.items()}
+
+
+def _forward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+    if dtype not in SIXTEEN_BITS:
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2} if head_dim > 64 else {}
+    if target is Target.SMALL and head_dim > 64:
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
+    return {"num_warps": 8} if head_dim >= 64 else {}
+
+
+def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+    if dtype not in SIXTEEN_BITS or head_dim < 64:
+        return {}
+    if head_dim == 64:
+        return {"num_warps": 8}
+    size, stages, warps = (32, 1, 4) if target is Target.SMALL else (64, 2, 8)
+    # One part of the kernel computes dK and dV (1), another dQ (2).
+    sizes = {f"BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
+    return sizes | {"num_stages": stages, "num_warps": warps}
+
+
+@cache
+def _flex_attention(device: str) -> Any:
+    """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel."""
+    if device != "cuda":
+        return flex_attention
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS)(compiled)

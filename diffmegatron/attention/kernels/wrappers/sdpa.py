@@ -1,0 +1,176 @@
+"""torch's scaled_dot_product_attention under our masks: for the baseline, and in four calls."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..maps import Maps, WholeAttention, map_gradients
+from ..masks import AttentionMask
+from .two_maps import four_calls
+
+aten = torch.ops.aten
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    """Four calls; shapes as in `api.diff_attention`."""
+    hidden = _hidden(mask, q1.device)
+    return four_calls(
+        lambda q, k, half: _attend(q, k, half, softmax_scale, hidden, mask.causal),
+        q1, k1, q2, k2, v, lambda_,
+    )  # fmt: skip
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> Tensor:
+    """One call: `[b, s, h, d]`, `[b, t, h_kv, d]` twice `-> [b, s, h, d]`."""
+    return _attend(q, k, v, softmax_scale, _hidden(mask, q.device), mask.causal)
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """One map's part in `api.chunk_attention`, by torch's flash kernels; not differentiable.
+
+    V in pieces as wide as Q, under a mask of which `is_causal` says all.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = q.transpose(1, 2), _per_query_head(k, q.shape[2])
+    outs = []
+    for values in _pieces(v, q.shape[1], q.shape[3]):
+        out, lse = _flash(q, k, values, mask.causal, softmax_scale)[:2]
+        outs.append(out)
+    return torch.cat(outs, -1).transpose(1, 2).to(dtype), lse.transpose(1, 2).to(dtype)
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `api.chunk_gradients`, by torch's flash kernels.
+
+    They take the output and the log-sum-exp that the weights come from: those of the whole, as in
+    torch's own context parallelism. Each piece of V adds its own rowsum(dO * O) to dS, so that the
+    pieces' gradients of q and k add up.
+    """
+    kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
+    grads = map_gradients(grad, lambda_, maps.queries[-1].shape[2])
+    dqs, dks = [], []
+    dv = torch.zeros_like(maps.v)
+    for q, k, dout, out, lse in zip(
+        maps.queries, maps.keys, grads, whole.outs(lambda_), whole.lses, strict=True
+    ):
+        heads = q.shape[2]
+        q, k = q.transpose(1, 2), _per_query_head(k, heads)
+        dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+        row_lse = lse.transpose(1, 2).contiguous()
+        pieces = [_pieces(x, heads, width) for x in (maps.v, dout.to(q.dtype), out.to(q.dtype))]
+        dvalues = []
+        for values, piece_grad, piece_out in zip(*pieces, strict=True):
+            *found, of_piece = _flash_gradients(
+                piece_grad, q, k, values, piece_out, row_lse, mask.causal, softmax_scale
+            )
+            for total, part in zip((dq, dk), found, strict=True):
+                total += part
+            dvalues.append(of_piece)
+        dqs.append(dq.transpose(1, 2))
+        dks.append(_per_kv_head(dk, kv_heads))
+        dv += _per_kv_head(torch.cat(dvalues, -1), kv_heads)
+    return Maps(tuple(dqs), tuple(dks), dv)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """(out, log-sum-exp, ...) of `[b, h, length, d]`, as the device's flash kernel returns them.
+
+    Called without `scaled_dot_product_attention` around it, CUDA's takes d in multiples of 8 only,
+    and gives +inf for the log-sum-exp of a row without keys, of which a chunk here has none.
+    """
+    outputs: tuple[Tensor, ...]
+    if q.is_cuda:
+        outputs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    else:
+        outputs = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return outputs
+
+
+def _flash_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if q.is_cuda:
+        # The random state and the packed lengths belong to dropout and nested tensors: unused.
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused, scale=scale
+        )
+    else:
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    return gradients
+
+
+def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
+    """`[b, length, heads or kv heads, n width]` as n of `[b, heads, length, width]`."""
+    return list(_per_query_head(x, heads).split(width, -1))
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    """`[b, t, h_kv, e] -> [b, h, t, e]`: the kernel's backward returns what GQA needs summed."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
+    """`[b, h, t, e] -> [b, t, h_kv, e]`: the sum over the query heads that shared a kv head."""
+    return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, hidden: Tensor | None, causal: bool
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    repeats = q.shape[1] // k.shape[1]
+    if hidden is None:
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=repeats > 1
+        )
+        return out.transpose(1, 2)
+    if repeats > 1:
+        # With a mask and grouped heads CUDA falls to the path that writes out all scores.
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    # A row that sees nothing would be NaN: let it see everything, then make it zero.
+    empty = hidden.all(-1, keepdim=True)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=~hidden | empty, scale=softmax_scale)
+    return out.masked_fill(empty, 0.0).transpose(1, 2)
+
+
+def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
+    """The mask to hand over, or None where `is_causal`, which aligns top-left, says it all."""
+    if mask.is_plain:
+        return None
+    return mask.hidden((0, mask.query_length), (0, mask.key_length), device)

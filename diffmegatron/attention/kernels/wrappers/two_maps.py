@@ -1,0 +1,38 @@
+"""Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
+
+FlashDiffAttn_1 makes two calls with V whole (6d forward, 14d backward, in multiply-adds per pair);
+FlashDiffAttn_2 makes four, for kernels that want V as narrow as Q (8d and 20d).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..maps import combine_maps
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def two_calls(
+    attend: Attend, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
+) -> Tensor:
+    """`attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 at least.
+
+    lambda in bf16 would be off by up to 5e-3. A noise head is computed once, and subtracted from
+    every signal head that shares it.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    outs = (attend(q1, k1, v).to(dtype), attend(q2, k2, v).to(dtype))
+    return combine_maps(outs, lambda_).to(v.dtype)
+
+
+def four_calls(
+    attend: Attend, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
+) -> Tensor:
+    """As `two_calls`, with V in two halves of Q's width."""
+
+    def attend_by_halves(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return torch.cat([attend(q, k, half.contiguous()) for half in values.chunk(2, -1)], -1)
+
+    return two_calls(attend_by_halves, q1, k1, q2, k2, v, lambda_)

@@ -1,0 +1,124 @@
+"""Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
+
+``peft`` replaces ``torch.nn.Linear``; these layers it does not know, nor what tensor-parallel ranks
+exchange between A and B. As in Hu et al., 2021 (arXiv 2106.09685), without dropout; A and B are
+sharded as Megatron shards W: B by rows with W's rows, A by columns with W's columns.
+"""
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import linear
+
+from diffmegatron.config.lora import LoraConfig
+
+
+class LoraColumnParallelLinear(ColumnParallelLinear):
+    """``linear_qkv`` and ``linear_fc1``: each rank has its rows of B, and all of A.
+
+    Args:
+        lora: rank and scale.
+        gated: the rows are those of SwiGLU's two projections, on every rank some of both.
+    """
+
+    def __init__(
+        self, *args: object, lora: LoraConfig, gated: bool = False, **kwargs: object
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale, self.gated = lora.scale, gated
+        dtype = self.config.params_dtype
+        self.lora_a = _parameter(lora.rank, self.input_size, dtype)
+        self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
+        # Each rank sees its part of the sequence; model/build.py sums the gradients.
+        self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        """[s, b, in], or [s / tensor, b, in] under sequence parallelism, to [s, b, out / tensor].
+
+        The ranks exchange A's output, which is ``rank`` wide.
+        """
+        output, bias = super().forward(input_, *args, **kwargs)
+        low = linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(
+                low, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + linear(self.scale * low, self.lora_b), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict | None = None,
+    ) -> dict:
+        """Megatron's own, with B sharded like the weight."""
+        state = _sharded(
+            self, {"weight": 0, "bias": 0, "lora_b": 0}, prefix, sharded_offsets, metadata
+        )
+        if self.gated:
+            name = f"{prefix}lora_b"
+            state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
+
+class LoraRowParallelLinear(RowParallelLinear):
+    """``linear_proj`` and ``linear_fc2``: each rank has its columns of A, and all of B."""
+
+    def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = lora.scale
+        dtype = self.config.params_dtype
+        self.lora_a = _parameter(lora.rank, self.input_size_per_partition, dtype)
+        self.lora_b = _parameter(self.output_size, lora.rank, dtype)
+        self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """[s, b, in / tensor] to [s, b, out], or to this rank's part of the sequence of it."""
+        output, bias = super().forward(input_)
+        low = linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + linear(self.scale * low, self.lora_b), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict | None = None,
+    ) -> dict:
+        """Megatron's own, with A sharded like the weight."""
+        return _sharded(self, {"weight": 1, "lora_a": 1}, prefix, sharded_offsets, metadata)
+
+
+def _parameter(rows: int, columns: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(rows, columns, dtype=dtype))
+
+
+def _sharded(
+    module: ColumnParallelLinear | RowParallelLinear,
+    axes: dict[str, int],
+    prefix: str,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    metadata: dict | None,
+) -> dict:
+    assert metadata is not None
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        sharded_offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )

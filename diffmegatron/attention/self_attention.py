@@ -1,0 +1,252 @@
+"""Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
+
+In place of Megatron's ``SelfAttention``, whose projections are sized for ordinary heads and whose
+core attention sees queries, keys and values only: a variant may need the hidden states, and heads
+that its output does not have. What Megatron's has beyond that, decoding among it, is not trained.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from diffmegatron.attention.context.attend import SequenceContext
+from diffmegatron.attention.variants.base import QKV_BIAS, Exchange, Variant
+
+# query, key [s, b, heads, d] of this rank and the ends of documents, as they are attended to.
+Observer = Callable[[Tensor, Tensor, Tensor | None], None]
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The classes of the two projections."""
+
+    linear_qkv: type | ModuleSpec
+    linear_proj: type | ModuleSpec
+
+
+class SelfAttention(MegatronModule):
+    """The layer of a variant; its parameters beside the projections are declared by the variant.
+
+    Attributes:
+        variant: what is computed.
+        layer_number: global, from 1.
+        step: optimizer steps that the network's weights have behind them.
+        observer: called with what is attended to, if anybody sets it.
+        observed: numbers of the last forward pass, 0-dim, by name.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+        *,
+        variant: Variant,
+        backend: str,
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.context_group = groups.tp, groups.cp
+        self.variant, self.layer_number = variant, layer_number
+        self.norm_eps, self.step = config.layernorm_epsilon, 0
+        self.backend, self.exchange = backend, exchange
+        self.observer: Observer | None = None
+        self.observed: dict[str, Tensor] = {}
+        heads, common = variant.heads, {"config": config, "is_expert": False}
+        self._declared = {each.name: each for each in variant.parameters(config.hidden_size)}
+        has_bias = self._declared.pop(QKV_BIAS, None) is not None
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            heads.qkv_channels,
+            init_method=config.init_method,
+            bias=has_bias,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            tp_group=self.tp_group,
+            **common,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads.output_channels,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
+            **common,
+        )
+        for declared in self._declared.values():
+            rows, *others = declared.shape
+            share = self.tp_group.size() if declared.sharded else 1
+            dtype = torch.float32 if declared.float32 else config.params_dtype
+            value = torch.empty(rows // share, *others, dtype=dtype)
+            self.register_parameter(declared.name, torch.nn.Parameter(value))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's calling convention; causal.
+
+        Args:
+            hidden_states: [s, b, hidden], or under sequence parallelism this rank's part of s.
+            attention_mask: unused, as Megatron's flash backends leave it.
+            rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d].
+            packed_seq_params: its ``cu_seqlens_q`` are the ends of packed documents, [documents
+                + 1] integers on the CPU, in the batch's whole rows laid end to end; attention then
+                stays within one. (``qkv_format`` is ``sbhd``: rows stay rows.)
+
+        Returns:
+            [s, b, hidden] likewise, and the bias, which is None.
+        """
+        documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        query, key, value = self._split(self.linear_qkv(hidden_states)[0])
+        query, key = (
+            apply_rotary_pos_emb(x, rotary_pos_emb, self.config, cp_group=self.context_group)
+            for x in self.variant.normalised(self, query, key)
+        )
+        gate = self.variant.gate(self, hidden_states)
+        if self.observer is not None:
+            self.observer(query, key, documents)
+        attend = partial(self._attend, documents)
+        if self.training and self.config.recompute_granularity == "selective":
+            heads = tensor_parallel.checkpoint(attend, False, query, key, value, gate)
+        else:
+            heads = attend(query, key, value, gate)
+        return self.linear_proj(heads)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The fused projection [s, b, channels] as q, k, v [s, b, heads, d]."""
+        heads = self.variant.heads
+        width = heads.head_dim * sum(count for _, count in heads.rows)
+        blocks = mixed.unflatten(2, (mixed.shape[2] // width, -1, heads.head_dim))
+        parts = blocks.split([count for _, count in heads.rows], dim=3)
+        taken: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+        for (kind, _), part in zip(heads.rows, parts, strict=True):
+            taken[kind].append(part)
+        query, key, value = (
+            (x[0] if len(x) == 1 else torch.cat(x, dim=3)).flatten(2, 3) for x in taken.values()
+        )
+        return query, key, value
+
+    def _attend(
+        self,
+        documents: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None,
+    ) -> Tensor:
+        context = SequenceContext(self.context_group, self.exchange, self.backend, documents)
+        heads = self.variant.attend(self, context, query, key, value, gate)
+        return heads.to(query.dtype).flatten(2).contiguous()
+
+    def share(self, count: int) -> range:
+        """Which of ``count`` things are this tensor-parallel rank's, shared out as the blocks."""
+        own = count // self.tp_group.size()
+        first = self.tp_group.rank() * own
+        return range(first, first + own)
+
+    def parameter(self, name: str) -> Tensor:
+        """A declared parameter as this rank's heads use it: whole, or the rank's share of it.
+
+        Of a whole one each rank sees only its own heads' share of the gradient; Megatron's region
+        sums it over the ranks, with and without sequence parallelism (the ``sequence_parallel``
+        attribute would sum only with). Under ZeRO 3 in bf16 the parameter is a rounded one, and its
+        exact value comes with it (:mod:`diffmegatron.optim.exact`).
+        """
+        parameter = getattr(self, name)
+        exact = getattr(parameter, "exact", None)
+        if exact is not None:
+            parameter = exact + (parameter - parameter.detach())
+        if self._declared[name].sharded:
+            return parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+
+    def project(self, name: str, hidden: Tensor) -> Tensor:
+        """``hidden`` by a sharded matrix: [s, b, rows of this rank], of the whole sequence.
+
+        The matrix has few rows. So the ranks exchange it and its products, which are hundreds of
+        times smaller than the hidden states that a column-parallel layer would gather.
+        """
+        weight = getattr(self, name)
+        size = self.tp_group.size()
+        if size == 1:
+            return torch.nn.functional.linear(hidden, weight)
+        is_shared = self.config.sequence_parallel
+        whole = gather_from_sequence_parallel_region(
+            weight, tensor_parallel_output_grad=is_shared, group=self.tp_group
+        )
+        products = torch.nn.functional.linear(hidden, whole)
+        if not is_shared:
+            return scatter_to_tensor_model_parallel_region(products, group=self.tp_group)
+        by_rank = products.unflatten(2, (size, -1)).permute(2, 0, 1, 3).contiguous()
+        return all_to_all(self.tp_group, by_rank).flatten(0, 1)
+
+    def observe(self, name: str, value: Tensor) -> None:
+        """Keep the mean of a tensor of this forward pass for the log."""
+        self.observed[name] = value.detach().float().mean()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict | None = None,
+    ) -> dict:
+        """Megatron's own, which would take the sharded parameters for copies."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded = {n: getattr(self, n) for n, each in self._declared.items() if each.sharded}
+        return state | make_sharded_tensors_for_checkpoint(
+            sharded,
+            prefix,
+            dict.fromkeys(sharded, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+        """Keep this module's own parameters in their dtype when the model around it is cast."""
+
+        def moved_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(moved_only, recurse=False)

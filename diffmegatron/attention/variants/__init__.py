@@ -1,0 +1,59 @@
+"""The attention variants by kind, and the way from a recipe's section to one."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from diffmegatron.attention.variants.base import Variant
+from diffmegatron.attention.variants.dex import Dex
+from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.attention.variants.diff_v2 import DiffV2
+from diffmegatron.attention.variants.grouped import Grouped
+from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.files import clipped
+
+__all__ = ["VARIANTS", "Variant", "read_variant", "register"]
+
+VARIANTS: dict[str, type[Variant]] = {}
+
+
+def register(variant: type[Variant]) -> type[Variant]:
+    """Make a kind of attention known, under the default of its ``kind``; may decorate it.
+
+    Raises:
+        ValueError: the kind is another class's already.
+    """
+    kind = variant.model_fields["kind"].default
+    if VARIANTS.setdefault(kind, variant) is not variant:
+        raise ValueError(f"attention kind {kind!r} is {VARIANTS[kind].__name__}'s; choose another")
+    return variant
+
+
+for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
+    register(each)
+
+
+def read_variant(section: object) -> Variant:
+    """The variant of a recipe's section ``model.attention``.
+
+    Raises:
+        ValueError: it is no mapping or has no kind, or an unknown one.
+        ValidationError: a key or value does not fit the kind.
+    """
+    if isinstance(section, Variant):
+        return section
+    kinds = ", ".join(VARIANTS)
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"model.attention is {clipped(repr(section))}; it takes a mapping with a kind of "
+            f"{kinds}, such as {{kind: diff_v1, num_heads: 12}}"
+        )
+    values: dict[str, Any] = dict(section)
+    kind = values.get("kind")
+    if kind is None:
+        raise ValueError(f"model.attention.kind is missing; give one of {kinds}")
+    if not isinstance(kind, str) or kind not in VARIANTS:
+        near = difflib.get_close_matches(str(kind), VARIANTS, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}, of {kinds}?" if near else f"give one of {kinds}"
+        raise ValueError(f"model.attention.kind is {clipped(repr(kind))}; {hint}")
+    return VARIANTS[kind].model_validate(values)

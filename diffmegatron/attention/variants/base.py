@@ -1,0 +1,342 @@
+"""What an attention variant is: everything that the rest of the system asks about one.
+
+A variant is one class in one file of this package: a section of the recipe whose methods say what
+heads it has, which parameters beside the two projections, what it costs, how a layer computes it
+and what it is to Hugging Face. No other place of the system knows a kind of attention by name.
+
+These files are read with the recipe, before torch is loaded: what computes imports inside.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field
+
+from diffmegatron.attention.variants.heads import Heads
+from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
+from diffmegatron.attention.variants.layer import Context, Layer
+from diffmegatron.files import clipped
+from diffmegatron.section import Section, SizeOrNone, divisors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffmegatron.attention.variants.softmax import Softmax
+
+FLOAT32 = 4
+# The one parameter that a projection holds itself, by the name that a variant declares it under.
+QKV_BIAS = "linear_qkv.bias"
+Exchange = Literal["ring", "all_gather", "ulysses"]
+
+
+class Constant(NamedTuple):
+    """Initial values that are all one number."""
+
+    value: float
+
+
+class Identity(NamedTuple):
+    """Initial values of a square matrix: the identity times a number."""
+
+    scale: float
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a layer's attention beside the matrices of the two projections.
+
+    Attributes:
+        name: under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
+        shape: whole.
+        initial: standard deviation of its normal initial values; values that are not random; or
+            ``matrix``, as the recipe starts weight matrices.
+        role: whose weight decay it has, and where it is counted.
+        float32: kept, and computed with, in float32 whatever the run's precision.
+        sharded: tensor-parallel ranks share its first axis as they share the blocks of heads;
+            otherwise each holds it whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    initial: float | Constant | Identity | Literal["matrix"]
+    role: Literal["matrix", "bias", "norm", "lambda"]
+    float32: bool = False
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the accounting of kept activations asks about a run's kernels.
+
+    Attributes:
+        element: bytes of a number in the run's precision.
+        device: a CPU's operations keep what a GPU's fused ones do not.
+        backend: of the recipe.
+        exchange: what context-parallel ranks exchange; None where nothing is.
+        context: how many they are.
+    """
+
+    element: int
+    device: Literal["gpu", "cpu"]
+    backend: str
+    exchange: Exchange | None
+    context: int
+
+    def gathered(self, channels: int, copies: int) -> float:
+        """Keys and values, of ``channels`` each, of a whole sequence in place of this rank's.
+
+        ``copies`` are of the keys' size: an all-gather's, of which the rank's own count already.
+        """
+        if self.exchange != "all_gather":
+            return 0.0
+        return self.element * channels * (copies * self.context - 2)
+
+
+class Products(NamedTuple):
+    """Multiply-adds per (query, key) pair of a layer.
+
+    Attributes:
+        model: of the forward pass, the least that the mathematics needs; a backward takes twice it.
+        forward, backward: what the kernels do, scores computed again in the backward pass.
+    """
+
+    model: float
+    forward: float
+    backward: float
+
+
+class Variant(Section, ABC):
+    """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
+
+    ``num_heads`` and ``num_kv_heads`` are heads of that kind. Of ``num_heads`` and ``head_dim`` one
+    may be left out; the heads' outputs then fill ``hidden_size``.
+    """
+
+    kind: str
+    num_heads: SizeOrNone = Field(default=0, description="0: what fills hidden_size")
+    num_kv_heads: SizeOrNone = Field(default=0, description="0: the most that the kind allows")
+    head_dim: SizeOrNone = Field(default=0, description="0: what fills hidden_size")
+
+    # What people call a network of it.
+    title: ClassVar[str]
+    # How wide the output of one of num_heads is, in widths of a query.
+    output_width: ClassVar[int] = 1
+    # What computes it: two maps over values twice as wide, or ordinary attention.
+    operation: ClassVar[Literal["differential", "softmax"]] = "softmax"
+    # Whether it reads the layer's normalised input itself.
+    reads_hidden: ClassVar[bool] = False
+    # The model types of Hugging Face whose configurations from_hugging_face reads.
+    model_types: ClassVar[tuple[str, ...]] = ()
+    # Its keys that say nothing of weights which exist: a run may start with those of other values.
+    free_keys: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def with_files(cls, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A recipe's section with the content of the files that its keys may name.
+
+        Raises:
+            UserError: one cannot be read, or is of another kind.
+        """
+        return section
+
+    def sized(self, hidden_size: int) -> Self:
+        """With every size filled in.
+
+        Raises:
+            ValueError: naming the key, its value and what would be right.
+        """
+        sizes = {"num_heads": self.num_heads, "head_dim": self.head_dim}
+        given = {name: size for name, size in sizes.items() if size}
+        if not given:
+            raise ValueError("model.attention has neither num_heads nor head_dim; give one of them")
+        if len(given) == 1:
+            ((name, size),) = given.items()
+            missing = next(each for each in sizes if each != name)
+            if hidden_size % (self.output_width * size):
+                raise ValueError(
+                    f"model.hidden_size {hidden_size} is no multiple of {self._width_in_words()}"
+                    f"model.attention.{name} {size}; give one that divides it, or {missing} too"
+                )
+            sizes[missing] = hidden_size // (self.output_width * size)
+        # No group of signal heads with their noise head lies across two key-value heads.
+        kv_heads = self.num_kv_heads or max(1, sizes["num_heads"] // self.ratio)
+        sized = self.model_copy(update=sizes | {"num_kv_heads": kv_heads})
+        sized.check()
+        return sized
+
+    @property
+    def ratio(self) -> int:
+        """r, signal heads that share a noise head; 1 also where no head is noise."""
+        return 1
+
+    def check(self) -> None:
+        """Check sizes that are all there.
+
+        Raises:
+            ValueError: naming the key, its value and what would be right.
+        """
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.attention.head_dim {self.head_dim} is odd; rotary embeddings turn pairs of "
+                "channels"
+            )
+        if self.num_heads % self.ratio:
+            raise ValueError(
+                f"model.attention.signal_per_noise {self.ratio} does not divide num_heads "
+                f"{self.num_heads}, the signal heads; one of {_fits(self.num_heads)} would"
+            )
+        most = self.num_heads // self.ratio
+        if most % self.num_kv_heads:
+            share = f" / signal_per_noise {self.ratio}" if self.ratio > 1 else ""
+            raise ValueError(
+                f"model.attention.num_kv_heads {self.num_kv_heads} does not divide num_heads "
+                f"{self.num_heads}{share}; one of {_fits(most)} would"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Check what the section says layer by layer against the number of layers.
+
+        Raises:
+            ValueError: naming the key, its value and what would be right.
+        """
+        return
+
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
+        """The same kind with other sizes, as a rehearsal runs it."""
+        return self.model_copy(update=dict(sizes))
+
+    def foundation(self) -> "Variant | None":
+        """What else a run of this kind may start from: the weights of another kind, or of none.
+
+        Parameters that it declares and the other does not start as they do in a new run.
+        """
+        return None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the weights that the section was made for; those of its foundation must have it."""
+        return None
+
+    @property
+    @abstractmethod
+    def heads(self) -> Heads:
+        """How the heads lie in the projections."""
+
+    @abstractmethod
+    def baseline(self) -> "Softmax":
+        """The Transformer of the pair: as wide, and with as many keys and values."""
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """What a layer has beside the two projections; by default nothing."""
+        return ()
+
+    def own_products(self, hidden_size: int) -> float:
+        """Multiply-adds per token of its own matrices in a layer, the mean over the layers."""
+        own = self.parameters(hidden_size)
+        return sum(math.prod(each.shape) for each in own if each.role == "matrix")
+
+    @abstractmethod
+    def products(self) -> Products:
+        """Multiply-adds of a layer per pair."""
+
+    @abstractmethod
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """Bytes per token that a layer keeps for the backward pass, all heads together.
+
+        Returns:
+            q, k, v and the input of the output projection; and what is kept from q, k and v on,
+            which is computed again under selective recomputation.
+        """
+
+    def kv_cache_bytes(self, element: int) -> int:
+        """Bytes per token and layer that decoding keeps."""
+        return 2 * self.heads.key_channels * element
+
+    def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Queries and keys [s, b, heads, d] as rotary embeddings turn them; by default as given."""
+        return query, key
+
+    def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
+        """What the attention takes from the normalised input [s, b, hidden] beside q, k and v."""
+        return None
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        """The heads' outputs [s, b, ...], :attr:`Heads.output_channels` of them per token.
+
+        Args:
+            layer: its parameters.
+            context: attention to the whole sequence.
+            query: [s, b, queries, d] of this rank, rotated.
+            key, value: [s, b, keys, d] of this rank, the keys rotated.
+            gate: what :meth:`gate` gave.
+        """
+
+    def current_lambda(self, layer: Layer) -> "Tensor | None":
+        """lambda of a layer for the log, a 0-dim float32 tensor; None where it has none of its own.
+
+        One that depends on the token is given to :meth:`Layer.observe` in passing.
+        """
+        return None
+
+    @abstractmethod
+    def hugging_face(self, hidden_size: int) -> HuggingFace:
+        """The class that computes it there.
+
+        Raises:
+            UserError: there is none for these settings; naming the key and its value.
+        """
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """The way back of :meth:`hugging_face`, from a configuration of its ``model_types``.
+
+        Raises:
+            ValidationError: a value that the section cannot have.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
+        """The lines of the weight table of a layer's attention, by its name on either side."""
+
+    def layer_rules(
+        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
+    ) -> list[WeightRule]:
+        """:meth:`weight_rules` of one layer at one step, which for most kinds is any.
+
+        Args:
+            ours, theirs: the attention's name on either side.
+            hidden_size: of the network.
+            layer: its global number, from 1.
+            step: optimizer steps that the weights have behind them.
+        """
+        return self.weight_rules(ours, theirs, hidden_size)
+
+    def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
+        """What should make the author of a recipe think twice, one sentence each.
+
+        Args:
+            hidden_size: of the network.
+            parameters: of the network without embeddings.
+            lr: peak learning rate.
+        """
+        return iter(())
+
+    def _width_in_words(self) -> str:
+        return "" if self.output_width == 1 else f"{self.output_width} x "
+
+
+def _fits(number: int) -> str:
+    return clipped(str(divisors(number)))

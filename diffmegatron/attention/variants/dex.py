@@ -1,0 +1,296 @@
+"""DEX: differential extension of a pretrained softmax attention (Kong, Jang, Kwak, NeurIPS 2025).
+
+arXiv 2505.16333, figure 9. With O a head's output [d] of a token, of the selected heads of layer l
+
+    O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
+
+a = min(1, t / T), lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)); O' = O for the others. W_D [d, d] and
+lambda_learn belong to the layer. t is the number of optimizer steps done. Since O' is linear in O,
+a checkpoint of any step is an ordinary Transformer: (I - lambda W_D) goes into the rows of W_O.
+"""
+
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.base import (
+    Constant,
+    Context,
+    Identity,
+    Kernels,
+    Layer,
+    Parameter,
+    Variant,
+)
+from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.attention.variants.two_maps import LambdaInit
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.section import Count, Section, Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
+Heads = tuple[tuple[int, ...], ...]
+
+
+class SelectedOn(Section):
+    """The model that heads were selected on, as ``dex select`` describes it."""
+
+    num_layers: Size
+    num_heads: Size
+    fingerprint: str
+
+
+class HeadsFile(Section):
+    """What ``diffmegatron dex select`` writes: heads by layer, and how they were found."""
+
+    model: SelectedOn
+    method: Literal["entropy", "gradient"]
+    share: float = Field(gt=0, le=1)
+    heads: Heads
+
+
+class ProjectionInit(Section):
+    """How W_D starts; the paper does not say. ``scale``: standard deviation, or of the identity."""
+
+    kind: Literal["zero", "normal", "identity"] = "zero"
+    scale: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _scale_belongs_to_the_others(self) -> Self:
+        if (self.kind == "zero") != (self.scale is None):
+            raise ValueError(
+                f"model.attention.projection_init.scale is {self.scale} with kind {self.kind!r}; "
+                "give one with 'normal' and 'identity', and none with 'zero'"
+            )
+        return self
+
+    @property
+    def values(self) -> float | Constant | Identity:
+        """As a parameter's initial values."""
+        if self.scale is None:
+            return Constant(0.0)
+        return self.scale if self.kind == "normal" else Identity(self.scale)
+
+
+class Dex(Softmax):
+    """Softmax attention whose ``selected_heads`` have a differential term.
+
+    ``selected_heads`` are query heads by layer, numbered from 0 as Hugging Face does, or a file of
+    ``diffmegatron dex select``: the resolved recipe has its numbers. ``annealing_steps`` is T; null
+    takes lambda_learn from the first step on, as for going on with a model that has been through
+    it. lambda_learn starts at ``lambda_learn_init``: with W_D at zero, both at zero would move by
+    the annealed term alone.
+    """
+
+    kind: Literal["dex"] = "dex"  # type: ignore[assignment]
+    selected_heads: Heads
+    selected_on: SelectedOn | None = None
+    annealing_steps: Count | None
+    projection_init: ProjectionInit = ProjectionInit()
+    lambda_learn_init: float = 0.1
+
+    title: ClassVar[str] = "Transformer with DEX"
+    # Exported it is softmax, and read back as that.
+    model_types: ClassVar[tuple[str, ...]] = ()
+    free_keys: ClassVar[frozenset[str]] = frozenset(
+        {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
+    )
+
+    @classmethod
+    def with_files(cls, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the heads of the file that ``selected_heads`` names, and what they were found on."""
+        path = section.get("selected_heads")
+        if not isinstance(path, str):
+            return section
+        file = _read_heads(Path(path)).model_dump(mode="json")
+        return {**section, "selected_heads": file["heads"], "selected_on": file["model"]}
+
+    def check(self) -> None:
+        """As :class:`Variant` says."""
+        super().check()
+        made = self.selected_on
+        if made is not None and made.num_heads != self.num_heads:
+            raise ValueError(
+                f"model.attention.selected_heads were selected on a model of {made.num_heads} "
+                f"heads and num_heads is {self.num_heads}; select them on the model that the run "
+                "starts with"
+            )
+        if not any(self.selected_heads):
+            raise ValueError(
+                "model.attention.selected_heads selects no head; give the numbers of some in at "
+                "least one layer"
+            )
+        for layer, heads in enumerate(self.selected_heads, start=1):
+            are_rising = list(heads) == sorted({*heads})
+            if not are_rising or not all(0 <= head < self.num_heads for head in heads):
+                raise ValueError(
+                    f"model.attention.selected_heads of layer {layer} are {clipped(str([*heads]))};"
+                    f" give numbers from 0 to {self.num_heads - 1}, rising, each once"
+                )
+
+    def check_layers(self, num_layers: int) -> None:
+        """As :class:`Variant` says."""
+        if len(self.selected_heads) != num_layers:
+            raise ValueError(
+                f"model.attention.selected_heads has {len(self.selected_heads)} layers and "
+                f"model.num_layers is {num_layers}; give a list of heads for every layer"
+            )
+
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
+        """With half of the heads selected."""
+        half = tuple(range(max(1, sizes["num_heads"] // 2)))
+        heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
+        return self.model_copy(update={**sizes, **heads})
+
+    def baseline(self) -> Softmax:
+        """The same without the term."""
+        shared = {name: getattr(self, name) for name in Softmax.model_fields if name != "kind"}
+        return Softmax.model_construct(**shared)
+
+    def foundation(self) -> Variant:
+        """The pretrained Transformer: W_D and lambda_learn start new on its weights."""
+        return self.baseline()
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the weights that the heads were selected on."""
+        return None if self.selected_on is None else self.selected_on.fingerprint
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """W_D, which multiplies a head's output as a row, and lambda_learn, whole on every rank."""
+        square = (self.head_dim, self.head_dim)
+        return (
+            *super().parameters(hidden_size),
+            Parameter(PROJECTION, square, self.projection_init.values, "matrix"),
+            Parameter(LAMBDA_LEARN, (1,), Constant(self.lambda_learn_init), "lambda", float32=True),
+        )
+
+    @property
+    def _selected_per_layer(self) -> float:
+        return sum(map(len, self.selected_heads)) / len(self.selected_heads)
+
+    def own_products(self, hidden_size: int) -> float:
+        """O W_D of the selected heads."""
+        return self._selected_per_layer * self.head_dim**2
+
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """Softmax's, the selected heads' outputs together, and all heads' with the term.
+
+        Without it the output projection reads what the kernel, or the norm, keeps anyway.
+        """
+        projected, core = super().kept_bytes(kernels)
+        selected = self._selected_per_layer * self.head_dim
+        result = 0 if self.headwise_norm else self.heads.query_channels
+        return projected, core + kernels.element * (selected + result)
+
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        """[s, b, num_heads, d].
+
+        The heads are cut into runs instead of gathered by an index, which would have to be copied
+        to the device in every layer. A rank without a selected head takes part with none: its share
+        of the gradient of W_D is zero, and the others wait for it.
+        """
+        import torch
+
+        out = super().attend(layer, context, query, key, value, gate)
+        lengths = self._runs(layer)
+        parts = list(out.split(lengths, dim=2))
+        selected = torch.cat(parts[1::2], dim=2)
+        projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
+        changed = selected - selected @ projection
+        parts[1::2] = changed.split(lengths[1::2], dim=2)
+        return torch.cat(parts, dim=2)
+
+    def _runs(self, layer: Layer) -> list[int]:
+        """Lengths of the runs of this rank's heads, others and selected in turn, others first."""
+        selected = {*self.selected_heads[layer.layer_number - 1]}
+        runs = groupby(head in selected for head in layer.share(self.num_heads))
+        lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
+        before = [0] if lengths[0][0] else []
+        after = [] if lengths[-1][0] else [0]
+        return [*before, *(length for _, length in lengths), *after]
+
+    def current_lambda(self, layer: Layer) -> "Tensor":
+        """lambda of a layer at its step, a 0-dim float32 tensor."""
+        learnt = layer.parameter(LAMBDA_LEARN)[0]
+        return self._lambda(layer.layer_number, layer.step, learnt)
+
+    def _lambda(self, layer: int, step: int, learnt: "Tensor") -> "Tensor":
+        if self.annealing_steps is None:
+            return learnt
+        passed = step / self.annealing_steps
+        share = min(1.0, passed)
+        return (1 - share) * passed * LambdaInit().of_layer(layer) + share * learnt
+
+    def layer_rules(
+        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
+    ) -> list[hf.WeightRule]:
+        """Softmax's with the term folded into W_O, computed in float64.
+
+        ``linear_proj.weight`` [hidden, heads * d] is W_O transposed: the columns of a selected head
+        are multiplied from the right by (I - lambda W_D) transposed. The way back leaves W_O as it
+        is, and W_D and lambda_learn at zero.
+        """
+        name, d = f"{ours}.linear_proj.weight", self.head_dim
+        selected = self.selected_heads[layer - 1]
+
+        def fold(weight: "Tensor", projection: "Tensor", learnt: "Tensor") -> tuple["Tensor", ...]:
+            by_head = weight.double().unflatten(1, (-1, d)).clone()
+            change = self._lambda(layer, step, learnt).double() * projection.double()
+            for head in selected:
+                by_head[:, head] -= by_head[:, head] @ change.T
+            return (by_head.flatten(1),)
+
+        def unfold(weight: "Tensor") -> tuple["Tensor", ...]:
+            return weight, weight.new_zeros(d, d), weight.new_zeros(1)
+
+        rules = super().weight_rules(ours, theirs, hidden_size)
+        (output,) = (rule for rule in rules if name in rule.ours)
+        folded = {
+            **output.ours,
+            f"{ours}.{PROJECTION}": (d, d),
+            f"{ours}.{LAMBDA_LEARN}": (1,),
+        }
+        rules[rules.index(output)] = hf.WeightRule(folded, output.theirs, fold, unfold)
+        return rules
+
+
+def _read_heads(path: Path) -> HeadsFile:
+    """A file of ``dex select``.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
+    from diffmegatron.config.documents import MAX_BYTES, parse_yaml
+
+    content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
+    try:
+        file = HeadsFile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        raise UserError(
+            f"{shown(path)} is no file of 'diffmegatron dex select': {clipped(where)}: "
+            f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        ) from None
+    if file.model.num_layers != len(file.heads):
+        raise UserError(
+            f"{shown(path)} has heads of {len(file.heads)} layers and says that its model has "
+            f"{file.model.num_layers}; select them again"
+        )
+    return file

@@ -1,0 +1,147 @@
+"""DIFF V2 (Ye et al., January 2026): one ordinary attention call, lambda per token and head.
+
+With A the heads of ordinary attention, lambda = sigmoid(x W_lambda) from the layer's input x:
+
+    O_n = A_signal(n) - lambda_n A_noise(n // r)
+
+No headwise norm and no lambda_init. The heads of a group, r signal heads and then their noise head,
+lie side by side in one key-value head: cut in two halves instead, pairs would meet different keys.
+r = 1 is the authors' form; more is Motif-3's arrangement, its latent attention left out.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.base import (
+    FLOAT32,
+    Context,
+    Kernels,
+    Layer,
+    Parameter,
+    Products,
+    Variant,
+)
+from diffmegatron.attention.variants.heads import Heads, Rows
+from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.section import Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DiffV2(Variant):
+    """``num_heads`` h outputs of d, from h signal heads and h / ``signal_per_noise`` noise heads.
+
+    ``num_kv_heads`` are ordinary key-value heads: the cache is that of the baseline.
+    """
+
+    kind: Literal["diff_v2"] = "diff_v2"
+    signal_per_noise: Size = 1
+
+    title: ClassVar[str] = "Diff Transformer V2"
+    model_types: ClassVar[tuple[str, ...]] = ("diff_v2",)
+    reads_hidden: ClassVar[bool] = True
+
+    @property
+    def ratio(self) -> int:
+        """Signal heads that share a noise head."""
+        return self.signal_per_noise
+
+    @property
+    def noise_heads(self) -> int:
+        """h / r."""
+        return self.num_heads // self.signal_per_noise
+
+    @property
+    def heads(self) -> Heads:
+        """A block is a key-value head and its groups."""
+        signal = self.num_heads // self.num_kv_heads
+        queries = signal + self.noise_heads // self.num_kv_heads
+        rows: Rows = (("q", queries), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, signal)
+
+    def baseline(self) -> Softmax:
+        """h heads and h_kv key-value heads of the same d."""
+        return Softmax(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """W_lambda, a row per signal head."""
+        shape = (self.num_heads, hidden_size)
+        return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
+
+    def products(self) -> Products:
+        """Those of ordinary attention with all the heads."""
+        channels = self.heads.query_channels
+        return Products(2 * channels, 2 * channels, 5 * channels)
+
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """As :class:`Variant` says: ordinary attention's, its output once more as what is left.
+
+        The values are a view of the fused projection, all of which stays beside rotated q and k.
+        """
+        heads, element = self.heads, kernels.element
+        queries, keys = heads.query_channels, heads.key_channels
+        projected = element * (2 * queries + 3 * keys + heads.output_channels)
+        core = element * queries + FLOAT32 * (heads.queries + self.num_heads)
+        return projected, core + kernels.gathered(keys, copies=2)
+
+    def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
+        """lambda [s, b, signal heads of this rank], float32 at least."""
+        import torch
+
+        logits = layer.project("lambda_proj", hidden)
+        lambda_ = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        layer.observe("lambda", lambda_)
+        return lambda_
+
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        """[s, b, num_heads, d]."""
+        from diffmegatron.attention.kernels.api import subtract_noise
+
+        assert gate is not None
+        return subtract_noise(context.softmax(query, key, value), gate)
+
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """Our own class, which the export brings along."""
+        return hf.HuggingFace(
+            "diff_v2",
+            "DiffV2ForCausalLM",
+            {
+                "num_attention_heads": self.heads.queries,
+                "signal_per_noise": self.signal_per_noise,
+                "num_key_value_heads": self.heads.keys,
+                "head_dim": self.head_dim,
+            },
+            remote_code=True,
+        )
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """As :class:`Variant` says; its heads are those of signal and noise."""
+        ratio = config["signal_per_noise"]
+        return cls(
+            num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,
+            signal_per_noise=ratio,
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+        )
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
+        """As :class:`Variant` says; the heads keep their order."""
+        shape = (self.num_heads, hidden_size)
+        return [
+            hf.qkv(ours, theirs, self.heads, hidden_size),
+            hf.output(ours, theirs, self.heads, hidden_size),
+            hf.same(f"{ours}.lambda_proj", f"{theirs}.lambda_proj.weight", shape),
+        ]

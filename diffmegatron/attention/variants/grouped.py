@@ -1,0 +1,78 @@
+"""Grouped differential attention (Motif, arXiv 2510.06949): DIFF V1 with fewer noise heads.
+
+Motif-2-12.7B (32 signal and 8 noise heads, 16 key and 16 value heads of 128) is ``num_heads`` 32,
+``signal_per_noise`` 4 and ``num_kv_heads`` 8 here: a key-value head has two keys and two values.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.two_maps import LAMBDA_VECTORS, LambdaInit, TwoMaps
+from diffmegatron.section import Size
+
+
+class Grouped(TwoMaps):
+    """``signal_per_noise`` r of the ``num_heads`` signal heads share a noise head.
+
+    r = 1 is DIFF V1; the paper finds 3 and 4 best at equal FLOPs.
+    """
+
+    kind: Literal["grouped"] = "grouped"
+    signal_per_noise: Size = 4
+
+    title: ClassVar[str] = "Grouped Diff Transformer"
+    model_types: ClassVar[tuple[str, ...]] = ("grouped_diff",)
+
+    @property
+    def ratio(self) -> int:
+        """Signal heads that share a noise head."""
+        return self.signal_per_noise
+
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """Our own class, which the export brings along."""
+        return hf.HuggingFace(
+            "grouped_diff",
+            "GroupedDiffForCausalLM",
+            {
+                "num_attention_heads": self.heads.queries,
+                "signal_per_noise": self.signal_per_noise,
+                "num_key_value_heads": self.heads.keys,
+                "head_dim": self.head_dim,
+                "headwise_norm": self.headwise_norm,
+                "lambda_init": self.lambda_init.value or self.lambda_init.policy,
+                "lambda_std_dev": self.lambda_std,
+            },
+            remote_code=True,
+        )
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """As :class:`Variant` says; its heads are those of signal and noise."""
+        ratio, initial = config["signal_per_noise"], config["lambda_init"]
+        policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
+        return cls(
+            num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,
+            signal_per_noise=ratio,
+            num_kv_heads=config["num_key_value_heads"] // 2,
+            head_dim=config["head_dim"],
+            headwise_norm=config["headwise_norm"],
+            lambda_init=LambdaInit.model_validate({"policy": "constant"} | policy),
+            lambda_std=config["lambda_std_dev"],
+        )
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
+        """All signal heads before all noise heads, keys likewise; a head's value of 2d whole."""
+        vectors = [
+            hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
+            for name in LAMBDA_VECTORS
+        ]
+        norm = hf.same(
+            f"{ours}.head_norm", f"{theirs}.subln.weight", (2 * self.head_dim,), keep_fp32=True
+        )
+        return [
+            hf.qkv(ours, theirs, self.heads, hidden_size, paired_values=True),
+            hf.output(ours, theirs, self.heads, hidden_size),
+            *vectors,
+            *([norm] if self.headwise_norm else []),
+        ]

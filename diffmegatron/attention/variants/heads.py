@@ -1,0 +1,77 @@
+"""How the heads of a layer lie in its projections."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer, as the rows of ``linear_qkv`` hold them.
+
+    A block is a key-value head of the variant with all queries that meet it: what a rank of tensor
+    parallelism or of Ulysses holds whole, so that a contiguous share of the heads is whole blocks.
+
+    Attributes:
+        head_dim: d, channels of a query, of a key and of one head of the values.
+        blocks: how many there are.
+        rows: what a block's rows are, in order: heads of ``head_dim`` by what they are.
+        outputs: how wide a block's output is, in heads of ``head_dim``.
+    """
+
+    head_dim: int
+    blocks: int
+    rows: Rows
+    outputs: int
+
+    def per_block(self, kind: str) -> int:
+        """Heads of a kind in a block."""
+        return sum(count for each, count in self.rows if each == kind)
+
+    def channels(self, kind: str) -> int:
+        """Channels of a kind of all blocks, as many as it has rows in ``linear_qkv``."""
+        return self.blocks * self.per_block(kind) * self.head_dim
+
+    def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
+        """The query heads that meet each key head, of a share of the blocks with ``keys`` of them.
+
+        Within a block, the queries of a row meet the key that follows them.
+        """
+        counts = [count for kind, count in self.rows if kind == "q"]
+        first = 0
+        for key in range(keys):
+            count = counts[key % len(counts)]
+            yield slice(first, first + count), key
+            first += count
+
+    @property
+    def queries(self) -> int:
+        """Query heads of the layer."""
+        return self.blocks * self.per_block("q")
+
+    @property
+    def keys(self) -> int:
+        """Key heads of the layer, as many as value heads."""
+        return self.blocks * self.per_block("k")
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of all queries of a token."""
+        return self.queries * self.head_dim
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of all keys of a token, as many as of its values."""
+        return self.keys * self.head_dim
+
+    @property
+    def qkv_channels(self) -> int:
+        """Rows of ``linear_qkv``."""
+        return self.query_channels + 2 * self.key_channels
+
+    @property
+    def output_channels(self) -> int:
+        """Channels of the attention's output, which ``linear_proj`` reads."""
+        return self.blocks * self.outputs * self.head_dim

@@ -1,0 +1,135 @@
+"""How a variant's weights lie on either side of an export, and which class reads them there."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffmegatron.attention.variants.heads import Heads
+
+Shapes = Mapping[str, tuple[int, ...]]
+Rearrange = Callable[..., tuple["Tensor", ...]]
+
+
+class WeightRule(NamedTuple):
+    """A line of the table between our weights and Hugging Face's.
+
+    Attributes:
+        ours: whole shapes by name.
+        theirs: likewise.
+        to_hf: our tensors, in order, as theirs.
+        from_hf: the way back.
+        keep_fp32: rounding to bf16 would change what the model computes.
+    """
+
+    ours: Shapes
+    theirs: Shapes
+    to_hf: Rearrange
+    from_hf: Rearrange
+    keep_fp32: bool = False
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The class of Hugging Face that computes a variant.
+
+    Attributes:
+        model_type: of its configuration.
+        architecture: name of the class.
+        config: keys of the configuration that the variant decides.
+        also: other model types whose classes compute the same from the same keys.
+        remote_code: transformers has no such class, so that the export brings it along.
+    """
+
+    model_type: str
+    architecture: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    remote_code: bool = False
+
+
+def same(ours: str, theirs: str, shape: tuple[int, ...], *, keep_fp32: bool = False) -> WeightRule:
+    """A weight that is the same on both sides."""
+    return WeightRule({ours: shape}, {theirs: shape}, _unchanged, _unchanged, keep_fp32)
+
+
+def qkv(
+    ours: str, theirs: str, heads: "Heads", hidden_size: int, *, paired_values: bool = False
+) -> WeightRule:
+    """``linear_qkv`` as three projections: each row of a block's, of all blocks, then the next.
+
+    With ``paired_values`` a block's values stay side by side instead.
+    """
+    d = heads.head_dim
+    sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
+
+    def is_paired(kind: str) -> bool:
+        return kind == "v" and paired_values
+
+    def split(fused: "Tensor") -> tuple["Tensor", ...]:
+        import torch
+
+        counts = [count for _, count in heads.rows]
+        parts = fused.unflatten(0, (heads.blocks, -1, d)).split(counts, dim=1)
+        projections = []
+        for kind in "qkv":
+            of_kind = [
+                part for part, (each, _) in zip(parts, heads.rows, strict=True) if each == kind
+            ]
+            if is_paired(kind):
+                of_kind = [torch.cat(of_kind, dim=1)]
+            projections.append(torch.cat([part.flatten(0, 2) for part in of_kind]))
+        return tuple(projections)
+
+    def join(*projections: "Tensor") -> tuple["Tensor", ...]:
+        import torch
+
+        taken: dict[str, list[Tensor]] = {}
+        for kind, weight in zip("qkv", projections, strict=True):
+            counts = [count for each, count in heads.rows if each == kind]
+            if is_paired(kind):
+                parts = weight.unflatten(0, (heads.blocks, -1, d)).split(counts, dim=1)
+            else:
+                lengths = [heads.blocks * count * d for count in counts]
+                parts = tuple(
+                    part.unflatten(0, (heads.blocks, -1, d)) for part in weight.split(lengths)
+                )
+            taken[kind] = list(parts)
+        rows = [taken[kind].pop(0) for kind, _ in heads.rows]
+        return (torch.cat(rows, dim=1).flatten(0, 2),)
+
+    return WeightRule(
+        {f"{ours}.linear_qkv.weight": (heads.qkv_channels, hidden_size)},
+        {f"{theirs}.{k}_proj.weight": (sizes[k] * d, hidden_size) for k in "qkv"},
+        split,
+        join,
+    )
+
+
+def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
+    """The bias of ``linear_qkv`` as those of three projections, in the order of their rows."""
+    rows = qkv(ours, theirs, heads, 1)
+
+    def split(fused: "Tensor") -> tuple["Tensor", ...]:
+        return tuple(part[:, 0] for part in rows.to_hf(fused[:, None]))
+
+    def join(*biases: "Tensor") -> tuple["Tensor", ...]:
+        (fused,) = rows.from_hf(*(bias[:, None] for bias in biases))
+        return (fused[:, 0],)
+
+    def of_bias(shapes: Shapes) -> Shapes:
+        return {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
+
+    return WeightRule(of_bias(rows.ours), of_bias(rows.theirs), split, join)
+
+
+def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRule:
+    """The output projection, as it is."""
+    shape = (hidden_size, heads.output_channels)
+    return same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", shape)
+
+
+def _unchanged(weight: "Tensor") -> tuple["Tensor", ...]:
+    return (weight,)

@@ -1,0 +1,197 @@
+"""softmax(Q K^T / sqrt(d)) V: the Transformer's attention, and the baseline of every variant."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.base import (
+    FLOAT32,
+    QKV_BIAS,
+    Constant,
+    Context,
+    Kernels,
+    Layer,
+    Parameter,
+    Products,
+    Variant,
+)
+from diffmegatron.attention.variants.heads import Heads, Rows
+from diffmegatron.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QK_NORMS = ("q_norm", "k_norm")
+
+
+class Softmax(Variant):
+    """Heads of ``head_dim``, of which ``num_heads / num_kv_heads`` share keys and values.
+
+    ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5; ``qk_norm`` puts
+    an RMSNorm over each query and each key before they turn, as in Qwen3. ``headwise_norm`` is the
+    ablation of Ye et al. (table 6): an RMSNorm over each head's output.
+    """
+
+    kind: Literal["softmax"] = "softmax"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    headwise_norm: bool = False
+
+    title: ClassVar[str] = "Transformer"
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+
+    @property
+    def heads(self) -> Heads:
+        """A block is a key-value head and its queries, as in Megatron-core."""
+        queries = self.num_heads // self.num_kv_heads
+        rows: Rows = (("q", queries), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, queries)
+
+    def baseline(self) -> "Softmax":
+        """Itself."""
+        return self
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """The bias and the norms' weights, where there are any."""
+        d, own = (self.head_dim,), []
+        if self.qkv_bias:
+            channels = (self.heads.qkv_channels,)
+            own.append(Parameter(QKV_BIAS, channels, Constant(0.0), "bias", sharded=True))
+        if self.qk_norm:
+            own += [Parameter(name, d, Constant(1.0), "norm") for name in QK_NORMS]
+        if self.headwise_norm:
+            own.append(Parameter("head_norm", d, Constant(1.0), "norm", float32=True))
+        return tuple(own)
+
+    def products(self) -> Products:
+        """Scores and values, of d each; three more products backward, and the scores again."""
+        channels = self.heads.query_channels
+        return Products(2 * channels, 2 * channels, 5 * channels)
+
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """As :class:`Variant` says.
+
+        The values are a view of the fused projection, all of which stays beside rotated q and k;
+        the kernel's output is the output projection's input.
+        """
+        heads, element = self.heads, kernels.element
+        projected = 3.0 * element * (heads.query_channels + heads.key_channels)
+        core = FLOAT32 * heads.queries + kernels.gathered(heads.key_channels, copies=2)
+        if kernels.exchange == "ring":
+            core += element * heads.query_channels
+        if self.qk_norm:
+            projected += self._qk_norm_bytes(kernels)
+        if self.headwise_norm:
+            core += self._norm_bytes(kernels)
+        return projected, core
+
+    def _qk_norm_bytes(self, kernels: Kernels) -> float:
+        """One float32 per query and key, and the queries as they were before.
+
+        Of several that share a key these are a copy, the keys a view of the fused projection.
+        Unfused also float32 of the normalised ones, and in bf16 of the input.
+        """
+        heads, shares = self.heads, self.num_heads > self.num_kv_heads
+        queries, keys = heads.query_channels, heads.key_channels
+        kept = FLOAT32 * (heads.queries + heads.keys)
+        if kernels.device == "cpu":
+            kept += FLOAT32 * (queries + keys)
+            if kernels.element < FLOAT32:
+                return kept + FLOAT32 * (queries + keys)
+        return kept + (kernels.element * queries if shares else 0)
+
+    def _norm_bytes(self, kernels: Kernels) -> float:
+        """The norm's float32 input and one float32 per head; on a CPU the normalised input as well.
+
+        The kernel keeps its own output, which in float32 is that input, so that the output
+        projection's becomes another tensor.
+        """
+        channels = self.heads.query_channels
+        copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
+        normalised = FLOAT32 * channels if kernels.device == "cpu" else 0
+        return copy + kernels.element * channels + FLOAT32 * self.num_heads + normalised
+
+    def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
+        """As :class:`Variant` says."""
+        if not self.qk_norm:
+            return query, key
+        from torch.nn.functional import rms_norm
+
+        normed = (
+            rms_norm(x, (self.head_dim,), layer.parameter(name), layer.norm_eps)
+            for x, name in zip((query, key), QK_NORMS, strict=True)
+        )
+        return next(normed), next(normed)
+
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        """[s, b, num_heads, d]."""
+        out = context.softmax(query, key, value)
+        if not self.headwise_norm:
+            return out
+        from diffmegatron.attention.kernels.api import HeadwiseNorm
+
+        return HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0).apply_to(out)
+
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """The class that has what this has: Qwen3, Qwen2, Mistral, or Llama.
+
+        Raises:
+            UserError: none has it.
+        """
+        if self.headwise_norm:
+            raise UserError(
+                f"model.attention.headwise_norm True with kind {self.kind!r} cannot be exported: "
+                "Hugging Face's Llama never has the headwise norm"
+            )
+        if self.qkv_bias and self.qk_norm:
+            raise UserError(
+                "model.attention.qkv_bias True with model.attention.qk_norm True cannot be "
+                "exported: Hugging Face's Qwen2 has the one and Qwen3 the other"
+            )
+        config: dict[str, Any] = {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+        }
+        # The configuration of Qwen2 has no such key, and its class reads it where it is.
+        if not self.qkv_bias or self.num_heads * self.head_dim != hidden_size:
+            config["head_dim"] = self.head_dim
+        if self.qk_norm:
+            return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
+        if self.qkv_bias:
+            return hf.HuggingFace("qwen2", "Qwen2ForCausalLM", config)
+        if hidden_size % self.num_heads:
+            # Llama's configuration wants a multiple of the heads; Mistral is Llama without that.
+            whole = {"sliding_window": None}
+            return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
+        return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """As :class:`Variant` says; without ``head_dim`` the heads fill the hidden size."""
+        return cls(
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or 0,
+            qkv_bias=config["model_type"] == "qwen2",
+            qk_norm=config["model_type"] == "qwen3",
+        )
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
+        """As :class:`Variant` says."""
+        rules = [hf.qkv(ours, theirs, self.heads, hidden_size)]
+        if self.qkv_bias:
+            rules.append(hf.qkv_bias(ours, theirs, self.heads))
+        if self.qk_norm:
+            rules += [
+                hf.same(f"{ours}.{name}", f"{theirs}.{name}.weight", (self.head_dim,))
+                for name in QK_NORMS
+            ]
+        return [*rules, hf.output(ours, theirs, self.heads, hidden_size)]

@@ -1,0 +1,103 @@
+"""Weights without a run: into a checkpoint of step 0, and from any checkpoint into a network."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffmegatron.checkpoint.contents import (
+    BEGINNING,
+    WEIGHT,
+    Checkpoint,
+    finish_checkpoint,
+    rank_file,
+)
+from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.sharded import Piece, named_tensors, write_pieces
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.files import reason, shown
+from diffmegatron.model.build import DTYPES, build_model
+from diffmegatron.model.network import Network, declared_parameter
+from diffmegatron.model.shards import Shard, parameter_shards
+from diffmegatron.parallel.topology import Topology
+
+MAX_FILE_BYTES = 1 << 30
+
+
+def write_checkpoint(
+    weights: Iterable[tuple[str, Tensor]],
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write whole weights as the checkpoint of step 0 of a run, which others start from.
+
+    It needs no process group and no engine, and holds one file's weights at a time.
+
+    Args:
+        weights: name and value of every tensor of the network; stored in float32.
+        recipe: of the network.
+        run_dir: where its ``checkpoints`` stand.
+        max_file_bytes: of a file, unless one tensor is larger.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    store = CheckpointStore(run_dir)
+    directory = store.begin(0)
+    try:
+        entries: list[FileEntry] = []
+        for pieces in _filled(weights, max_file_bytes):
+            path = directory / rank_file(len(entries))
+            entries.append(write_pieces(path, *named_tensors(pieces, {})))
+        finish_checkpoint(store, BEGINNING, recipe, entries, "weights")
+    except OSError as error:
+        raise UserError(f"cannot write {shown(directory)}: {reason(error)}") from None
+    return store.path(0)
+
+
+def _filled(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[Piece]]:
+    """The tensors, as many together as a file may hold."""
+    pieces: list[Piece] = []
+    held = 0
+    for name, tensor in weights:
+        values = tensor.detach().to("cpu", torch.float32).contiguous()
+        if pieces and held + values.nbytes > most:
+            yield pieces
+            pieces, held = [], 0
+        shape = tuple(values.shape)
+        whole = Shard(name, shape, (0,) * len(shape), shape, start=0, is_primary=True)
+        pieces.append(Piece(whole, 0, {WEIGHT: values.flatten()}))
+        held += values.nbytes
+    yield pieces
+
+
+@torch.no_grad()
+def load_network(checkpoint: Checkpoint, recipe: Recipe, topology: Topology) -> Network:
+    """A checkpoint's weights as a network that is not trained, on this rank's stage of any layout.
+
+    Args:
+        checkpoint: its weights are rounded to the precision of its run.
+        recipe: whose layout, and precision of the arithmetic, the network has.
+        topology: where this rank stands.
+
+    Raises:
+        UserError: the checkpoint is of another network.
+    """
+    precision = DTYPES[checkpoint.recipe.training.precision]
+    network = build_model(recipe, topology, initial_weights=False).eval()
+    network.at_step(checkpoint.state["step"])
+    for parameter, shards in parameter_shards(network).items():
+        for shard in shards:
+            declared = declared_parameter(shard.name, recipe.model)
+            is_exact = declared is not None and declared.float32
+            value = checkpoint.tensors.box(WEIGHT, shard.name, shard.offset, shard.shape)
+            shard.view(parameter.data).copy_(value.to(torch.float32 if is_exact else precision))
+    return network

@@ -1,0 +1,107 @@
+"""What is trained, by what optimizer, at which learning rates."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from diffmegatron.section import MAX_COUNT, Section
+
+_MAX_PATTERNS = 64
+
+Pattern = Annotated[str, Field(min_length=1, max_length=200)]
+"""Of tensors' names (``decoder.layers.*.mlp.linear_fc2.weight``), as the shell matches files."""
+_Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Schedule(Section):
+    """The learning rate over a run: linear warm-up, then by ``kind`` down to ``final_lr``.
+
+    ``linear`` and ``cosine`` fall from the end of the warm-up to the last step; ``constant`` never
+    does; ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak and
+    falls linearly over the last steps. Lengths are steps or a share of the run's, one of both.
+    """
+
+    kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    warmup_steps: _Steps | None = None
+    warmup_ratio: _Share | None = Field(default=None, description="instead of warmup_steps")
+    decay_steps: Annotated[_Steps, Field(ge=1)] | None = Field(default=None, description="of wsd")
+    decay_ratio: Annotated[_Share, Field(gt=0)] | None = Field(
+        default=None, description="instead of decay_steps"
+    )
+    final_lr: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_length_each(self) -> Self:
+        for name in ("warmup", "decay"):
+            steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
+            if steps is not None and ratio is not None:
+                raise ValueError(
+                    f"optimizer.schedule.{name}_steps is {steps} and "
+                    f"optimizer.schedule.{name}_ratio is {ratio:g}; give one of them (null unsets "
+                    "a key)"
+                )
+        decays = self.decay_steps is not None or self.decay_ratio is not None
+        if decays != (self.kind == "wsd"):
+            name = "decay_steps" if self.decay_steps is not None else "decay_ratio"
+            raise ValueError(
+                f"optimizer.schedule.{name} is of kind 'wsd' and optimizer.schedule.kind is "
+                f"{self.kind!r}, which has none; leave it out"
+                if decays
+                else "optimizer.schedule.kind 'wsd' needs the length of its decay; give "
+                "optimizer.schedule.decay_ratio (0.1, say) or decay_steps"
+            )
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of ``total_steps``; a ratio's nearest whole number."""
+        return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
+
+    def decay(self, total_steps: int) -> int:
+        """Steps at the end in which ``wsd`` falls, at least one."""
+        return max(1, _steps(self.decay_steps, self.decay_ratio, total_steps))
+
+
+def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
+    return steps or 0 if ratio is None else round(ratio * total_steps)
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and what of the network it trains.
+
+    ``trainable`` names tensors by patterns; those that none matches are frozen. The rows of
+    ``linear_qkv`` can be named apart, as ``...linear_qkv.weight:k`` (``:q``, ``:v``, ``:[kv]``).
+    ``lr_multipliers`` maps patterns of whole tensors to factors of the learning rate.
+    """
+
+    lr: float = Field(gt=0)
+    lr_multipliers: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(
+        default={}, max_length=_MAX_PATTERNS, description="of lr, by patterns"
+    )
+    trainable: Annotated[tuple[Pattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
+        default=None, description="patterns; null: everything, or with LoRA its matrices alone"
+    )
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    decay_embeddings: bool = True
+    decay_lambda: bool = False
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _betas_are_decays(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _final_lr_is_below(self) -> Self:
+        if self.schedule.final_lr > self.lr:
+            raise ValueError(
+                f"optimizer.schedule.final_lr {self.schedule.final_lr:g} is above optimizer.lr "
+                f"{self.lr:g}; it is where the decay ends"
+            )
+        return self

@@ -1,0 +1,33 @@
+"""Rotary embeddings that were stretched for longer sequences."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from diffmegatron.section import Section, Size
+
+
+class RopeScaling(Section):
+    """How the frequencies of ``model.rope_theta`` are lowered.
+
+    ``linear`` divides all of them by ``factor`` (position interpolation, arXiv 2306.15595).
+    ``llama3`` (Llama 3.1) leaves wavelengths below ``original_length / high_freq_factor`` as they
+    are, divides those above ``original_length / low_freq_factor`` by ``factor``, and interpolates
+    between.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(ge=1)
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    original_length: Size = Field(default=8192, description="tokens, before it was stretched")
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor {self.low_freq_factor:g} is not below "
+                f"model.rope_scaling.high_freq_factor {self.high_freq_factor:g}; wavelengths "
+                "between the two are interpolated"
+            )
+        return self

@@ -1,0 +1,89 @@
+"""The stages of a recipe: what each may be called, and whether it can follow the one before."""
+
+import re
+from typing import Any
+
+from diffmegatron.attention.variants import Variant
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
+
+MAX_STAGES = 64
+# What a run writes into its run_dir, beside which a stage's folder would stand.
+RESERVED = frozenset(
+    {"checkpoints", "events", "lock", "metrics.jsonl", "recipe.yaml", "stacks", "tensorboard"}
+)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+# What a stage may change of the network: none is in the weights that it starts with.
+_FREE = frozenset({"model.rope_theta", "model.rope_scaling", "model.initialization"})
+
+
+def named_stages(stages: Any, path: str) -> dict[str, dict[str, Any]]:
+    """What each stage changes of the recipe around it, by the stage's name.
+
+    Raises:
+        UserError: ``stages``, which stands in ``path``, is no list of mappings with such names.
+    """
+    if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
+        raise UserError(
+            f"{path}: stages is {clipped(repr(stages))}; it takes a list of 1 to {MAX_STAGES} "
+            "mappings, or leave it out"
+        )
+    named: dict[str, dict[str, Any]] = {}
+    for stage in stages:
+        changes = dict(stage) if isinstance(stage, dict) else {}
+        name = changes.pop("name", None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in {*named, *RESERVED}:
+            raise UserError(
+                f"{path}: stages must be a list of mappings, each with a name of its own: up to 64 "
+                "letters, digits, '_', '-' and '.', no '-' or '.' first, and none of "
+                f"{', '.join(sorted(RESERVED))}; {clipped(repr(stage))} is not"
+            )
+        checkpoint = changes.get("checkpoint")
+        if named and isinstance(checkpoint, dict) and "start_from" in checkpoint:
+            raise UserError(
+                f"{path}, stage {name!r}: checkpoint.start_from is "
+                f"{clipped(repr(checkpoint['start_from']))}; a stage after the first starts with "
+                "the one before, so leave it out"
+            )
+        named[name] = changes
+    return named
+
+
+def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
+    """Refuse a run that cannot start with the weights of another; LoRA may be added to them.
+
+    Args:
+        before: whose weights they are.
+        before_name: what it is called in the sentence.
+        now: what would start with them.
+        now_name: likewise.
+
+    Raises:
+        UserError: their networks or tokenizers differ, with the first key that does. Attention may
+            be of a kind that builds on the other's.
+    """
+    attention = now.model.attention
+    foundation = attention.foundation()
+    if foundation is not None and foundation.kind == before.model.attention.kind:
+        attention = foundation
+    was, is_now = (
+        model_keys(recipe.model, of) | {"data.tokenizer": recipe.data.tokenizer}
+        for recipe, of in ((before, before.model.attention), (now, attention))
+    )
+    free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
+    for key, value in is_now.items():
+        is_new_lora = key == "model.lora" and was.get(key) is None
+        if key not in free and not is_new_lora and was.get(key) != value:
+            raise UserError(
+                f"{before_name} has {key} {was.get(key)!r} and {now_name} says {value!r}; a run "
+                "that starts with another's weights must have the same network and tokenizer"
+            )
+
+
+def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
+    """A network by dotted keys, with a kind of attention, which comes before that kind's own."""
+    others = model.model_dump(exclude={"attention"})
+    return {f"model.attention.{key}": value for key, value in attention.model_dump().items()} | {
+        f"model.{key}": value for key, value in others.items()
+    }

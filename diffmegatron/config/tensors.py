@@ -1,0 +1,133 @@
+"""The named tensors of a recipe's network, by arithmetic alone: no torch, no process.
+
+Names and shapes are those of :mod:`diffmegatron.model.shards`, which takes them from the network
+as it is built.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffmegatron.config.schema import ModelConfig, Recipe
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+OUTPUT = "output_layer.weight"
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A whole tensor of the network.
+
+    Attributes:
+        name: of it; within a layer, what follows ``decoder.layers.N.``
+        shape: whole.
+        sharded: over tensor-parallel ranks; otherwise each holds it whole.
+        float32: whatever the run's precision.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sharded: bool = False
+    float32: bool = False
+
+    def elements(self, tensor_parallel: int) -> int:
+        """What a tensor-parallel rank holds of it."""
+        return math.prod(self.shape) // (tensor_parallel if self.sharded else 1)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What its rows are, where they are more than one thing; otherwise nothing."""
+        fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
+        return ("q", "k", "v") if fused else ()
+
+
+def layer_tensors(model: "ModelConfig") -> list[NamedTensor]:
+    """Those of one layer."""
+    hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.attention.heads
+    attention = "self_attention."
+    declared = [
+        NamedTensor(attention + each.name, each.shape, each.sharded, each.float32)
+        for each in model.attention.parameters(hidden)
+    ]
+    projections = [
+        NamedTensor(f"{attention}linear_qkv.weight", (heads.qkv_channels, hidden), sharded=True),
+        NamedTensor(f"{attention}linear_proj.weight", (hidden, heads.output_channels), True),
+        NamedTensor("mlp.linear_fc1.weight", (2 * ffn, hidden), sharded=True),
+        NamedTensor("mlp.linear_fc2.weight", (hidden, ffn), sharded=True),
+    ]
+    norms = [
+        NamedTensor(f"{name}.weight", (hidden,))
+        for name in ("input_layernorm", "pre_mlp_layernorm")
+    ]
+    return [*norms, *declared, *projections, *_lora(model, projections)]
+
+
+def _lora(model: "ModelConfig", projections: list[NamedTensor]) -> Iterator[NamedTensor]:
+    """Of a projection that shards its rows B is sharded, of one that shards its columns A."""
+    if model.lora is None:
+        return
+    for projection in projections:
+        place = projection.name.removesuffix(".weight")
+        target = place.rpartition(".")[2]
+        if target in model.lora.targets:
+            rows, columns = projection.shape
+            is_row_parallel = target in ("linear_proj", "linear_fc2")
+            rank = model.lora.rank
+            yield NamedTensor(f"{place}.{LORA_A}", (rank, columns), is_row_parallel)
+            yield NamedTensor(f"{place}.{LORA_B}", (rows, rank), not is_row_parallel)
+
+
+def outer_tensors(model: "ModelConfig") -> list[NamedTensor]:
+    """Those outside the layers, in the order of the forward pass."""
+    vocabulary = (model.vocab_size, model.hidden_size)
+    output = [] if model.tied_embeddings else [NamedTensor(OUTPUT, vocabulary, sharded=True)]
+    return [
+        NamedTensor(EMBEDDING, vocabulary, sharded=True),
+        NamedTensor(FINAL_NORM, (model.hidden_size,)),
+        *output,
+    ]
+
+
+def stage_outer_tensors(recipe: "Recipe", stage: int) -> list[NamedTensor]:
+    """Those outside the layers that a pipeline stage holds; a tied embedding is on both ends."""
+    last = recipe.parallel.pipeline - 1
+    first_has = {EMBEDDING}
+    last_has = {FINAL_NORM, EMBEDDING if recipe.model.tied_embeddings else OUTPUT}
+    held = (first_has if stage == 0 else set()) | (last_has if stage == last else set())
+    return [each for each in outer_tensors(recipe.model) if each.name in held]
+
+
+def stage_layers(recipe: "Recipe", stage: int) -> Iterator[int]:
+    """The numbers of a pipeline stage's layers, from 0; interleaved, each of its chunks in turn."""
+    stages, chunks = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
+    size = recipe.model.num_layers // (stages * chunks)
+    for chunk in range(chunks):
+        first = (chunk * stages + stage) * size
+        yield from range(first, first + size)
+
+
+def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
+    """A tensor of :func:`layer_tensors` under its whole name in one layer."""
+    return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
+
+
+def stage_tensors(recipe: "Recipe", stage: int) -> Iterator[NamedTensor]:
+    """All that a pipeline stage holds."""
+    yield from stage_outer_tensors(recipe, stage)
+    of_a_layer = layer_tensors(recipe.model)
+    for layer in stage_layers(recipe, stage):
+        for tensor in of_a_layer:
+            yield in_layer(tensor, layer)
+
+
+def network_tensors(model: "ModelConfig") -> Iterator[NamedTensor]:
+    """All of the whole network."""
+    yield from outer_tensors(model)
+    of_a_layer = layer_tensors(model)
+    for layer in range(model.num_layers):
+        for tensor in of_a_layer:
+            yield in_layer(tensor, layer)

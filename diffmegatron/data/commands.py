@@ -1,0 +1,46 @@
+"""``diffmegatron data``: look after prepared corpora."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import shown
+
+app = typer.Typer(help="Verify prepared corpora.", no_args_is_help=True)
+
+
+# A callback keeps `verify` a command of its own where it is the only one.
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def verify(
+    prefixes: Annotated[
+        list[Path], typer.Argument(metavar="PREFIX", help="As given to prepare: no .bin, no .json")
+    ],
+    sizes: Annotated[
+        bool, typer.Option("--sizes", help="Compare sizes only, which takes no time")
+    ] = False,
+) -> None:
+    """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
+    from diffmegatron.data.manifest import read_manifest
+    from diffmegatron.data.verify import check_hashes, check_sizes
+
+    damaged = 0
+    for prefix in prefixes:
+        try:
+            manifest = read_manifest(prefix) if sizes else check_hashes(prefix)
+            if sizes:
+                check_sizes(prefix, manifest)
+            print(
+                f"{shown(prefix)}: good{' in size' if sizes else ''}, {manifest.documents:,} "
+                f"documents, {manifest.tokens:,} tokens"
+            )
+        except UserError as error:
+            damaged += 1
+            print(f"{shown(prefix)}: damaged: {error}")
+    raise typer.Exit(1 if damaged else 0)

@@ -1,0 +1,50 @@
+"""``diffmegatron dex``: choose the heads that DEX extends."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    help="Differential extension of a pretrained model: choose its heads.", no_args_is_help=True
+)
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def select(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint, or a RUN_DIR")],
+    data: Annotated[Path, typer.Option(metavar="PREFIX", help="Prepared text to calibrate on")],
+    out: Annotated[Path, typer.Option(help="File to write, such as heads.yaml")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides such as parallel.tensor=2", metavar="KEY=VALUE"),
+    ] = None,
+    method: Annotated[
+        Literal["entropy", "gradient"],
+        typer.Option(help="Heads of the highest attention entropy, or of the least importance"),
+    ] = "entropy",
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of each layer's heads, at least one head")
+    ] = 0.5,
+    sequences: Annotated[int, typer.Option(min=1, help="Of training.seq_length tokens")] = 64,
+) -> None:
+    """Score every head of a model on text and write those that DEX is to extend.
+
+    Alone or under torchrun; the layout is one process unless overrides say another. Beside OUT
+    stand every head's score (.scores.json) and a picture (.png).
+    """
+    from diffmegatron.parallel.launcher import read_launch
+
+    read_launch()
+    from diffmegatron.dex.select import select_heads
+
+    selection = select_heads(
+        model, data, out, overrides or [], method=method, share=share, sequences=sequences
+    )
+    if selection is not None:
+        print(f"wrote {out}: {selection}")

@@ -1,0 +1,39 @@
+"""The picture of the heads' scores."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_NAMES = {
+    "entropy": "attention entropy, nats",
+    "gradient": r"importance $|\partial L / \partial \xi_h|$",
+}
+
+
+def draw_scores(
+    path: Path, scores: Sequence[Sequence[float]], heads: Sequence[Sequence[int]], method: str
+) -> None:
+    """Draw every head's score by layer, and a dot on those that were chosen.
+
+    Args:
+        path: PNG to write.
+        scores: of the layers' heads.
+        heads: chosen, by layer.
+        method: what scored them.
+    """
+    figure = Figure(
+        figsize=(2.5 + 0.25 * len(scores[0]), 1.5 + 0.25 * len(scores)), layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(scores, aspect="auto", cmap="viridis")
+    figure.colorbar(image, ax=axes, label=_NAMES[method])
+    marked = [(head, layer) for layer, chosen in enumerate(heads) for head in chosen]
+    axes.plot(
+        *zip(*marked, strict=True), "o", color="white", markeredgecolor="black", label="chosen"
+    )
+    axes.set(xlabel="head", ylabel="layer", title="Heads that DEX extends (dots)")
+    axes.set_yticks(range(len(scores)), [str(layer + 1) for layer in range(len(scores))])
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,107 @@
+"""One process at a time in a place, by a lock that ends with whoever holds it."""
+
+import fcntl
+import logging
+import math
+import os
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, reason, shown
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+
+
+class FileLock:
+    """A context that no other process is in for the same file.
+
+    An advisory lock (flock), which the kernel releases with the process, so that no file left
+    behind ever blocks a restart. Where the file system knows no locks, a warning is all there is.
+
+    Args:
+        path: of the file; made with its folder where missing, removed at the end, the folder too
+            if it was made for nothing.
+        place: what is locked, for the sentences: ``run_dir runs/quickstart``.
+        advice: what else a user can do: ``give another run_dir``.
+        patience: seconds to wait for another process, which may be ending; a wait that is neither
+            0 nor infinite is announced on standard error.
+
+    Raises:
+        UserError: the file cannot be made or written, or another process stays in the place.
+    """
+
+    def __init__(self, path: Path, place: str, advice: str, patience: float = 0.0) -> None:
+        self._path, self._patience = path, patience
+        self._place, self._advice = clipped(place), advice
+
+    def __enter__(self) -> Self:
+        try:
+            self._made = not self._path.parent.exists()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = self._open()
+            self._wait()
+            os.truncate(self._descriptor, 0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            os.pwrite(self._descriptor, holder.encode(), 0)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"cannot write in {self._place}: {reason(error)}; {self._advice}"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # gone with its folder, or the folder is not empty
+            self._path.unlink()
+            if self._made:
+                self._path.parent.rmdir()
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(f"{shown(self._path)} is no file; remove it, or {self._advice}")
+        return descriptor
+
+    def _wait(self) -> None:
+        deadline, said = time.monotonic() + self._patience, not math.isfinite(self._patience)
+        while not self._taken():
+            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            holder = clipped(holder) or "another process"
+            if time.monotonic() >= deadline:
+                os.close(self._descriptor)
+                raise UserError(f"{holder} is in {self._place}; let it end, or {self._advice}")
+            if not said:
+                print(f"waiting for {holder} to leave {self._place}", file=sys.stderr)
+                said = True
+            time.sleep(_POLL_SECONDS)
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            log.warning(
+                "%s cannot be locked (%s): see to it that one process is in it", self._path, error
+            )
+            return True
+        # The one before may have removed the file between our opening and our locking it.
+        try:
+            if os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
+                return True
+        except FileNotFoundError:
+            pass
+        os.close(self._descriptor)
+        self._descriptor = self._open()
+        return False

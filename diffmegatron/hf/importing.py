@@ -1,0 +1,105 @@
+"""``diffmegatron import``: a pretrained Hugging Face model as a run to start from, verified."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from diffmegatron.checkpoint.contents import RECIPE, open_checkpoint
+from diffmegatron.checkpoint.weights import write_checkpoint
+from diffmegatron.config.load import check_recipe, dump_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.files import shown
+from diffmegatron.hf.configuration import model_section, read_config
+from diffmegatron.hf.export import LogitDifference, verify_export
+from diffmegatron.hf.from_checkpoint import sample, training_logits
+from diffmegatron.hf.layout import from_hf, table
+from diffmegatron.hf.original import keep_original
+from diffmegatron.hf.source import Source
+from diffmegatron.hf.whole_directory import appearing_whole
+
+FOLDER = "hugging_face"
+# Both sides compute in float32 with the same weights: what is left is the order of summation.
+TOLERANCE = 1e-4
+_SEQ_LENGTH = 2048
+
+
+def import_model(
+    folder: Path, out: Path, *, vocab_multiple: int = 1, verify: bool = True
+) -> LogitDifference | None:
+    """Write a pretrained model as a run directory whose weights other runs start from.
+
+    ``out`` has ``recipe.yaml`` for them to extend, a checkpoint of step 0 with weights alone, and
+    ``hugging_face/`` with the model's other files, which an export takes over.
+
+    Args:
+        folder: of the model: config.json, safetensors files, tokenizer.json and its configuration.
+        out: directory to create.
+        vocab_multiple: rows are added to the vocabulary up to a multiple of it, which no token has
+            and no export holds, so that tensor-parallel ranks can share it.
+        verify: whether to compute logits with ``transformers`` and with the training network, in
+            this process and in float32, and compare them: both must fit its memory.
+
+    Returns:
+        LogitDifference: of the comparison, None without.
+
+    Raises:
+        UserError: the model's files cannot be used, it is of no network that a recipe can have,
+            ``out`` is in use, or the logits differ by more than float32 explains; then ``out`` is
+            not created.
+    """
+    transformers_logging.disable_progress_bar()
+    config, source = read_config(folder), Source(folder)
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    section = model_section(config, -config.vocab_size % vocab_multiple)
+    length = min(config.max_position_embeddings, _SEQ_LENGTH)
+    recipe = _recipe(section, source, length, out, f"the recipe of {shown(folder)}")
+    _check_tokenizer(tokenizer, recipe)
+    rules = table(recipe.model)
+    source.check(rules, tied=recipe.model.tied_embeddings)
+    with appearing_whole(out) as directory:
+        keep_original(source, directory / FOLDER)
+        (directory / RECIPE).write_text(dump_recipe(recipe))
+        weights = from_hf(source.stream(rules), recipe.model)
+        written = write_checkpoint(weights, recipe, directory)
+        if not verify:
+            return None
+        tokens = sample(tokenizer)
+        difference = verify_export(
+            folder, tokens, training_logits(open_checkpoint(written), tokens)
+        )
+        if not difference.relative <= TOLERANCE:
+            raise UserError(
+                f"the imported network's logits differ from those of transformers by "
+                f"{difference.relative:.1e} relative, more than {TOLERANCE:g}; {shown(out)} was "
+                "not written"
+            )
+    return difference
+
+
+def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
+    """A recipe of the model; what is not the model's is there to be replaced."""
+    out = out.resolve()
+    values = {
+        "run_dir": str(out),
+        "model": section,
+        "data": {"tokenizer": str(out / FOLDER), "sources": [{"path": "PREFIX"}]},
+        "training": {
+            "seq_length": length,
+            "global_batch_size": 8,
+            "steps": 1000,
+            "precision": "bf16" if source.usual_dtype == "BF16" else "fp32",
+        },
+        "optimizer": {"lr": 1e-5},
+    }
+    return check_recipe(values, name)
+
+
+def _check_tokenizer(tokenizer: Tokenizer, recipe: Recipe) -> None:
+    if tokenizer.vocab_size > recipe.model.tokens:
+        raise UserError(
+            f"the tokenizer in {shown(Path(tokenizer.name))} uses {tokenizer.vocab_size} ids, and "
+            f"vocab_size in its config.json has rows for {recipe.model.tokens} of them"
+        )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama whose attention is DIFF V2 (Microsoft, 2026; with more signal heads, Motif-3's groups).
+
+Of h signal heads, r share a noise head. Per token x and signal head n, whose noise head is m:
+
+    out_n = attention_n(x) - sigmoid(x W_lambda)_n attention_m(x)
+
+All h + h / r heads are heads of one ordinary softmax attention with grouped queries, so that any
+attention function of transformers, and any engine that brings its own, computes them, from one
+cache slot per layer. There is no norm on the heads.
+
+Needs nothing but torch and transformers: these files travel with the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_diff_v2 import DiffV2Config
+
+
+class DiffV2Attention(LlamaAttention):
+    """DIFF V2 over a layer's normed input.
+
+    Rows of ``q_proj``: h / r groups of r signal heads and then their noise head, d rows each (r =
+    1: heads 2i and 2i + 1 are a pair). Consecutive groups share a key-value head. ``lambda_proj``
+    and the columns of ``o_proj`` count the h signal heads in the same order.
+    """
+
+    def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.signal_per_noise = config.signal_per_noise
+        hidden, signals = config.hidden_size, config.num_signal_heads
+        self.lambda_proj = nn.Linear(hidden, signals, bias=False)
+        self.o_proj = nn.Linear(signals * self.head_dim, hidden, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output [b, s, hidden], and the softmax maps where the function gives them.
+
+        Args:
+            hidden_states: [b, s, hidden].
+            position_embeddings: cosines and sines of RoPE, [b, s, d] each.
+            attention_mask: what the attention function in use takes.
+            past_key_values: keys and values so far, to which this call's are added.
+            kwargs: handed to the attention function.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads = (*input_shape, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            # transformers 5.0's static cache finds its positions in the last argument.
+            key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
+
+        attend: Callable = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attended, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        output = self._combine(attended.reshape(heads), self.lambda_proj(hidden_states))
+        return self.o_proj(output.to(hidden_states.dtype)), weights
+
+    def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
+        """Signal - sigmoid(logits) noise: [b, s, h + h / r, d], [b, s, h] -> [b, s, h d].
+
+        In float32 at least: the difference of two rounded heads would be rounded twice.
+        """
+        wide = torch.promote_types(attended.dtype, torch.float32)
+        groups = attended.to(wide).unflatten(-2, (-1, self.signal_per_noise + 1))
+        signal, noise = groups.split((self.signal_per_noise, 1), dim=-2)
+        lambda_ = logits.to(wide).sigmoid().unflatten(-1, (-1, self.signal_per_noise))
+        return (signal - lambda_.unsqueeze(-1) * noise).flatten(-3)
+
+
+class DiffV2PreTrainedModel(LlamaPreTrainedModel):
+    """What transformers asks about the model; Llama's answers but for these."""
+
+    config_class = DiffV2Config
+    _can_record_outputs: ClassVar = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": DiffV2Attention,
+    }
+
+
+class DiffV2Model(DiffV2PreTrainedModel, LlamaModel):
+    """Llama's decoder with DIFF V2 in every layer."""
+
+    def __init__(self, config: DiffV2Config) -> None:
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = DiffV2Attention(config, layer_idx)
+        self.post_init()
+
+
+class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
+    """The decoder and the projection to the vocabulary."""
+
+    def __init__(self, config: DiffV2Config) -> None:
+        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        PreTrainedModel.__init__(self, config)
+        self.model = DiffV2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama with grouped differential attention (Motif, arXiv 2510.06949).
+
+Of h signal heads, r share a noise head; r = 1 is the Differential Transformer (arXiv 2410.05258).
+For signal head n, with A1 and A2 the softmax maps of signal and noise heads:
+
+    out_n = (A1_n - lambda A2_(n // r)) v
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+    heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head on its own
+
+A differential key-value head has two keys of d channels, k1 for the signal heads it serves and k2
+for their noise heads, and one value of 2d.
+
+Rows of the projections, d each:
+
+    q_proj    h signal heads, then h / r noise heads
+    k_proj    k1 of all h_kv key-value heads, then k2 of all
+    v_proj    h_kv values of 2d
+    o_proj    (columns) h heads of 2d
+
+**Motif-2's checkpoints** (40 query heads, of which 8 noise, and 16 key-value heads: h = 32, r = 4,
+h_kv = 8) hold the same heads in another order: queries by noise head, r signal heads and then
+their noise head; keys by key-value head, k1 and then k2; values and output as here. So query row
+block 5m + i is signal head 4m + i for i < 4, and noise head m for i = 4; key row block 2j + i is
+k1 (i = 0) or k2 (i = 1) of key-value head j. (Their MLP has another activation, PolyNorm.)
+
+Needs nothing but torch and transformers: these files travel with the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_grouped_diff import GroupedDiffConfig
+
+
+class NoiseHeads(nn.Module):
+    """What attention functions read off a module, of the noise heads: fewer of them share a key."""
+
+    def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_key_value_groups = 2 * config.num_noise_heads // config.num_key_value_heads
+        self.is_causal = True
+
+
+class GroupedDiffAttention(LlamaAttention):
+    """Grouped differential attention over a layer's normed input; the module says which rows."""
+
+    def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.num_signal_heads = config.num_signal_heads
+        self.num_noise_heads = config.num_noise_heads
+        self.signal_per_noise = config.signal_per_noise
+        self.num_key_value_groups = 2 * config.num_signal_heads // config.num_key_value_heads
+        self.noise = NoiseHeads(config, layer_idx)
+        d = self.head_dim
+        self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
+        self.lambda_init = config.layer_lambda_init(layer_idx)
+        # float32 in a bf16 model too: rounded vectors would move lambda by up to 5e-3.
+        self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
+        self.lambda_k1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
+        self.lambda_q2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
+        self.lambda_k2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
+        self.subln = LlamaRMSNorm(2 * d, config.rms_norm_eps) if config.headwise_norm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output [b, s, hidden], and the softmax maps where the function gives them.
+
+        Args:
+            hidden_states: [b, s, hidden].
+            position_embeddings: cosines and sines of RoPE, [b, s, d] each.
+            attention_mask: what the attention function in use takes.
+            past_key_values: keys [b, 2 h_kv, t, d] (all k1, then all k2) and values of the same
+                shape (all first halves, then all second) so far, to which this call's are added.
+            kwargs: handed to the attention function.
+
+        Raises:
+            NotImplementedError: called by continuous batching.
+        """
+        if kwargs.get("cache") is not None:
+            raise NotImplementedError(
+                "continuous batching holds one attention per layer in its cache and grouped "
+                "differential attention has two; call generate() with padded batches"
+            )
+        batch, length = hidden_states.shape[:2]
+        heads = (batch, length, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(batch, length, -1, 2, self.head_dim)
+        value = value.permute(0, 3, 2, 1, 4).flatten(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            # transformers 5.0's static cache finds its positions in the last argument.
+            key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
+
+        query_1, query_2 = query.split((self.num_signal_heads, self.num_noise_heads), dim=1)
+        key_1, key_2 = key.chunk(2, dim=1)
+        values = value.chunk(2, dim=1)
+        signal, maps = self._attend(self, query_1, key_1, values, attention_mask, **kwargs)
+        noise, noise_maps = self._attend(
+            self.noise, query_2, key_2, values, attention_mask, **kwargs
+        )
+        output = self._combine(signal, noise).to(hidden_states.dtype)
+        if maps is not None and noise_maps is not None:
+            maps = torch.cat((maps, noise_maps), dim=1)
+        return self.o_proj(output.flatten(-2)), maps
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value_halves: tuple[Tensor, ...],
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[b, heads, s, d] and [b, h_kv, t, d] -> [b, s, heads, 2d], and the maps or None.
+
+        One call per half of the values: fast attention functions want values as wide as keys, and
+        the cache holds them so.
+        """
+        attend: Callable = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        options = {**kwargs, "dropout": 0.0, "scaling": self.scaling}
+        halves = [
+            attend(module, query, key, value, attention_mask, **options) for value in value_halves
+        ]
+        return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
+
+    def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
+        """Signal - lambda noise and the norm: [b, s, h, 2d], [b, s, h / r, 2d] -> [b, s, h, 2d].
+
+        In float32 at least: the difference of two rounded heads would be rounded twice.
+        """
+        wide = torch.promote_types(signal.dtype, torch.float32)
+        groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))
+        heads = groups - self._lambda(wide) * noise.to(wide).unsqueeze(-2)
+        if self.subln is not None:
+            heads = (1 - self.lambda_init) * self.subln(heads)
+        return heads.flatten(-3, -2)
+
+    def _lambda(self, dtype: torch.dtype) -> Tensor:
+        first = torch.sum(self.lambda_q1.to(dtype) * self.lambda_k1.to(dtype))
+        second = torch.sum(self.lambda_q2.to(dtype) * self.lambda_k2.to(dtype))
+        return torch.exp(first) - torch.exp(second) + self.lambda_init
+
+
+class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
+    """What transformers asks about the model; Llama's answers but for these."""
+
+    config_class = GroupedDiffConfig
+    # Engines that bring their own attention have one of it per layer; here are two with a key each.
+    _supports_attention_backend = False
+    _keep_in_fp32_modules_strict: ClassVar = [
+        "lambda_q1",
+        "lambda_k1",
+        "lambda_q2",
+        "lambda_k2",
+        "subln",
+    ]
+    _can_record_outputs: ClassVar = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": GroupedDiffAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GroupedDiffAttention):
+            for vector in (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2):
+                initialization.normal_(vector, mean=0.0, std=self.config.lambda_std_dev)
+
+
+class GroupedDiffModel(GroupedDiffPreTrainedModel, LlamaModel):
+    """Llama's decoder with grouped differential attention in every layer."""
+
+    def __init__(self, config: GroupedDiffConfig) -> None:
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = GroupedDiffAttention(config, layer_idx)
+        self.post_init()
+
+
+class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, LlamaForCausalLM):
+    """The decoder and the projection to the vocabulary."""
+
+    def __init__(self, config: GroupedDiffConfig) -> None:
+        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        PreTrainedModel.__init__(self, config)
+        self.model = GroupedDiffModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

@@ -1,0 +1,119 @@
+"""What an export takes over from the pretrained model that its run started from.
+
+``diffmegatron import`` keeps the files of the model beside its weights, config.json among them, in
+the folder that the recipe names as its tokenizer; ``dtypes.json`` there says that it did.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import CONFIG_NAME, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from diffmegatron.attention.variants.hugging_face import HuggingFace
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.files import read_json, reason, shown
+from diffmegatron.hf.configuration import changes, read_config
+from diffmegatron.hf.source import DTYPES, Source
+from diffmegatron.hf.tokenizer import copy_tokenizer
+
+DTYPES_NAME = "dtypes.json"
+_Name = Literal["F16", "BF16", "F32"]
+
+
+class Dtypes(BaseModel):
+    """``dtypes.json``: of most tensors, and of the others by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    usual: _Name
+    others: dict[str, _Name]
+
+
+@dataclass(frozen=True)
+class Original:
+    """The kept files of a pretrained model.
+
+    Attributes:
+        folder: where they are.
+        config: what is in its ``config.json``.
+        dtypes: of its tensors.
+    """
+
+    folder: Path
+    config: PretrainedConfig
+    dtypes: Dtypes
+
+    @property
+    def usual_dtype(self) -> torch.dtype:
+        """Of most of its tensors."""
+        return DTYPES[self.dtypes.usual]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor by its name there."""
+        return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
+
+    def computes(self, described: HuggingFace) -> bool:
+        """Whether its class is one that computes the network of a recipe."""
+        return self.config.model_type in (described.model_type, *described.also)
+
+    def write_config(self, recipe: Recipe, directory: Path) -> None:
+        """Its configuration files as they are, but for what the recipe has changed since."""
+        if changed := changes(self.config, recipe):
+            config = type(self.config).from_dict(self.config.to_dict() | changed)
+            config.save_pretrained(directory)
+        else:
+            shutil.copyfile(self.folder / CONFIG_NAME, directory / CONFIG_NAME)
+        generation = self.folder / GENERATION_CONFIG_NAME
+        if generation.is_file():
+            shutil.copyfile(generation, directory / GENERATION_CONFIG_NAME)
+
+
+def keep_original(source: Source, folder: Path) -> None:
+    """Copy a model's files but its weights into a new folder, with the dtypes of the weights.
+
+    Raises:
+        UserError: they cannot be copied.
+    """
+    folder.mkdir()
+    try:
+        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME):
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, folder / name)
+        copy_tokenizer(source.folder, folder)
+        dtypes = {name: stored.dtype for name, stored in source.tensors.items()}
+        usual = source.usual_dtype
+        others = {name: dtype for name, dtype in dtypes.items() if dtype != usual}
+        described = Dtypes.model_validate({"usual": usual, "others": others})
+        (folder / DTYPES_NAME).write_text(described.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"cannot copy the files of {shown(source.folder)}: {reason(error)}"
+        ) from None
+
+
+def find_original(recipe: Recipe) -> Original | None:
+    """The pretrained model that a run started from; None: it started from none.
+
+    Raises:
+        UserError: its files are there and cannot be used.
+    """
+    folder = Path(recipe.data.tokenizer)
+    if not (folder / DTYPES_NAME).is_file():
+        return None
+    return Original(folder, read_config(folder), read_dtypes(folder))
+
+
+def read_dtypes(folder: Path) -> Dtypes:
+    """What :func:`keep_original` has written of the dtypes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    dtypes: Dtypes = read_json(folder / DTYPES_NAME, Dtypes)
+    return dtypes

@@ -1,0 +1,79 @@
+"""Directories that are there when all of them is written, and not before."""
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import reason, shown
+
+
+@contextmanager
+def appearing_whole(out: Path) -> Iterator[Path]:
+    """A directory beside ``out`` that is renamed to it on success and removed otherwise.
+
+    What processes that were killed while they wrote ``out`` have left there is removed first. The
+    one who writes a directory holds a lock on it, which ends with its process.
+
+    Raises:
+        UserError: ``out`` exists and is not empty, or cannot be written.
+    """
+    out = out.resolve()
+    with ExitStack() as stack:
+        try:
+            if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+                raise UserError(
+                    f"{shown(out)} exists already; give a directory that is new or empty"
+                )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            # Else another process could take the new directory for left before it is locked.
+            with _locked(out.parent):
+                _remove_left(out)
+                partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
+                partial.mkdir()
+                stack.callback(shutil.rmtree, partial, ignore_errors=True)
+                stack.enter_context(_locked(partial))
+        except OSError as error:
+            raise UserError(
+                f"cannot create a directory beside {shown(out)}: {reason(error)}"
+            ) from None
+        yield partial
+        try:
+            partial.rename(out)
+        except OSError as error:
+            raise UserError(
+                f"cannot give what was written the name {shown(out)}: {reason(error)}"
+            ) from None
+
+
+def _remove_left(out: Path) -> None:
+    """Remove the directories beside ``out`` that nobody writes any more."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial")
+    for path in out.parent.iterdir():
+        if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            with suppress(OSError), _locked(path, wait=False) as locked:
+                if locked:
+                    shutil.rmtree(path)
+
+
+@contextmanager
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a directory's lock (flock); gives whether it is held.
+
+    It is not where the file system has no such locks; there nothing is taken for left.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)

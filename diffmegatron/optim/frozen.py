@@ -1,0 +1,69 @@
+"""The weights that are not trained: nobody's optimizer has them, and a checkpoint must.
+
+Each rank reads and writes a share of them, as it does of those that ZeRO partitions.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+
+class FrozenWeights:
+    """Those of a network, in shares over the ranks that hold the same.
+
+    Args:
+        network: after DeepSpeed has taken it over.
+        group: the ranks over which ZeRO partitions.
+    """
+
+    def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
+        self._parameters = [p for p in network.parameters() if not p.requires_grad]
+        self._group = group
+
+    def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+        """This rank's run of each: the parameter, its first element there, and the run [n].
+
+        A view in the dtype of the network; writing to it changes this rank's copy alone.
+        """
+        for parameter in self._parameters:
+            whole = _whole(parameter)
+            if whole is None:
+                size, flat = parameter.ds_tensor.ds_numel, parameter.ds_tensor.data  # type: ignore[attr-defined]
+                start = distributed.get_rank(self._group) * size
+                run = flat[: max(0, parameter.ds_numel - start)]  # type: ignore[attr-defined]
+            else:
+                start = self._share(whole) * distributed.get_rank(self._group)
+                run = whole.view(-1)[start : start + self._share(whole)]
+            if run.numel():
+                yield parameter, start, run
+
+    def refresh(self) -> None:
+        """Bring every rank's copy up to what the ranks have in their runs."""
+        for parameter in self._parameters:
+            whole = _whole(parameter)
+            if whole is None:  # ZeRO 3 keeps shares only, and gathers them before each use
+                continue
+            ranks, share = distributed.get_world_size(self._group), self._share(whole)
+            shares = whole.new_zeros(ranks * share)
+            shares[: whole.numel()] = whole.view(-1)
+            parts = list(shares.chunk(ranks))
+            distributed.all_gather(
+                parts, parts[distributed.get_rank(self._group)].clone(), self._group
+            )
+            whole.copy_(shares[: whole.numel()].view_as(whole))
+
+    def _share(self, whole: Tensor) -> int:
+        return -(-whole.numel() // distributed.get_world_size(self._group))
+
+
+def _whole(parameter: torch.nn.Parameter) -> Tensor | None:
+    """The value on this rank; None where it has a share only.
+
+    ZeRO 3 in bf16 rounds a float32 parameter; its ``exact`` value is the one that counts.
+    """
+    exact: Tensor | None = getattr(parameter, "exact", None)
+    if exact is not None:
+        return exact
+    return None if hasattr(parameter, "ds_tensor") else parameter.data

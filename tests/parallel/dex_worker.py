@@ -1,0 +1,17 @@
+"""Ranks that select heads, started through :mod:`tests.ranks`.
+
+The arguments are ``MODEL DATA OUT METHOD override ...``.
+"""
+
+import sys
+from pathlib import Path
+
+from diffmegatron.dex.select import select_heads
+
+
+def main() -> None:
+    """Select under the layout of the command line."""
+    model, data, out, method, *overrides = sys.argv[1:]
+    select_heads(
+        Path(model), Path(data), Path(out), overrides, method=method, share=0.5, sequences=6
+    )

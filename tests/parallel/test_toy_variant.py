@@ -1,0 +1,63 @@
+"""A new kind of attention costs one file: it plans, trains on two ranks, resumes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.checkpoint.sharded import ShardedReader
+from diffmegatron.training.metrics import read_metrics
+from tests.conftest import TINY
+
+TOY = Path(__file__).parent / "toy_variant.py"
+GAINS = "decoder.layers.0.self_attention.gains"
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "toy.yaml"
+    file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
+    return file
+
+
+def run(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, str(TOY), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_new_kind_plans_trains_resumes_and_says_that_it_has_no_export(recipe, tmp_path):
+    assert len(TOY.read_text().splitlines()) < 100
+    kind = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
+    planned = run("plan", str(recipe), kind)
+    assert "gained attention: 4 heads" in planned.stdout, planned.stderr
+    two = [kind, "parallel.tensor=2", "checkpoint.interval=2", "training.steps=4"]
+    for steps in ([*two, "training.steps=2"], two):
+        trained = run("train", str(recipe), *steps, "optimizer.schedule.warmup_steps=1", ranks=2)
+        assert trained.returncode == 0, trained.stderr[-2000:]
+    losses = [
+        entry["train/loss"] for entry in read_metrics(tmp_path / "run") if "train/loss" in entry
+    ]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    newest = tmp_path / "run/checkpoints/step_00000004"
+    # The recipe names a kind that this process does not know, so the files are read without it.
+    tensors = ShardedReader(newest, [file.name for file in newest.glob("*.safetensors")])
+    gains = tensors.whole("weight", GAINS)
+    assert gains.shape == (4,)
+    assert (gains != 1).all(), "every rank's gains are trained, and each rank saves its own"
+    exported = run("export", str(newest), str(tmp_path / "hf"))
+    assert exported.returncode == 2
+    assert "'gained' cannot be exported" in exported.stderr
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,80 @@
+"""A fifth kind of attention, added through the public registry alone: the example of docs/variants.
+
+Ordinary attention whose heads each have a gain, which tensor-parallel ranks share with the heads.
+Run as a script it is the command line with that kind known.
+"""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from diffmegatron.attention.variants import register
+from diffmegatron.attention.variants.base import (
+    FLOAT32,
+    Constant,
+    Context,
+    Kernels,
+    Layer,
+    Parameter,
+    Products,
+    Variant,
+)
+from diffmegatron.attention.variants.heads import Heads
+from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
+from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register
+class Gained(Variant):
+    """Heads of ordinary attention, each times a gain that starts at 1."""
+
+    kind: Literal["gained"] = "gained"
+
+    title: ClassVar[str] = "Transformer with gains"
+
+    @property
+    def heads(self) -> Heads:
+        return self.baseline().heads
+
+    def baseline(self) -> Softmax:
+        return Softmax(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        ones = Constant(1.0)
+        return (Parameter("gains", (self.num_heads,), ones, "norm", float32=True, sharded=True),)
+
+    def products(self) -> Products:
+        return self.baseline().products()
+
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        projected, core = self.baseline().kept_bytes(kernels)
+        return projected + FLOAT32 * self.heads.output_channels, core
+
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        return context.softmax(query, key, value) * layer.parameter("gains")[:, None]
+
+    def hugging_face(self, hidden_size: int) -> HuggingFace:
+        raise UserError(
+            "model.attention.kind 'gained' cannot be exported: no class of Hugging Face has gains"
+        )
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
+        return []
+
+
+if __name__ == "__main__":
+    from diffmegatron.cli import main
+
+    main()

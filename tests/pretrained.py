@@ -1,0 +1,99 @@
+"""Tiny random models of every family that can be imported, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.hf.modeling import register
+from diffmegatron.hf.tokenizer import write_tokenizer
+
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 256,
+    "initializer_range": 0.1,
+}
+TIED = {"tie_word_embeddings": True}
+# Wavelengths of a few tokens, so that a line of text meets all three ranges.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama 2": {"model_type": "llama", "num_key_value_heads": 6, "rms_norm_eps": 1e-6},
+    "llama 3.2": {"model_type": "llama", "rope_parameters": LLAMA3, **TIED},
+    "llama, linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+    },
+    # Heads that do not divide the hidden size.
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "num_attention_heads": 10,
+        "head_dim": 8,
+    },
+    "qwen2": {"model_type": "qwen2", **TIED},
+    "qwen2.5": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6}},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "smollm2": {
+        "model_type": "llama",
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        **TIED,
+    },
+    "diffllama": {"model_type": "diffllama"},
+    "diff_v2": {"model_type": "diff_v2", "signal_per_noise": 2, "head_dim": 8},
+    "grouped": {
+        "model_type": "grouped_diff",
+        "signal_per_noise": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
+    "grouped, its own lambda": {
+        "model_type": "grouped_diff",
+        "signal_per_noise": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "lambda_init": 0.7,
+        "headwise_norm": False,
+    },
+}
+
+
+def write_pretrained(
+    folder: Path,
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "5GB",
+    **changes: object,
+) -> Path:
+    """A model of a family with nothing at a value that means nothing: no bias is zero."""
+    register()
+    folder.mkdir()
+    # Before config.json is there: its model_type would choose a class that normalises text.
+    write_tokenizer(load_tokenizer("bytes"), 64, folder)
+    values = {"rope_parameters": {"rope_theta": 700.0}} | SIZES | FAMILIES[family] | changes
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder

@@ -1,0 +1,77 @@
+"""Several ranks on this machine, forked from one process that has imported what they run.
+
+Importing torch, Megatron-core and DeepSpeed takes seconds of a core, which under torchrun every
+rank spends. And each run has ranks of its own: gloo's threads outlive their process group, and wake
+a hundred times a second each. tests/end_to_end, tests/recovery/test_launch.py and the campaign
+start theirs as users do.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from torch import multiprocessing
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def launch(ranks: int, module: str, *calls: list[str], timeout: float = 840) -> str:
+    """Call ``main`` of a module on some ranks, for each of ``calls`` on new ones.
+
+    Args:
+        ranks: how many.
+        module: whose ``main`` takes its arguments from the command line.
+        calls: the arguments of each call.
+        timeout: of all calls together, in seconds.
+
+    Returns:
+        What they wrote to standard output.
+
+    Raises:
+        AssertionError: one of them failed, with the end of what they wrote.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output[-2000:] + errors[-4000:]
+    return output
+
+
+def main() -> None:
+    """The process that :func:`launch` starts: import the module, fork, wait for every rank."""
+    ranks, module, calls = sys.argv[1:]
+    run = importlib.import_module(module).main
+    # What was imported is neither looked through nor copied by the ranks' collections.
+    gc.freeze()
+    for call in json.loads(calls):
+        sys.argv[1:] = call
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": ranks}
+        multiprocessing.start_processes(_run, (run,), nprocs=int(ranks), start_method="fork")
+
+
+def _run(rank: int, run) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    run()
+
+
+if __name__ == "__main__":
+    main()

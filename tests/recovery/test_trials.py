@@ -1,0 +1,28 @@
+"""The trials of ``tools/fault_campaign.py --long``, each twice; and what is not survived."""
+
+import fault_trials
+from fault_trials import run_trials
+
+from diffmegatron.checkpoint.reading import TensorFile
+from tests.conftest import TINY
+
+
+def few(monkeypatch, *names: str) -> None:
+    wanted = [each for each in fault_trials.CLASSES if not names or each.name in names]
+    monkeypatch.setattr(fault_trials, "CLASSES", [each._replace(tried=2) for each in wanted])
+
+
+def test_every_class_of_faults_is_survived(tmp_path, monkeypatch):
+    few(monkeypatch)
+    report = run_trials(tmp_path, TINY.format(run_dir="run", corpus="corpus"), seed=1)
+    assert len(report) == len(fault_trials.CLASSES)
+    assert all(each == {"tried": 2, "survived": 2} for each in report.values()), report
+
+
+def test_what_is_not_survived_is_counted(tmp_path, monkeypatch):
+    few(monkeypatch, "checkpoint: not finite, good checksums", "checkpoint: missing file")
+    monkeypatch.setattr(TensorFile, "check_content", lambda *_: None)
+    monkeypatch.setattr("diffmegatron.checkpoint.manifest._check_files", lambda *_: None)
+    report = run_trials(tmp_path, TINY.format(run_dir="run", corpus="corpus"), seed=1)
+    assert report["checkpoint: not finite, good checksums"] == {"tried": 2, "survived": 0}
+    assert report["checkpoint: missing file"]["tried"] == 2

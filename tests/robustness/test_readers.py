@@ -1,0 +1,326 @@
+"""Random and damaged bytes through every reader of files: a value, or one sentence."""
+
+import base64
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import strategies as st
+
+from diffmegatron.attention.variants.dex import Dex
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.manifest import MANIFEST
+from diffmegatron.config.load import check_recipe, load_stages
+from diffmegatron.data.cache import Cache
+from diffmegatron.data.corpus import find_files, read_records
+from diffmegatron.data.encode import Batch, EncodeSettings, encode_batch
+from diffmegatron.data.journal import Journal, last_commit
+from diffmegatron.data.layouts import Fields
+from diffmegatron.data.preparation import Identity, State
+from diffmegatron.data.prepare import prepare
+from diffmegatron.data.sealed import write_sealed
+from diffmegatron.data.store import open_corpus
+from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.files import read_json
+from diffmegatron.hf.configuration import model_section, read_config
+from diffmegatron.hf.layout import table
+from diffmegatron.hf.original import keep_original, read_dtypes
+from diffmegatron.hf.source import Source
+from diffmegatron.hf.tokenizer import convert
+from diffmegatron.training.metrics import MetricsWriter, read_metrics
+from tests.conftest import TINY
+from tests.pretrained import write_pretrained
+from tests.robustness.cases import check_sentence, for_all
+from tests.unit.checkpoints import sign, write_checkpoint
+
+Read = Callable[[], object]
+
+
+class Reader(NamedTuple):
+    """A reader of one kind of file.
+
+    Attributes:
+        name: of the test.
+        make: writes a good file and what belongs to it into a folder; returns its path and what
+            reads it.
+    """
+
+    name: str
+    make: Callable[[Path], tuple[Path, Read]]
+
+
+STAGES = "stages: [{name: a}, {name: b, training: {steps: 4}}]\n"
+TEXTS = [f"document {number} " * (1 + number % 7) for number in range(20)]
+LINES = b"".join(json.dumps({"text": text, "id": 1}).encode() + b"\n" for text in TEXTS)
+
+
+def stages(folder: Path) -> tuple[Path, Read]:
+    path = folder / "recipe.yaml"
+    path.write_text(TINY.format(run_dir="run", corpus="corpus") + STAGES)
+    return path, lambda: load_stages(path)
+
+
+def heads(folder: Path) -> tuple[Path, Read]:
+    path = folder / "heads.yaml"
+    model = "model: {num_layers: 2, num_heads: 4, fingerprint: 0f1e2d}\n"
+    path.write_text(model + "method: entropy\nshare: 0.5\nheads: [[0, 3], [1, 2]]\n")
+    return path, lambda: Dex.with_files({"selected_heads": str(path)})
+
+
+def any_json(folder: Path) -> tuple[Path, Read]:
+    path = folder / "any.json"
+    path.write_text('{"steps": [1, 2.5e3, null], "\\u00e9": {"a": true, "b": "text"}}')
+    return path, lambda: read_json(path, dict[str, Any])
+
+
+def checkpoint(name: str) -> Reader:
+    """A file of a checkpoint; one beside the manifest has the checksum that the manifest says."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        directory = write_checkpoint(folder, 7)
+
+        def read() -> None:
+            if name != MANIFEST:
+                sign(directory)
+            tensors = open_checkpoint(directory).tensors
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                for tensor in tensors.names():
+                    tensors.whole(kind, tensor)
+
+        def restored() -> None:
+            (directory / MANIFEST).write_bytes(manifest)
+            read()
+
+        manifest = (directory / MANIFEST).read_bytes()
+        return directory / name, read if name == MANIFEST else restored
+
+    return Reader(f"checkpoint {name}", make)
+
+
+def corpus(layout: Any, suffix: str) -> Reader:
+    """A file of a prepared corpus, opened and checked, and read to its end."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        content = [{"text": text, "prompt": text, "response": text[:9]} for text in TEXTS]
+        lines = b"".join(json.dumps(each).encode() + b"\n" for each in content)
+        (folder / "in.jsonl").write_bytes(lines)
+        prefix = folder / "out"
+        prepare([folder / "in.jsonl"], prefix, "bytes", layout=layout, show_progress=False)
+
+        def read() -> None:
+            opened = open_corpus(str(prefix))
+            opened.check_index()
+            int(opened.tokens.sum())
+            for document in range(opened.num_documents if opened.is_fine_tuning else 0):
+                opened.loss_mask(document)
+
+        return Path(f"{prefix}{suffix}"), read
+
+    return Reader(f"{layout} corpus {suffix}", make)
+
+
+def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
+    """A file that ``prepare`` reads: documents and rejects."""
+    settings = EncodeSettings("bytes", Fields("text", id_field="id"), deduplicate=True)
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        path = folder / f"in{suffix}"
+        path.write_bytes(pack(path))
+
+        def read() -> None:
+            (file,) = find_files([path], "*")
+            records = list(read_records(file, settings.fields.columns, 1 << 20))
+            found = encode_batch(Batch([(file, record) for record in records]), settings)
+            assert len(found.counts) + len(found.rejects) + found.empty == len(records)
+
+        return path, read
+
+    return Reader(f"in{suffix}", make)
+
+
+def parquet(path: Path) -> bytes:
+    table = pyarrow.table({"text": TEXTS, "id": range(len(TEXTS))})
+    pyarrow.parquet.write_table(table, path, row_group_size=10)
+    return path.read_bytes()
+
+
+def journal(folder: Path) -> tuple[Path, Read]:
+    """Its state, with the checksum that belongs to it."""
+    identity = Identity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
+    with Journal(folder / "out", ("tokens",), None) as begun:
+        begun.append("tokens", b"1234" * 20)
+        begun.commit(State(identity=identity))
+
+    def read() -> None:
+        Journal(folder / "out", ("tokens",), last_commit(folder / "out", State)).close()
+
+    return sealed_anew(folder, folder / "out/journal.json", read)
+
+
+def cache(folder: Path) -> tuple[Path, Read]:
+    """Its contents, with the checksum that belongs to them: what is damaged is built anew."""
+    ends = np.arange(50, dtype=np.int64)
+
+    def read() -> None:
+        arrays, _ = Cache(folder / "cache").open(("key",), lambda: ({"ends": ends}, {"a": 1}))
+        assert np.array_equal(arrays["ends"], ends)
+
+    read()
+    (contents,) = folder.glob("cache/*/contents.json")
+    return sealed_anew(folder, contents, read)
+
+
+def sealed_anew(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
+    """What stands in a sealed file, by itself; sealed before it is read."""
+    content = folder / "content"
+    content.write_bytes(path.read_bytes().split(b"\n")[0])
+
+    def seal_and_read() -> None:
+        write_sealed(path, content.read_text(errors="replace"))
+        read()
+
+    return content, seal_and_read
+
+
+def metrics(folder: Path) -> tuple[Path, Read]:
+    """Read by reports, and continued by a run."""
+    with MetricsWriter(folder, -1) as writer:
+        for step in range(5):
+            writer.write(step, {"train/loss": 2.5, "train/lr": 1e-3})
+
+    def read() -> None:
+        read_metrics(folder)
+        MetricsWriter(folder, 3).close()
+        assert all(entry["step"] <= 3 for entry in read_metrics(folder))
+
+    return folder / "metrics.jsonl", read
+
+
+def tiktoken_file(suffix: str) -> Reader:
+    """A file of ranks, and the description beside it."""
+    ranks = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    ranks += [b"%s %d\n" % (base64.b64encode(b"word"), 256)]
+    description = {"pat_str": r"\w+|\s+|\W", "special_tokens": {END_OF_TEXT: 257, "<|a|>": 258}}
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        path = folder / "own.tiktoken"
+        path.write_bytes(b"".join(ranks))
+        path.with_suffix(".json").write_text(json.dumps(description))
+        return path.with_suffix(suffix), lambda: use(path)
+
+    return Reader(f"own{suffix}", make)
+
+
+def tokenizer_folder(name: str) -> Reader:
+    """A file of a Hugging Face tokenizer."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        convert(load_tokenizer("bytes").encoding).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT}))
+        return folder / name, lambda: use(folder)
+
+    return Reader(name, make)
+
+
+def use(tokenizer: Path) -> None:
+    loaded = load_tokenizer(str(tokenizer))
+    loaded.encode("a few words")
+    assert loaded.sha256 and 0 <= loaded.end_of_document < loaded.vocab_size
+
+
+def pretrained(name: str) -> Reader:
+    """A file of a model to import, the weights beside it read by its headers and whole."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        write_pretrained(folder / "hf", "qwen3")
+        keep_original(Source(folder / "hf"), folder / "kept")
+        at = folder / "kept" if name == "dtypes.json" else folder / "hf"
+
+        def read() -> None:
+            config, source = read_config(folder / "hf"), Source(folder / "hf")
+            values = {"run_dir": "run", "model": model_section(config, 0), **REST}
+            model = check_recipe(values, "the model").model
+            source.check(table(model), tied=model.tied_embeddings)
+            assert len(dict(source.stream(table(model)))) == 2 * 11 + 3
+            assert read_dtypes(folder / "kept").usual == "F32"
+
+        return at / name, read
+
+    return Reader(f"pretrained {name}", make)
+
+
+REST = {
+    "data": {"tokenizer": "bytes", "sources": [{"path": "corpus"}]},
+    "training": {"seq_length": 8, "global_batch_size": 1, "steps": 1},
+    "optimizer": {"lr": 1.0},
+}
+READERS = [
+    Reader("recipe.yaml", stages),
+    Reader("heads.yaml", heads),
+    Reader("any.json", any_json),
+    checkpoint(MANIFEST),
+    checkpoint("state.json"),
+    checkpoint("recipe.yaml"),
+    checkpoint("rank_00000.safetensors"),
+    corpus("text", ".json"),
+    corpus("text", ".idx"),
+    corpus("text", ".bin"),
+    corpus("instruction", ".idx"),
+    archive(".jsonl", lambda path: LINES),
+    archive(".jsonl.gz", lambda path: gzip.compress(LINES)),
+    archive(".jsonl.zst", lambda path: zstandard.ZstdCompressor().compress(LINES)),
+    archive(".txt", lambda path: "".join(TEXTS).encode()),
+    archive(".parquet", parquet),
+    Reader("journal.json", journal),
+    Reader("contents.json", cache),
+    Reader("metrics.jsonl", metrics),
+    tiktoken_file(".tiktoken"),
+    tiktoken_file(".json"),
+    tokenizer_folder("tokenizer.json"),
+    tokenizer_folder("tokenizer_config.json"),
+    pretrained("config.json"),
+    pretrained("model.safetensors"),
+    pretrained("dtypes.json"),
+]
+
+
+def damaged(example: bytes) -> st.SearchStrategy[bytes]:
+    """The example with runs of bytes replaced, left out or repeated."""
+    pieces = [b"", b"[", b"{", b"- ", b": ", b"&a ", b"*a", b"!", b"\0", b"\xff", b"null", b"{}"]
+    pieces += [b"-", b"9" * 100]
+    other = st.sampled_from(pieces) | st.binary(max_size=8)
+    places = st.tuples(
+        st.integers(0, len(example)), st.integers(0, 40), other, st.sampled_from([1, 2, 20, 3_000])
+    )
+
+    def apply(changes: list[tuple[int, int, bytes, int]]) -> bytes:
+        content = example
+        for start, length, new, times in changes:
+            content = content[:start] + new * times + content[start + length :]
+        return content
+
+    return st.lists(places, min_size=1, max_size=3).map(apply)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_file_of_any_bytes_is_read_or_refused(reader, tmp_path, cases, is_long):
+    path, read = reader.make(tmp_path)
+    read()
+    example = path.read_bytes()
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        try:
+            read()
+        except UserError as error:
+            check_sentence(str(error))
+
+    for_all(cases // 12, is_long, check, st.binary(max_size=300) | damaged(example))

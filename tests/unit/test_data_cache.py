@@ -1,0 +1,152 @@
+"""The index cache: whatever is in its place, what is read is what was built."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffmegatron.data import cache as module
+from diffmegatron.data.cache import Arrays, Cache
+from diffmegatron.errors import UserError
+
+KEY = ("documents", "sha", 3)
+
+
+def build() -> Arrays:
+    arrays = {
+        "documents": np.arange(1000, dtype=np.int64),
+        "starts": np.arange(7, dtype=np.int32),
+        "empty": np.empty(0, dtype=np.int64),
+    }
+    return arrays, {"lengths": [{"at_least": 2}]}
+
+
+def check(found: Arrays) -> None:
+    arrays, summary = found
+    expected, said = build()
+    assert summary == said
+    assert arrays.keys() == expected.keys()
+    for name, values in arrays.items():
+        assert values.dtype == expected[name].dtype
+        assert np.array_equal(values, expected[name])
+
+
+def refuse() -> Arrays:
+    pytest.fail("built again")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The one folder of a cache that was filled."""
+    check(Cache(tmp_path / "cache").open(KEY, build))
+    (found,) = (tmp_path / "cache").iterdir()
+    return found
+
+
+def test_it_is_built_once(folder: Path) -> None:
+    check(Cache(folder.parent).open(KEY, refuse))
+    check(Cache(folder.parent).open((*KEY, "other"), build))
+    assert len(list(folder.parent.iterdir())) == 2
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def become_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+FILES = ("contents.json", "documents.int64", "starts.int32")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip, empty, Path.unlink, become_fifo, become_folder])
+def test_what_is_damaged_is_replaced(
+    folder: Path, name: str, damage: Callable[[Path], None], caplog: Any
+) -> None:
+    damage(folder / name)
+    check(Cache(folder.parent).open(KEY, build))
+    assert "the index cache is built anew" in caplog.text and name in caplog.text
+    check(Cache(folder.parent).open(KEY, refuse))
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("place", [Path.mkdir, Path.touch, os.mkfifo])
+def test_what_is_no_cache_is_replaced(folder: Path, place: Callable[[Path], None]) -> None:
+    shutil.rmtree(folder)
+    place(folder)
+    check(Cache(folder.parent).open(KEY, build))
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_that_of_another_key_is_replaced(folder: Path) -> None:
+    other = Cache(folder.parent.parent / "other")
+    other.open((*KEY, "other"), lambda: ({"documents": np.zeros(3, dtype=np.int64)}, {}))
+    (foreign,) = other.parent.iterdir()
+    shutil.rmtree(folder)
+    foreign.rename(folder)
+    check(Cache(folder.parent).open(KEY, build))
+
+
+def test_who_has_mapped_it_keeps_what_was_mapped(folder: Path) -> None:
+    arrays, _ = Cache(folder.parent).open(KEY, refuse)
+    (folder / "contents.json").unlink()
+    check(Cache(folder.parent).open(KEY, build))
+    assert np.array_equal(arrays["documents"], np.arange(1000))
+
+
+def test_where_no_lock_holds_the_first_rename_wins(tmp_path: Path, monkeypatch: Any) -> None:
+    def overtaken() -> Arrays:
+        if not (tmp_path / "overtaken").exists():
+            (tmp_path / "overtaken").touch()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: 1)  # on another machine
+                patch.setattr("fcntl.flock", lambda *_: None)
+                Cache(tmp_path / "cache").open(KEY, build)
+        return build()
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    check(Cache(tmp_path / "cache").open(KEY, overtaken))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_sealed", full)
+        with pytest.raises(UserError, match=r"cannot write the index cache .*: No space left"):
+            Cache(tmp_path / "cache").open(KEY, build)
+    assert not list(tmp_path.glob("cache/*"))
+    check(Cache(tmp_path / "cache").open(KEY, build))
+
+
+def test_one_that_cannot_be_written_serves_as_long_as_it_is_whole(
+    folder: Path, monkeypatch: Any
+) -> None:
+    def read_only(*_: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("diffmegatron.file_lock.FileLock._open", read_only)
+    check(Cache(folder.parent).open(KEY, refuse))
+    flip(folder / "documents.int64")
+    with pytest.raises(UserError, match=r"Read-only file system; set data\.cache_dir"):
+        Cache(folder.parent).open(KEY, build)

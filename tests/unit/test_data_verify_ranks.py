@@ -1,0 +1,101 @@
+"""``data.verify: hashes``: the ranks share the reading, and all of them hear of the damage."""
+
+import json
+import multiprocessing
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+
+from diffmegatron.config.data import DataConfig
+from diffmegatron.data import manifest
+from diffmegatron.data.prepare import prepare
+from diffmegatron.errors import UserError
+from diffmegatron.training import batches
+from diffmegatron.training.batches import verify_sources
+
+RANKS = 2
+# A server that has imported everything once: a fresh process costs milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    """Three sources, the first of many parts."""
+    for number, name in enumerate("abc"):
+        texts = [f"{name} {line}" for line in range(500 if number == 0 else 5)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+        prepare([tmp_path / f"{name}.jsonl"], tmp_path / name, "bytes", show_progress=False)
+    return DataConfig.model_validate(
+        {
+            "tokenizer": "bytes",
+            "sources": [{"path": str(tmp_path / name)} for name in "abc"],
+            "verify": "hashes",
+        }
+    )
+
+
+def verify(rank: int, data: DataConfig, meeting: Path, results: Any) -> None:
+    """One rank: what it read and what it was told."""
+    read: list[str] = []
+    real = batches.check_hash
+
+    def noting(path: str, suffix: str) -> Any:
+        read.append(Path(path).name + suffix)
+        return real(path, suffix)
+
+    store = distributed.FileStore(str(meeting), RANKS)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    topology: Any = mock.Mock(rank=rank, world_size=RANKS, device=torch.device("cpu"))
+    manifest._READ_BYTES, manifest._HASHED_AT_ONCE = 1000, 1000
+    batches.check_hash = noting
+    try:
+        verify_sources(data, topology, nullcontext)
+        results.put((rank, sorted(read), ""))
+    except UserError as error:
+        results.put((rank, sorted(read), str(error)))
+    distributed.destroy_process_group()
+
+
+def on_all_ranks(data: DataConfig, folder: Path) -> list[tuple[int, list[str], str]]:
+    results = CONTEXT.Queue()
+    arguments = (data, folder / "meeting", results)
+    ranks = [CONTEXT.Process(target=verify, args=(rank, *arguments)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    found = sorted(results.get(timeout=120) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    return found
+
+
+def test_every_file_is_read_by_one_rank(data: DataConfig, tmp_path: Path) -> None:
+    first, second = on_all_ranks(data, tmp_path)
+    assert (first[2], second[2]) == ("", "")
+    assert first[1] == ["a.bin", "b.idx", "c.bin"] and second[1] == ["a.idx", "b.bin", "c.idx"]
+
+
+def test_all_ranks_are_told_of_damage_that_one_found(data: DataConfig, tmp_path: Path) -> None:
+    content = bytearray((tmp_path / "b.bin").read_bytes())
+    content[10] ^= 1
+    (tmp_path / "b.bin").write_bytes(content)
+    first, second = on_all_ranks(data, tmp_path)
+    assert first[2] == second[2]
+    assert "b.bin is damaged: its sha256 is not that of" in first[2]
+    assert first[2].endswith("(rank 1)")
+
+
+def test_by_default_nothing_is_read(data: DataConfig) -> None:
+    topology: Any = mock.Mock(rank=0, world_size=1)
+    sizes = DataConfig.model_validate({**data.model_dump(), "verify": "sizes"})
+    with mock.patch.object(batches, "check_hash", side_effect=AssertionError):
+        verify_sources(sizes, topology, nullcontext)

@@ -1,0 +1,118 @@
+"""YAML within limits: values, or one sentence, within a second whatever the text."""
+
+import contextlib
+import math
+import time
+
+import pytest
+
+from diffmegatron.config.documents import MAX_BYTES, dump_yaml, parse_yaml
+from diffmegatron.errors import UserError
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UserError, match=r"^it is not valid YAML: ") as caught:
+        parse_yaml(text, "it")
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert len(sentence) < 300
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[1, -2, +3, 1_000, 007, 0o17, 0x1F]", [1, -2, 3, 1000, 7, 15, 31]),
+        ("[1., .5, 1e-6, 1E+2, -1_0.5e3]", [1.0, 0.5, 1e-6, 100.0, -1.05e4]),
+        ("[.inf, -.INF]", [math.inf, -math.inf]),
+        ("[true, No, on, OFF, ~, null, ]", [True, False, True, False, None, None]),
+        ("['1', \"2\", =, 1e, e5]", ["1", "2", "=", "1e", "e5"]),
+        ("{a: &a [1, 2], b: *a}", {"a": [1, 2], "b": [1, 2]}),
+        ("{a: &a {b: 4}, c: {<<: *a, d: 5}}", {"a": {"b": 4}, "c": {"b": 4, "d": 5}}),
+        ("", None),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(text, value):
+    assert parse_yaml(text, "it") == value
+
+
+@pytest.mark.parametrize("text", ["1:30", "2001-01-01", "2001-99-99", "0b1", "0x_", "._", "0o9"])
+def test_what_yaml_1_1_takes_for_numbers_and_dates_is_text(text):
+    assert parse_yaml(text, "it") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "0o17", "0x1F", "1_0", ".5", "2001-01-01", "1:30", "yes", "~", "", " a", "=", "<<",
+     "1.", "a: b", "#a", "a\x85b", "\u2028", "\ufffe", "\U0001f600", "'", "-", "\t", "a\nb"],
+)  # fmt: skip
+def test_text_stays_text_in_a_dump(text):
+    assert parse_yaml(dump_yaml({text: [text]}), "it") == {text: [text]}
+
+
+@pytest.mark.parametrize(
+    "number", [0, -1, 10**30, 1e-6, 1e300, -0.1, math.inf, -math.inf, True, None]
+)
+def test_numbers_stay_numbers_in_a_dump(number):
+    value = parse_yaml(dump_yaml([number]), "it")[0]
+    assert (value, type(value)) == (number, type(number))
+
+
+def doubled(first: str, step: str) -> str:
+    """26 mappings or lists; each after the first holds the one before twice, by its name."""
+    steps = (f"a{n + 1}: &a{n + 1} {step % (n, n)}" for n in range(25))
+    return "\n".join([f"a0: &a0 {first}", *steps])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (20_000 * "[", "deeper than the 32 levels it may have at line 1, column 33"),
+        (20_000 * "{a: ", "deeper than the 32 levels"),
+        (20_000 * "- ", "deeper than the 32 levels"),
+        (20_000 * "? ", "deeper than the 32 levels"),
+        ("\n".join(f"{n * ' '}a{n}:" for n in range(400)), "deeper than the 32 levels"),
+        ("- &a0 [x]\n" + "\n".join(f"- &a{n + 1} [*a{n}]" for n in range(60)), "deeper than the"),
+        ("&a [*a]", "*a stands within what it stands for at line 1, column 5"),
+        ("a: &a {b: {c: *a}}", "*a stands within"),
+        ("a: &a {<<: *a}", "*a stands within"),
+        (doubled("[x, x]", "[*a%d, *a%d]"), "more than the 5000 values and keys"),
+        (doubled("{x: 1}", "{<<: [*a%d, *a%d]}"), "more than the 5000 values and keys"),
+        ("[" + 5_001 * "a," + "]", "more than the 5000 values and keys"),
+        ("!!int x", "tag 'tag:yaml.org,2002:int' is none that a recipe has"),
+        ("!!python/object/apply:os.system [ls]", "is none that a recipe has"),
+        ("!!timestamp x", "is none that a recipe has"),
+        ("! x", "tag '!' is none"),
+        ('"\\UFFFFFFFF"', "too large"),
+        ('"\\U00110000"', "not in range"),
+        (f"%YAML {5_000 * '9'}.1\n--- a", "Exceeds the limit"),
+        ("\0", "#x0000"),
+        ("\ud800", "#xd800"),
+        ("{a: 1, a: 2}", "key 'a' stands twice"),
+        ("<<: 5", "expected a mapping"),
+        ("*a", "undefined alias"),
+        ("--- a\n--- b", "found another document"),
+        ("{[a]: 1}", "unhashable key"),
+    ],
+)
+def test_what_is_beyond_the_limits_is_one_sentence(text, said):
+    started = time.process_time()
+    assert said in refused(text)
+    assert time.process_time() - started < 1
+
+
+def test_depth_and_number_at_the_limits_are_taken():
+    assert parse_yaml(31 * "[" + "x" + 31 * "]", "it")
+    assert "deeper" in refused(32 * "[" + "x" + 32 * "]")
+    assert len(parse_yaml("[" + 4_999 * "a," + "]", "it")) == 4_999
+    assert "more than" in refused("[" + 5_000 * "a," + "]")
+
+
+@pytest.mark.parametrize("piece", ["a", "a\n", '"\\x41', "# a\n", "|\n a\n", ": ", " ", "1", "!"])
+def test_a_text_as_long_as_a_file_may_be_is_read_in_time(piece):
+    text = (MAX_BYTES // len(piece)) * piece
+    started = time.process_time()
+    with contextlib.suppress(UserError):
+        parse_yaml(text, "it")
+    # A second on a machine that does nothing else.
+    assert time.process_time() - started < 3

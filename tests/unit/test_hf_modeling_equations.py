@@ -1,0 +1,309 @@
+"""The carried models against their equations, written out here head by head in float64."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from diffmegatron.hf.modeling import (
+    DiffV2Config,
+    DiffV2ForCausalLM,
+    GroupedDiffConfig,
+    GroupedDiffForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+}
+
+
+class Case(NamedTuple):
+    """A model: its kind, signal heads per noise head, query heads, key-value heads, the rest."""
+
+    kind: str
+    ratio: int
+    queries: int
+    keys: int
+    more: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        named = "".join(f", {name} {value}" for name, value in self.more)
+        return f"{self.kind} r {self.ratio}, {self.queries} q, {self.keys} kv{named}"
+
+
+V2 = [
+    Case("diff_v2", 1, 8, 4),
+    Case("diff_v2", 1, 8, 2),
+    Case("diff_v2", 2, 12, 2, (("tie_word_embeddings", True),)),
+    Case("diff_v2", 4, 10, 2),
+]
+GROUPED = [
+    Case("grouped_diff", 1, 8, 4, (("tie_word_embeddings", True),)),
+    Case("grouped_diff", 1, 8, 8, (("headwise_norm", False), ("lambda_init", 0.4))),
+    Case("grouped_diff", 2, 12, 4),
+    Case("grouped_diff", 4, 10, 4, (("lambda_init", 0.7),)),
+]
+CASES = V2 + GROUPED
+TYPICAL = [V2[2], GROUPED[2]]
+
+
+def make_model(case: Case, seed: int = 0) -> PreTrainedModel:
+    """Random weights: attention far from uniform, norms far from 1, lambda far from its start."""
+    numbers = {
+        **SIZES,
+        "num_attention_heads": case.queries,
+        "signal_per_noise": case.ratio,
+        "num_key_value_heads": case.keys,
+        **dict(case.more),
+    }
+    if case.kind == "diff_v2":
+        model: PreTrainedModel = DiffV2ForCausalLM(DiffV2Config(**numbers))
+    else:
+        model = GroupedDiffForCausalLM(GroupedDiffConfig(**numbers))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            random = torch.randn(weight.shape, generator=generator)
+            if "lambda_" in name and weight.dim() == 1:
+                weight.copy_(0.4 * random)
+            elif weight.dim() == 1:
+                weight.copy_(1 + 0.3 * random)
+            else:
+                weight.copy_(random * 1.5 / math.sqrt(weight.shape[1]))
+    return model.eval()
+
+
+def make_tokens(batch: int = 2, length: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(SIZES["vocab_size"], (batch, length), generator=generator)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    unit = x / torch.sqrt((x * x).mean() + SIZES["rms_norm_eps"])
+    return unit if weight is None else unit * weight
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    """The d channels of a head at a position; channel i turns with channel i + d / 2."""
+    half = len(x) // 2
+    out = x.clone()
+    for i in range(half):
+        angle = position * 700.0 ** (-i / half)
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def attention(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    """One head: vectors by position in, vectors by position out."""
+    keys = [rotated(key, t) for t, key in enumerate(keys)]
+    out = []
+    for s, query in enumerate(queries):
+        scores = [rotated(query, s) @ keys[t] / math.sqrt(len(query)) for t in range(s + 1)]
+        weights = torch.softmax(torch.stack(scores), dim=0)
+        out.append(sum(weights[t] * values[t] for t in range(s + 1)))
+    return out
+
+
+def rows(matrix: Tensor, head: int, width: int, inputs: list[Tensor]) -> list[Tensor]:
+    return [matrix[head * width : (head + 1) * width] @ x for x in inputs]
+
+
+def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
+    d, r = SIZES["head_dim"], case.ratio
+    heads = []
+    for n in range(case.queries):
+        j = n // (case.queries // case.keys)
+        heads.append(
+            attention(
+                rows(w["q_proj.weight"], n, d, inputs),
+                rows(w["k_proj.weight"], j, d, inputs),
+                rows(w["v_proj.weight"], j, d, inputs),
+            )
+        )
+    out = []
+    for s, x in enumerate(inputs):
+        merged = []
+        for n in range(case.queries * r // (r + 1)):
+            group, within = n // r, n % r
+            weight = 1 / (1 + torch.exp(-(w["lambda_proj.weight"][n] @ x)))
+            signal = heads[group * (r + 1) + within][s]
+            noise = heads[group * (r + 1) + r][s]
+            merged.append(signal - weight * noise)
+        out.append(w["o_proj.weight"] @ torch.cat(merged))
+    return out
+
+
+def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
+    d, r, more = SIZES["head_dim"], case.ratio, dict(case.more)
+    signals, noises, pairs = case.queries * r // (r + 1), case.queries // (r + 1), case.keys // 2
+    start = more.get("lambda_init", 0.8 - 0.6 * math.exp(-0.3 * layer))
+    lambda_ = (
+        torch.exp(w["lambda_q1"] @ w["lambda_k1"])
+        - torch.exp(w["lambda_q2"] @ w["lambda_k2"])
+        + start
+    )
+    merged: list[list[Tensor]] = [[] for _ in inputs]
+    for n in range(signals):
+        m = n // r
+        j = m // (noises // pairs)
+        value = rows(w["v_proj.weight"], j, 2 * d, inputs)
+        first = attention(
+            rows(w["q_proj.weight"], n, d, inputs), rows(w["k_proj.weight"], j, d, inputs), value
+        )
+        second = attention(
+            rows(w["q_proj.weight"], signals + m, d, inputs),
+            rows(w["k_proj.weight"], pairs + j, d, inputs),
+            value,
+        )
+        for s in range(len(inputs)):
+            head = first[s] - lambda_ * second[s]
+            if more.get("headwise_norm", True):
+                head = (1 - start) * rms_norm(head, w["subln.weight"])
+            merged[s].append(head)
+    return [w["o_proj.weight"] @ torch.cat(heads) for heads in merged]
+
+
+def expected_logits(model: PreTrainedModel, case: Case, tokens: Tensor) -> Tensor:
+    """Logits [b, s, vocab] in float64."""
+    weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
+    embedding = weights["model.embed_tokens.weight"]
+    head = embedding if dict(case.more).get("tie_word_embeddings") else weights["lm_head.weight"]
+    attend = diff_v2 if case.kind == "diff_v2" else grouped
+    batches = []
+    for row in tokens:
+        stream = [embedding[token] for token in row]
+        for layer in range(SIZES["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            w = {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
+            own = {n.removeprefix("self_attn."): x for n, x in w.items()}
+            inputs = [rms_norm(x, w["input_layernorm.weight"]) for x in stream]
+            stream = [x + y for x, y in zip(stream, attend(own, case, layer, inputs), strict=True)]
+            for s, x in enumerate(stream):
+                y = rms_norm(x, w["post_attention_layernorm.weight"])
+                gate, up = w["mlp.gate_proj.weight"] @ y, w["mlp.up_proj.weight"] @ y
+                stream[s] = x + w["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+        out = [head @ rms_norm(x, weights["model.norm.weight"]) for x in stream]
+        batches.append(torch.stack(out))
+    return torch.stack(batches)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+class Rope64(nn.Module):
+    """Llama's cosines and sines, which transformers rounds to float32 in every model."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half = SIZES["head_dim"] // 2
+        frequencies = 700.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, also where Llama's own parts round to float32: RoPE and the norms."""
+    model.double()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(len(child.weight), child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    model.model.rotary_emb = Rope64()
+    return model
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_logits_are_those_of_the_equations(case: Case) -> None:
+    model, tokens = make_model(case), make_tokens()
+    expected = expected_logits(model, case, tokens)
+    assert relative(model(tokens).logits.double(), expected) < 1e-5
+    assert relative(in_float64(model)(tokens).logits, expected) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_the_equations_see_each_weight_of_attention(case: Case) -> None:
+    """Each tensor of a layer's attention, if its rows or columns were in another order, shows."""
+    model, tokens = make_model(case), make_tokens(1, 5)
+    expected = expected_logits(model, case, tokens)
+    for name, weight in model.model.layers[1].self_attn.named_parameters():
+        kept = weight.clone()
+        weight.copy_(
+            kept.roll(1, dims=-1) if name.startswith(("o_proj", "lambda")) else kept.flip(0)
+        )
+        assert relative(model(tokens).logits, expected) > 1e-4, name
+        weight.copy_(kept)
+
+
+@torch.no_grad()
+def test_pairs_of_diff_v2_are_adjacent() -> None:
+    """All signal heads first and then all noise heads is another model."""
+    case, tokens = V2[1], make_tokens(1, 5)
+    model = make_model(case)
+    expected = model(tokens).logits
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        pairs = weight.view(case.queries // 2, 2, SIZES["head_dim"], -1)
+        weight.copy_(pairs.transpose(0, 1).reshape(weight.shape))
+    assert relative(model(tokens).logits, expected) > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_parameter_gets_a_gradient(case: Case) -> None:
+    model, tokens = make_model(case).train(), make_tokens()
+    model(tokens, labels=tokens).loss.backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("case", TYPICAL, ids=str)
+def test_gradient_checkpointing_changes_no_gradient(case: Case) -> None:
+    tokens, gradients = make_tokens(), []
+    for checkpointing in (False, True):
+        model = make_model(case).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("case", TYPICAL, ids=str)
+@torch.no_grad()
+def test_bf16_is_as_close_as_its_rounding(case: Case) -> None:
+    model, tokens = make_model(case), make_tokens()
+    expected = model(tokens).logits
+    assert relative(model.bfloat16()(tokens).logits.float(), expected) < 0.1
+
+
+def test_new_lambda_vectors_and_norms_have_their_initial_values() -> None:
+    config = GroupedDiffConfig(
+        **{**SIZES, "head_dim": 512, "num_hidden_layers": 1},
+        num_attention_heads=3,
+        signal_per_noise=2,
+        num_key_value_heads=2,
+    )
+    attention = GroupedDiffForCausalLM(config).model.layers[0].self_attn
+    for vector in (
+        attention.lambda_q1,
+        attention.lambda_k1,
+        attention.lambda_q2,
+        attention.lambda_k2,
+    ):
+        assert 0.08 < vector.std() < 0.12
+    assert torch.equal(attention.subln.weight, torch.ones(1024))
+    assert 0.018 < attention.o_proj.weight.std() < 0.022

@@ -1,0 +1,126 @@
+"""The costs of every backend, against what autograd keeps and what the papers count."""
+
+import pytest
+import torch
+
+from diffmegatron.attention.kernels.api import (
+    diff_attention,
+    diff_attention_v2,
+    softmax_attention,
+    subtract_noise,
+)
+from diffmegatron.attention.kernels.costs import Sizes, ring_saved, triton_work
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
+
+D, KEYS = 8, 64
+
+
+def kept_bytes(function, *inputs):
+    """(bytes per query that autograd keeps beside inputs and result, if the result is kept)."""
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = function(*inputs)
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    own = result.untyped_storage().data_ptr()
+    beside = sum(size for where, size in kept.items() if where not in {own, *given})
+    return beside / result.shape[1], own in kept
+
+
+def draw(*shape, dtype):
+    return torch.randn(1, KEYS, *shape, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise_heads", [4, 2])
+@pytest.mark.parametrize("backend", ["blocked", "sdpa_4call"])
+def test_saved_bytes_of_two_maps_are_those_that_autograd_keeps(backend, noise_heads, dtype):
+    heads, queries, keys = 4, (noise_heads, D), (2, D)
+    q1, k1, q2, k2 = (draw(*x, dtype=dtype) for x in ((heads, D), keys, queries, keys))
+    inputs = (q1, k1, q2, k2, draw(2, 2 * D, dtype=dtype), torch.tensor(0.5, requires_grad=True))
+    found, keeps_result = kept_bytes(lambda *x: diff_attention(*x, backend=backend), *inputs)
+    row = DIFFERENTIAL[backend]
+    sizes = Sizes(dtype.itemsize, D, heads, noise_heads, kv_heads=2, keys=KEYS)
+    # lambda in the dtype of the product, once in all.
+    assert found == pytest.approx(row.saved(sizes), abs=8 / KEYS)
+    assert keeps_result == row.keeps_result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["blocked", "sdpa"])
+def test_saved_bytes_of_one_map_are_those_that_autograd_keeps(backend, dtype):
+    inputs = (draw(4, D, dtype=dtype), draw(2, D, dtype=dtype), draw(2, D, dtype=dtype))
+    found, keeps_result = kept_bytes(lambda *x: softmax_attention(*x, backend=backend), *inputs)
+    row = SOFTMAX[backend]
+    assert found == row.saved(Sizes(dtype.itemsize, D, 4, 0, kv_heads=2, keys=KEYS))
+    assert keeps_result == row.keeps_result
+
+
+@pytest.mark.parametrize("noise_heads", [0, 2, 4])
+def test_the_reference_keeps_whole_maps(noise_heads):
+    """Beside them masks, of a byte per pair, and copies of k and v for every head."""
+    keys, element = 512, 4
+    widths = [(4, D), (2, D), (noise_heads, D), (2, D), (2, 2 * D)] if noise_heads else None
+    shapes = widths or [(4, D), (2, D), (2, D)]
+    inputs = [torch.randn(1, keys, *shape, requires_grad=True) for shape in shapes]
+    if noise_heads:
+        inputs.append(torch.tensor(0.5, requires_grad=True))
+        attend, table = diff_attention, DIFFERENTIAL
+    else:
+        attend, table = softmax_attention, SOFTMAX
+    found, _ = kept_bytes(lambda *x: attend(*x, backend="reference"), *inputs)
+    sizes = Sizes(element, D, 4, noise_heads, kv_heads=2, keys=keys)
+    masks, copies = 2 * (keys + 2), 2 * element * 2 * D * 4
+    assert 0 <= found - table["reference"].saved(sizes) <= masks + copies
+
+
+def test_v2_keeps_its_heads_and_lambda_once():
+    q, k, v = (draw(heads, D, dtype=torch.bfloat16) for heads in (6, 2, 2))
+    lambda_ = torch.rand(1, KEYS, 4, requires_grad=True)
+    found, keeps_result = kept_bytes(diff_attention_v2, q, k, v, lambda_)
+    one_map = SOFTMAX["sdpa"].saved(Sizes(2, D, 6, 0, kv_heads=2, keys=KEYS))
+    assert found == one_map + 2 * 6 * D
+    assert not keeps_result
+    assert kept_bytes(subtract_noise, q, lambda_) == (0, False)
+
+
+def per_head(row, noise_heads, heads=12, d=64):
+    """Work per signal head in units of d."""
+    return tuple(x / (d * heads) for x in row.work(Sizes(2, d, heads, noise_heads, heads, 1)))
+
+
+def test_work_per_pair_is_that_of_the_papers():
+    counts = {
+        "reference": (4, 8),
+        "blocked": (4, 10),
+        "triton": (6, 10),
+        "flash_2call": (6, 14),
+        "flash_4call": (8, 20),
+        "sdpa_4call": (8, 20),
+        "flex": (6, 14),
+    }
+    assert {name: per_head(row, 12) for name, row in DIFFERENTIAL.items()} == counts
+    sizes = Sizes(2, 128, 12, 12, 12, 1)
+    assert DIFFERENTIAL["triton"].work(sizes) == (6 * 128 * 12, 14 * 128 * 12)
+    assert triton_work(sizes, one_pass=True) == (6 * 128 * 12, 10 * 128 * 12)
+    # Two heads of plain attention are as wide as one differential head.
+    assert {name: per_head(row, 0) for name, row in SOFTMAX.items()} == {
+        "reference": (2, 4),
+        **dict.fromkeys(("blocked", "triton", "sdpa", "flash_attn", "flex"), (2, 5)),
+    }
+
+
+def test_a_shared_noise_head_is_computed_once():
+    """With r = 4: scores, and where maps are apart values too, of a quarter as many heads."""
+    assert per_head(DIFFERENTIAL["blocked"], 3) == (3 + 1 / 4, 7 + 3 / 4)
+    assert per_head(DIFFERENTIAL["flash_2call"], 3) == (3 + 3 / 4, 7 + 7 / 4)
+    assert per_head(DIFFERENTIAL["triton"], 3) == (3 + 3 / 4, 7 + 7 / 4)
+
+
+def test_a_ring_keeps_the_second_output_and_a_log_sum_exp_per_map():
+    assert ring_saved(Sizes(2, 128, 12, 3, 3, 1)) == 2 * 256 * 3 + 4 * 15
+    assert ring_saved(Sizes(2, 128, 30, 0, 3, 1)) == 4 * 30

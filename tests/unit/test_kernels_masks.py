@@ -1,0 +1,13 @@
+"""The tables of visible intervals that the Triton kernels read."""
+
+import torch
+
+from diffmegatron.attention.kernels.masks import AttentionMask
+
+
+def test_the_layers_of_a_batch_share_one_table():
+    """Each would be another copy to the GPU, which waits for what runs there."""
+    first, second = (AttentionMask(6, 6, cu_seqlens=(0, 2, 6)) for _ in range(2))
+    device = torch.device("cpu")
+    assert first.key_intervals(device) is second.key_intervals(device)
+    assert first.query_intervals(device) is second.query_intervals(device)

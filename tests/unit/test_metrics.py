@@ -1,0 +1,236 @@
+"""What a run records: continued, repaired, and never the end of a training."""
+
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from diffmegatron.errors import UserError
+from diffmegatron.training import records
+from diffmegatron.training.metrics import METRICS, TENSORBOARD, MetricsWriter, read_metrics
+from diffmegatron.training.records import Records
+
+STEPS = range(1, 6)
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Path:
+    """A run_dir with five entries."""
+    with MetricsWriter(tmp_path, -1) as metrics:
+        for step in STEPS:
+            metrics.write(step, {"train/loss": 1 / step, "of/one": float("nan")})
+    return tmp_path
+
+
+def steps(run_dir: Path) -> list[float]:
+    return [entry["step"] for entry in read_metrics(run_dir)]
+
+
+def on_the_board(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+    """What TensorBoard shows, read by TensorBoard."""
+    board = EventAccumulator(str(run_dir / TENSORBOARD), {"scalars": 0}).Reload()
+    if name not in board.Tags()["scalars"]:
+        return []
+    return [(event.step, round(event.value, 5)) for event in board.Scalars(name)]
+
+
+def test_both_hold_the_same_numbers(recorded):
+    entries = read_metrics(recorded)
+    assert [(e["step"], e["train/loss"]) for e in entries] == [(s, 1 / s) for s in STEPS]
+    assert on_the_board(recorded) == [(s, round(1 / s, 5)) for s in STEPS]
+    assert "of/one" not in entries[0] and on_the_board(recorded, "of/one") == []
+
+
+@pytest.mark.parametrize("restarted", [True, False], ids=["resumed", "rolled back"])
+def test_what_lies_after_the_step_is_dropped(restarted, recorded):
+    with MetricsWriter(recorded, 3 if restarted else 5) as metrics:
+        metrics.rewind(3)
+        metrics.write(4, {"train/loss": 9.0})
+    assert steps(recorded) == [1, 2, 3, 4]
+    assert on_the_board(recorded)[2:] == [(3, 0.33333), (4, 9.0)]
+    assert len(list(recorded.glob(f"{METRICS}*"))) == 1
+
+
+def test_a_line_that_was_not_finished_is_dropped(recorded):
+    with (recorded / METRICS).open("a") as stream:
+        stream.write('{"step": 6, "ti')
+    assert steps(recorded) == [*STEPS]
+    with MetricsWriter(recorded, 5) as metrics:
+        metrics.write(6, {"train/loss": 9.0})
+    assert steps(recorded) == [*STEPS, 6]
+    assert len(list(recorded.glob(f"{METRICS}*"))) == 1
+
+
+LINES = {
+    "random bytes": bytes(range(128, 256)),
+    "an empty line": b"",
+    "no object": b"[1, 2]",
+    "no step": b'{"time": 1.0}',
+    "a negative step": b'{"step": -1}',
+    "an infinite step": b'{"step": 1e400}',
+    "half a step": b'{"step": 1.5}',
+    "a step that is true": b'{"step": true}',
+    "a number of many digits": b'{"step": 1' + b"0" * 9_000 + b"}",
+    "words": b'{"step": 3, "train/loss": "low"}',
+    "NaN": b'{"step": 3, "train/loss": NaN}',
+    "deep": b"[" * 100_000,
+    "deep within": b'{"step": 3, "a": ' + b'{"b":' * 50_000,
+    "cut short": b'{"step": 3, "ti',
+    "a step that has grown": b'{"step": 900003, "time": 1.0}',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_damaged_lines_are_set_aside_and_the_run_goes_on(name, place, recorded, caplog):
+    path = recorded / METRICS
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(place, LINES[name] + b"\n")
+    path.write_bytes(b"".join(lines))
+    damaged = path.read_bytes()
+    if name != "a step that has grown":
+        assert steps(recorded) == [*STEPS]
+        assert "metrics.jsonl has 1 damaged lines" in caplog.text
+    with MetricsWriter(recorded, 5) as metrics:
+        metrics.write(6, {"train/loss": 9.0})
+    assert steps(recorded) == [*STEPS, 6]
+    if place == 5 and name == "a step that has grown":
+        return  # an entry of a later step, as any run leaves that goes back
+    assert "had 1 damaged lines: it is kept as" in caplog.text
+    assert "goes on with the 5 whole ones" in caplog.text
+    assert (recorded / f"{METRICS}.damaged_1").read_bytes() == damaged
+
+
+def test_random_bytes_for_a_file(tmp_path, caplog):
+    content = os.urandom(50_000)
+    (tmp_path / METRICS).write_bytes(content)
+    assert read_metrics(tmp_path) == []
+    with MetricsWriter(tmp_path, 5) as metrics:
+        metrics.write(6, {"train/loss": 9.0})
+    assert steps(tmp_path) == [6]
+    assert (tmp_path / f"{METRICS}.damaged_1").read_bytes() == content
+    (tmp_path / METRICS).write_bytes(b"\0" * 4_096)
+    MetricsWriter(tmp_path, 5).close()
+    assert (tmp_path / f"{METRICS}.damaged_2").read_bytes() == b"\0" * 4_096
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "is a FIFO"),
+        (os.mkdir, "is a folder"),
+        (lambda p: p.symlink_to("/dev/zero"), "device"),
+    ],
+)
+def test_what_is_no_file_is_set_aside(make, said, tmp_path, caplog):
+    make(tmp_path / METRICS)
+    with pytest.raises(UserError, match=said):
+        read_metrics(tmp_path)
+    with MetricsWriter(tmp_path, 5) as metrics:
+        metrics.write(6, {"train/loss": 9.0})
+    assert steps(tmp_path) == [6]
+    assert said in caplog.text and f"it is kept as {tmp_path}/{METRICS}.damaged_1" in caplog.text
+    assert os.path.lexists(tmp_path / f"{METRICS}.damaged_1")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 64 KiB, and what fills it and frees it again."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    result = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {result.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte on a disk."""
+    filling = disk / "filling"
+    with filling.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space"):
+        while True:
+            stream.write(b"x" * 512)
+    return filling
+
+
+def test_on_a_full_disk_it_is_said_once_and_written_when_there_is_room(disk, caplog):
+    with MetricsWriter(disk, -1) as metrics:
+        metrics.write(1, {"train/loss": 1.0})
+        filling = fill(disk)
+        for step in range(2, 200):  # the last block of a file has space for some
+            metrics.write(step, {"train/loss": 1 / step})
+        assert steps(disk)[-1] < 199
+        failures = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+        assert len(failures) == 2
+        assert all("No space left on device; the run goes on" in said for said in failures)
+        assert METRICS in failures[0] + failures[1] and TENSORBOARD in failures[0] + failures[1]
+        filling.unlink()
+        metrics.write(200, {"train/loss": 1 / 200})
+    assert steps(disk) == [*range(1, 201)]
+    assert on_the_board(disk) == [(s, round(1 / s, 5)) for s in range(1, 201)]
+    assert caplog.text.count("is written again; 0 records lost") == 2
+    assert "lacks" not in caplog.text
+
+
+def test_on_a_disk_that_is_full_from_the_beginning(disk, caplog):
+    filling = fill(disk)
+    metrics = MetricsWriter(disk, -1)
+    metrics.write(1, {"train/loss": 1.0})
+    filling.unlink()
+    metrics.write(2, {"train/loss": 0.5})
+    metrics.close()
+    assert steps(disk) == [1, 2]
+    assert "cannot write" in caplog.text
+
+
+def test_a_rollback_on_a_full_disk_writes_no_step_twice(disk):
+    metrics = MetricsWriter(disk, -1)
+    filling = fill(disk)
+    for step in range(1, 200):
+        metrics.write(step, {"train/loss": 1.0})
+    metrics.rewind(190)
+    metrics.write(191, {"train/loss": 2.0})
+    filling.unlink()
+    metrics.write(192, {"train/loss": 2.0})
+    metrics.close()
+    assert steps(disk) == [*range(1, 193)]
+
+
+def test_what_is_never_written_is_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(records, "_KEPT", 3)
+    lines = Records(tmp_path / "gone" / "lines")
+    for number in range(5):
+        lines.append(f"{number}\n".encode())
+    lines.close()
+    assert f"{tmp_path}/gone/lines lacks 5 records" in caplog.text
+    (tmp_path / "gone").mkdir()
+    lines.append(b"5\n")
+    assert (tmp_path / "gone" / "lines").read_text() == "3\n4\n5\n"
+    assert "is written again; 3 records lost" in caplog.text
+
+
+@pytest.mark.parametrize("then", ["removed", "replaced by a file"])
+def test_a_folder_that_goes_ends_nothing(then, tmp_path, caplog):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with MetricsWriter(run_dir, -1) as metrics:
+        metrics.write(1, {"train/loss": 1.0})
+        run_dir.rename(tmp_path / "elsewhere")
+        if then == "replaced by a file":
+            run_dir.write_text("")
+        metrics.write(2, {"train/loss": 1.0})
+        metrics.rewind(1)
+        metrics.write(2, {"train/loss": 1.0})
+    assert caplog.text.count(f"cannot write {run_dir}/{METRICS}: ") == 1
+    assert steps(tmp_path / "elsewhere") == [1]
+
+
+def test_entries_are_json_of_one_line(recorded):
+    for line in (recorded / METRICS).read_text().splitlines():
+        assert {"step", "time", "train/loss"} == json.loads(line).keys()

@@ -1,0 +1,274 @@
+"""The layer of every variant against its equations, written head by head in float64.
+
+What is expected here knows the rows of the projections and the papers' equations, and no code of
+the package.
+"""
+
+import math
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import build_module
+
+from diffmegatron.attention.specs import layer_spec
+from diffmegatron.config.parallel import ParallelConfig
+from diffmegatron.model.build import transformer_config
+from diffmegatron.parallel.topology import process_groups
+
+LENGTH, BATCH, HIDDEN, D, LAYER, STEP = 7, 2, 24, 4, 2, 3
+LAMBDA_INIT = 0.8 - 0.6 * math.exp(-0.3)
+
+SECTIONS = {
+    "softmax": {"kind": "softmax", "num_heads": 6, "num_kv_heads": 2},
+    "softmax, 9 heads": {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3},
+    "softmax, normed": {"kind": "softmax", "num_heads": 4, "headwise_norm": True},
+    "diff_v1": {"kind": "diff_v1", "num_heads": 4},
+    "diff_v1, grouped queries": {"kind": "diff_v1", "num_heads": 6, "num_kv_heads": 2},
+    "diff_v1, no norm": {"kind": "diff_v1", "num_heads": 2, "headwise_norm": False},
+    "diff_v2": {"kind": "diff_v2", "num_heads": 4},
+    "diff_v2, grouped queries": {"kind": "diff_v2", "num_heads": 6, "num_kv_heads": 2},
+    "diff_v2, 3 per noise head": {
+        "kind": "diff_v2",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "signal_per_noise": 3,
+    },
+    "grouped": {"kind": "grouped", "num_heads": 4, "signal_per_noise": 2},
+    "grouped, grouped queries": {
+        "kind": "grouped",
+        "num_heads": 12,
+        "num_kv_heads": 2,
+        "signal_per_noise": 3,
+    },
+    # Of layer 2: one head of the first key-value head, two of the second.
+    "dex": {
+        "kind": "dex",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "selected_heads": [[0, 3, 4], [1, 3, 5]],
+        "annealing_steps": 8,
+    },
+    "dex, normed, after annealing": {
+        "kind": "dex",
+        "num_heads": 4,
+        "headwise_norm": True,
+        "selected_heads": [[], [2, 3]],
+        "annealing_steps": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def single_process():
+    with process_groups(ParallelConfig(), seed=1):
+        yield
+
+
+@pytest.fixture
+def build(single_process, tiny_recipe):
+    """A layer's self-attention with random weights, in float64 throughout or as it is built."""
+
+    def make(section: dict, dtype: torch.dtype = torch.float64, backend: str = "reference"):
+        keys = {"num_kv_heads": 0} | section | {"head_dim": D}
+        given = ", ".join(f"{key}: {value}" for key, value in keys.items())
+        recipe = tiny_recipe(f"model.hidden_size={HIDDEN}", f"model.attention={{{given}}}")
+        spec = layer_spec(recipe.model.attention, "local", backend)
+        module = build_module(
+            spec.submodules.self_attention, config=transformer_config(recipe), layer_number=LAYER
+        )
+        generator = torch.Generator().manual_seed(4)
+        for parameter in module.parameters():
+            values = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = values.to(dtype)
+        module.step = STEP
+        return module
+
+    return make
+
+
+def rotary_angles() -> torch.Tensor:
+    """[s, 1, 1, d] float64, each frequency in both halves of a head."""
+    frequencies = 10_000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat([angles, angles], -1)[:, None, None]
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """A head [s, d] turned by its positions, halves of channels as pairs."""
+    angles = rotary_angles()[:, 0, 0]
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+def softmax_map(q: torch.Tensor, k: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """Softmax [s, s] over the earlier positions of a position's own document."""
+    rows = []
+    for position in range(LENGTH):
+        first = max(end for end in ends if end <= position)
+        scores = torch.stack(
+            [q[position] @ k[other] / math.sqrt(D) for other in range(first, position + 1)]
+        )
+        row = q.new_zeros(LENGTH)
+        row[first : position + 1] = torch.exp(scores) / torch.exp(scores).sum()
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def normed(head: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    return scale * weight * head / torch.sqrt((head**2).mean(-1, keepdim=True) + 1e-5)
+
+
+def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> torch.Tensor:
+    """A head [s, d] with DEX's term, where the layer selects its number."""
+    if section["kind"] != "dex" or number not in section["selected_heads"][LAYER - 1]:
+        return head
+    passed = STEP / section["annealing_steps"]
+    a = min(1.0, passed)
+    lambda_ = (1 - a) * passed * LAMBDA_INIT + a * weights["lambda_learn"]
+    return head - lambda_ * (head @ weights["dex_projection"])
+
+
+def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[int]):
+    """One row of the batch [s, hidden]: projections, heads by the variant's equation, projection.
+
+    The fused projection has, per key-value head: its signal queries, a key and a value; of two maps
+    also its noise queries, their key and the second half of the value.
+    """
+    kind, h = section["kind"], section["num_heads"]
+    r = section.get("signal_per_noise", 1)
+    kv_heads = section.get("num_kv_heads", h // r)
+    mixed = iter((hidden @ weights["linear_qkv.weight"].T).split(D, dim=-1))
+
+    def queries(count):
+        return [rotated(next(mixed)) for _ in range(count)]
+
+    heads = []
+    for block in range(kv_heads):
+        if kind in ("softmax", "diff_v2", "dex"):
+            groups = h // kv_heads // r
+            noise = groups if kind == "diff_v2" else 0
+            q = queries(groups * r + noise)
+            (k,), v = queries(1), next(mixed)
+            outs = [softmax_map(each, k, ends) @ v for each in q]
+            if kind in ("softmax", "dex"):
+                if section.get("headwise_norm"):
+                    outs = [normed(out, weights["head_norm"], 1.0) for out in outs]
+                for out in outs:
+                    heads.append(extended(section, weights, len(heads), out))
+                continue
+            for group in range(groups):
+                *signals, noise_out = outs[group * (r + 1) : (group + 1) * (r + 1)]
+                for signal in signals:
+                    row = weights["lambda_proj"][len(heads)]
+                    heads.append(signal - torch.sigmoid(hidden @ row)[:, None] * noise_out)
+            continue
+        signal = h // kv_heads
+        q1, (k1,), va = queries(signal), queries(1), next(mixed)
+        q2, (k2,), vb = queries(signal // r), queries(1), next(mixed)
+        value = torch.cat([va, vb], -1)
+        lambda_ = (
+            torch.exp(weights["lambda_q1"] @ weights["lambda_k1"])
+            - torch.exp(weights["lambda_q2"] @ weights["lambda_k2"])
+            + LAMBDA_INIT
+        )
+        for number in range(signal):
+            maps = softmax_map(q1[number], k1, ends)
+            maps = maps - lambda_ * softmax_map(q2[number // r], k2, ends)
+            head = maps @ value
+            if section.get("headwise_norm", True):
+                head = normed(head, weights["head_norm"], 1 - LAMBDA_INIT)
+            heads.append(head)
+        del block
+    assert next(mixed, None) is None
+    return torch.cat(heads, -1) @ weights["linear_proj.weight"].T
+
+
+def inputs(dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(LENGTH, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    grad = torch.randn(LENGTH, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    return hidden.to(dtype).requires_grad_(), grad.to(dtype)
+
+
+def with_gradients(out, hidden, grad, parameters):
+    gradients = torch.autograd.grad(out, [hidden, *parameters.values()], grad)
+    return [out.detach(), *gradients]
+
+
+def expected(section, module, ends):
+    weights = {
+        name: value.detach().double().requires_grad_() for name, value in module.named_parameters()
+    }
+    hidden, grad = inputs()
+    out = torch.stack(
+        [expected_row(section, weights, hidden[:, row], ends[row]) for row in range(BATCH)], 1
+    )
+    return with_gradients(out, hidden, grad, weights)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
+def test_a_layer_and_its_gradients_are_the_equations(build, name, packed):
+    section = SECTIONS[name]
+    module = build(section)
+    hidden, grad = inputs()
+    documents, ends = None, [[0]] * BATCH
+    if packed:
+        row_ends = torch.tensor([0, 3, LENGTH, LENGTH + 5, 2 * LENGTH])
+        documents = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=row_ends)
+        ends = [[0, 3], [0, 5]]
+    out, bias = module(hidden, None, rotary_pos_emb=rotary_angles(), packed_seq_params=documents)
+    assert bias is None
+    found = with_gradients(out, hidden, grad, dict(module.named_parameters()))
+    for mine, theirs in zip(found, expected(section, module, ends), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "diff_v1", "diff_v2", "grouped", "dex"])
+def test_float32_is_as_close_as_its_rounding(build, name):
+    section = SECTIONS[name]
+    module = build(section, torch.float32, "auto")
+    hidden, grad = inputs(torch.float32)
+    out, _ = module(hidden, None, rotary_pos_emb=rotary_angles().float())
+    found = with_gradients(out, hidden, grad, dict(module.named_parameters()))
+    for mine, theirs in zip(found, expected(section, module, [[0]] * BATCH), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_halves_in_place_of_pairs_are_another_layer(build):
+    """V2's heads lie pair by pair: all signal heads before all noise heads meet other keys."""
+    section = SECTIONS["diff_v2, grouped queries"]
+    module = build(section)
+    hidden, _ = inputs()
+    out, _ = module(hidden, None, rotary_pos_emb=rotary_angles())
+    # 12 query heads: as halves, head n has noise head 6 + n, by GQA in the other key-value head.
+    rows = module.linear_qkv.weight.data.unflatten(0, (2, 8, D))
+    queries = rows[:, :6].flatten(0, 1)
+    as_halves = torch.cat([queries[0::2], queries[1::2]])
+    rows[:, :6] = as_halves.unflatten(0, (2, 6))
+    halves, _ = module(hidden, None, rotary_pos_emb=rotary_angles())
+    assert (out - halves).abs().max() > 1e-2 * out.abs().max()
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_lambda_init_belongs_to_the_layer_number_from_one(build, layer):
+    module = build(SECTIONS["diff_v1"])
+    module.layer_number = layer
+    for name in ("lambda_q1", "lambda_q2"):
+        getattr(module, name).data.zero_()
+    found = module.variant.current_lambda(module).item()
+    assert found == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (layer - 1)))
+
+
+def test_own_parameters_keep_their_dtype_in_a_bf16_model(build):
+    module = build(SECTIONS["diff_v1"], torch.float32, "auto")
+    before = {name: value.clone() for name, value in module.named_parameters()}
+    module.bfloat16()
+    hidden, _ = inputs(torch.bfloat16)
+    out, _ = module(hidden, None, rotary_pos_emb=rotary_angles().float())
+    assert out.dtype == torch.bfloat16
+    for name, value in module.named_parameters():
+        is_projection = name.startswith("linear")
+        assert value.dtype == (torch.bfloat16 if is_projection else torch.float32)
+        assert is_projection or torch.equal(value, before[name])

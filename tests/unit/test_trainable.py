@@ -1,0 +1,287 @@
+"""What is trained: which tensors and rows, at which rate, against torch's AdamW; LoRA's sums."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.lora import LoraConfig
+from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.trainable import trained_parts
+from diffmegatron.errors import UserError
+from diffmegatron.hf.from_checkpoint import export_checkpoint, merged_weights
+from diffmegatron.model.accounting import (
+    count_flops,
+    count_parameters,
+    count_trained,
+    frozen_matrices,
+    rank_parameters,
+    trained_parameters,
+)
+from diffmegatron.model.build import build_model, transformer_config
+from diffmegatron.model.shards import parameter_shards
+from diffmegatron.optim.schedule import learning_rate
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.topology import process_groups
+from diffmegatron.plan.rehearse import small_recipe
+from diffmegatron.training.batches import on_this_rank, open_loader
+from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.step import summed_loss
+from diffmegatron.training.trainer import train
+
+# Of every fused projection the queries' rows are frozen; what is trained decays or not.
+PART = (
+    "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_q?']",
+    "optimizer.lr_multipliers={'*.lambda_*': 5, '*.1.*.linear_*': 0.5}",
+)
+LORA = "model.lora={rank: 4, alpha: 8}"
+# Rows of each block of heads of the tiny recipe: two queries, a key and half a value, twice.
+ROWS = [("q", 16), ("k", 8), ("v", 8)] * 2
+
+
+def last(run_dir: Path | str) -> Checkpoint:
+    return open_checkpoint(CheckpointStore(Path(run_dir)).latest())
+
+
+def frozen_rows() -> Tensor:
+    """Of ``linear_qkv``, [128]: true where a query is."""
+    return torch.cat([torch.full((count,), kind == "q") for kind, count in ROWS]).repeat(2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.tied_embeddings=true"],
+        ["model.baseline=true", LORA],
+        ["model.attention.kind=diff_v2", "model.lora={rank: 2, alpha: 1, targets: [linear_fc1]}"],
+        ["model.attention.kind=grouped", "model.attention.num_kv_heads=1"],
+    ],
+)
+def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_recipe):
+    recipe = tiny_recipe(*overrides, "training.precision=bf16")
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        shards = {
+            shard.name: (shard.global_shape, parameter.dtype == torch.float32)
+            for parameter, found in parameter_shards(network).items()
+            for shard in found
+        }
+    named = {
+        tensor.name: (tensor.shape, tensor.float32) for tensor in network_tensors(recipe.model)
+    }
+    assert named == shards
+    assert sum(rank_parameters(recipe, 0)) == count_parameters(recipe.model).total
+
+
+def reference(recipe) -> dict[str, Tensor]:
+    """The recipe's run by torch's AdamW over the trained rows alone, each tensor's a leaf.
+
+    Of a network that has gradients for everything.
+    """
+    everything = {"trainable": None, "lr_multipliers": {}}
+    whole = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=everything)})
+    queries = frozen_rows()
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        network = build_model(whole, topology)
+        named = {found[0].name: p for p, found in parameter_shards(network).items()}
+        factors = {
+            name: 5.0 if "lambda" in name else 0.5 if "layers.1." in name else 1.0
+            for name in named
+            if re.search(r"linear_qkv|linear_proj|lambda_q", name)
+        }
+        rows = {name: ~queries if "qkv" in name else slice(None) for name in factors}
+        leaves = {name: named[name].detach()[rows[name]].clone() for name in factors}
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [leaf], "weight_decay": 0.0 if "lambda" in name else 0.1, "name": name}
+                for name, leaf in leaves.items()
+            ],
+            betas=recipe.optimizer.betas,
+            eps=recipe.optimizer.eps,
+        )
+        loader = open_loader(recipe, topology, "train")
+        for step in range(1, recipe.training.total_steps + 1):
+            network.zero_grad()
+            batches = on_this_rank(next(loader), topology)
+            count = sum(batch.loss_mask.sum() for batch in batches)
+            for batch in batches:
+                (summed_loss(network, batch) / count).backward()
+            for name, leaf in leaves.items():
+                leaf.grad = named[name].grad[rows[name]].clone()
+            torch.nn.utils.clip_grad_norm_(leaves.values(), recipe.optimizer.clip_grad_norm)
+            rate = learning_rate(step, recipe.training.total_steps, recipe.optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factors[group["name"]]
+            optimizer.step()
+            for name, leaf in leaves.items():
+                named[name].data[rows[name]] = leaf
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+
+def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
+    clipped = "optimizer.clip_grad_norm=0.1"
+    recipe = tiny_recipe(*PART, clipped, "training.steps=5", "optimizer.weight_decay=0.1")
+    train(recipe)
+    tensors, expected = last(recipe.run_dir).tensors, reference(recipe)
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        initial = {
+            found[0].name: parameter.detach().clone()
+            for parameter, found in parameter_shards(build_model(recipe, topology)).items()
+        }
+    assert sorted(expected) == sorted(tensors.names())
+    for name, value in expected.items():
+        trained = tensors.whole(WEIGHT, name)
+        torch.testing.assert_close(trained, value, rtol=0, atol=2e-6)
+        if "exp_avg" not in tensors.kinds(name):
+            assert torch.equal(trained, initial[name]), name
+        elif "qkv" in name:
+            assert torch.equal(trained[frozen_rows()], initial[name][frozen_rows()])
+            assert not torch.equal(trained, initial[name])
+    rates = next(entry for entry in read_metrics(Path(recipe.run_dir)) if "train/lr" in entry)
+    assert rates["train/lr/*.lambda_*"] == 5 * rates["train/lr"]
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_recipe):
+    recipe = tiny_recipe(*PART)
+    trained = [each for each in network_tensors(recipe.model) if trained_parts(each, recipe)]
+    with process_groups(recipe.parallel, seed=1) as topology:
+        network = build_model(recipe, topology)
+        with_gradient = [p for p in network.parameters() if p.requires_grad]
+        with ZeroEngine(network, recipe, topology) as engine:
+            held = sum(
+                fragment.tensors["exp_avg"].numel()
+                for fragment in engine.fragments()
+                if "exp_avg" in fragment.tensors
+            )
+            saved = sum(fragment.tensors["weight"].numel() for fragment in engine.fragments())
+    assert held == sum(p.numel() for p in with_gradient) == sum(trained_parameters(recipe, 0))
+    assert saved == count_parameters(recipe.model).total == sum(rank_parameters(recipe, 0))
+    # Two lambda vectors of 8; keys and values of two heads of 2 x 8 each; a square projection.
+    assert len(trained) == 2 * 4
+    assert count_trained(recipe) == 2 * (2 * 8 + 2 * 32 * 64 + 64 * 64)
+    assert held - count_trained(recipe) == 2 * 64 * 64
+    # Those of SwiGLU; the output layer.
+    assert frozen_matrices(recipe) == 2 * 3 * 64 * 96 + 320 * 64
+    whole, part = (count_flops(recipe.model, 64, each) for each in (0, frozen_matrices(recipe)))
+    assert whole.training - part.training == 2 * frozen_matrices(recipe)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["optimizer.trainable=['*.linear_porj.weight']"],
+            "optimizer.trainable has '*.linear_porj.weight', which matches no tensor; the nearest "
+            "is 'decoder.layers.*.self_attention.linear_proj.weight'",
+        ),
+        (
+            ["optimizer.trainable=['*.linear_qkv.weight:o']"],
+            "which matches no tensor; the nearest is "
+            "'decoder.layers.*.self_attention.linear_qkv.weight:",
+        ),
+        (
+            ["model.baseline=true", "optimizer.trainable=['*.lambda_q1']"],
+            "which matches no tensor",
+        ),
+        (["optimizer.trainable=[]"], "optimizer.trainable is [], which freezes every tensor"),
+        (
+            ["optimizer.trainable=['output_*']", "parallel.pipeline=2"],
+            "leaves stage 1 of parallel.pipeline 2 nothing to train",
+        ),
+        (
+            ["optimizer.trainable=['*.mlp.*']", "optimizer.lr_multipliers={'*norm*': 2}"],
+            "optimizer.lr_multipliers has '*norm*', which matches no tensor that is trained",
+        ),
+        (
+            ["optimizer.lr_multipliers={'*.mlp.*': 2, '*.linear_fc1.*': 3}"],
+            "'*.mlp.*' and '*.linear_fc1.*', and decoder.layers.0.mlp.linear_fc1.weight matches",
+        ),
+        (["optimizer.lr_multipliers={'*': 0}"], "greater than 0"),
+        (["model.num_layers=2000", "optimizer.trainable=['*']"], "more than the 1024 layers"),
+        (["model.lora={rank: 4, alpha: 8, targets: []}"], "model.lora.targets is []"),
+        (["model.lora={rank: 4, alpha: 8, targets: [linear_o]}"], "linear_qkv"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_a_sentence(overrides, sentence, tiny_recipe):
+    with pytest.raises(UserError) as caught:
+        tiny_recipe(*overrides)
+    assert sentence in str(caught.value)
+
+
+def test_a_rehearsal_trains_the_same_of_fewer_layers(tiny_recipe, tmp_path):
+    patterns = "optimizer.trainable=['decoder.layers.2[0-9].mlp.*', '*.3?.*.linear_qkv.weight:k']"
+    recipe = tiny_recipe("model.num_layers=40", patterns)
+    with pytest.raises(UserError, match="matches no tensor"):
+        tiny_recipe("model.num_layers=20", patterns)
+    small = small_recipe(recipe, None, tmp_path).recipe
+    assert small.optimizer.trainable == (
+        "decoder.layers.*.mlp.linear_fc1.weight",
+        "decoder.layers.*.mlp.linear_fc2.weight",
+        "decoder.layers.*.self_attention.linear_qkv.weight:k",
+    )
+
+
+@pytest.fixture
+def ranks_of_one(tiny_recipe):
+    recipe = tiny_recipe(LORA)
+    with process_groups(recipe.parallel, seed=1):
+        config = transformer_config(recipe)
+        config.params_dtype = torch.float64
+        yield config
+
+
+@pytest.mark.parametrize("kind", [LoraColumnParallelLinear, LoraRowParallelLinear])
+def test_a_layer_is_its_equation_and_so_are_its_gradients(kind, ranks_of_one):
+    torch.manual_seed(0)
+    more = {"input_is_parallel": True} if kind is LoraRowParallelLinear else {}
+    layer = kind(
+        12,
+        20,
+        config=ranks_of_one,
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        skip_bias_add=True,
+        lora=LoraConfig(rank=3, alpha=6.0),
+        **more,
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(5, 2, 12, dtype=torch.float64, requires_grad=True)
+    leaves = [x, layer.lora_a, layer.lora_b]
+    weight, (own, a, b) = layer.weight, (each.detach().clone().requires_grad_() for each in leaves)
+    expected = own @ (weight + 6.0 / 3 * b @ a).T
+    out, _ = layer(x)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    gradient = torch.randn_like(out)
+    out.backward(gradient)
+    expected.backward(gradient)
+    for ours, theirs in zip(leaves, (own, a, b), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert layer.weight.grad is None
+
+
+def test_lora_starts_as_the_model_it_adapts_and_is_merged_on_export(tiny_recipe, tmp_path):
+    base, adapted = tmp_path / "base", tmp_path / "adapted"
+    train(tiny_recipe(f"run_dir={base}", "training.steps=3"))
+    overrides = [LORA, f"checkpoint.start_from={base}", "training.steps=4", "optimizer.lr=3e-2"]
+    train(tiny_recipe(f"run_dir={adapted}", *overrides))
+    held_out = [
+        [e["valid/loss"] for e in read_metrics(run) if "valid/loss" in e] for run in (base, adapted)
+    ]
+    assert held_out[1][0] == held_out[0][-1]
+    assert held_out[1][-1] < held_out[1][0] - 0.01
+    before, after = last(base).tensors, last(adapted)
+    merged = dict(merged_weights(after))
+    assert sorted(merged) == sorted(before.names())
+    for name in before.names():
+        assert torch.equal(after.tensors.whole(WEIGHT, name), before.whole(WEIGHT, name)), name
+        is_projection = ".linear_" in name
+        assert torch.equal(merged[name], before.whole(WEIGHT, name)) != is_projection, name
+    difference = export_checkpoint(after.directory, tmp_path / "hf")
+    assert difference.relative < 1e-5
