@@ -9,8 +9,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python tools/quickstart.py
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not ranks" --durations=10
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu

@@ -26,7 +26,7 @@ data:
 training:
   seq_length: 64
   global_batch_size: 8
-  micro_batch_size: 2
+  micro_batch_size: 4
   steps: 20
   precision: fp32
   log_interval: 1
@@ -69,7 +69,7 @@ def cases(is_long: bool) -> int:
 
 
 def prepare_corpus(folder: Path) -> Path:
-    """Write 160 documents of words that are the same wherever and whenever tests run.
+    """Write 600 documents of words that are the same wherever and whenever tests run.
 
     A network learns something of them in a dozen steps: a few words make most of the text.
 
@@ -80,8 +80,8 @@ def prepare_corpus(folder: Path) -> Path:
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 8))) for _ in range(400)]
     ranks = [1 / rank for rank in range(1, len(words) + 1)]
-    for number in range(160):
-        length = int(draw.lognormvariate(6, 1))
+    for number in range(600):
+        length = int(draw.lognormvariate(4.5, 1))
         (folder / f"{number:03d}.txt").write_text(" ".join(draw.choices(words, ranks, k=length)))
     prepare([folder], folder / "words", "bytes", show_progress=False)
     return folder / "words"

@@ -18,10 +18,12 @@ from pathlib import Path
 
 from torch import multiprocessing
 
+from diffmegatron.optim.zero import import_deepspeed
+
 REPOSITORY = Path(__file__).parent.parent
 
 
-def launch(ranks: int, module: str, *calls: list[str], timeout: float = 840) -> str:
+def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) -> str:
     """Call ``main`` of a module on some ranks, for each of ``calls`` on new ones.
 
     Args:
@@ -58,6 +60,7 @@ def main() -> None:
     """The process that :func:`launch` starts: import the module, fork, wait for every rank."""
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
+    import_deepspeed()
     # What was imported is neither looked through nor copied by the ranks' collections.
     gc.freeze()
     for call in json.loads(calls):

@@ -57,7 +57,8 @@ class ZeroEngine:
     """AdamW with gradient clipping over the ranks, its state partitioned over data parallel."""
 
     def __init__(self, network: Network, recipe: Recipe, topology: Topology) -> None:
-        deepspeed = _deepspeed()
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed(dist_init_required=False)
         self.network = network
         self._topology = topology
         self._tied = _tied_embedding(network, recipe, topology)
@@ -236,7 +237,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
     return config
 
 
-def _deepspeed() -> Any:
+def import_deepspeed() -> Any:
     """DeepSpeed, imported so that it compiles nothing.
 
     Without CUDA it would otherwise look for an accelerator and build its shared-memory
@@ -249,7 +250,6 @@ def _deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Its warnings are of the optimizer class below, and of skipped steps, which the guard reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
 
 

@@ -53,7 +53,10 @@ class _OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        kwargs = dict(kwargs or {})
+        # Every operation of a step comes by here, and most have no keywords.
+        if not kwargs:
+            return func(*args)
+        kwargs = dict(kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):

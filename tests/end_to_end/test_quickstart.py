@@ -10,15 +10,13 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 FEWER = ["training.steps=30", "training.eval_interval=30", "checkpoint.interval=30"]
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
     command = [sys.executable, str(ROOT / "tools/quickstart.py"), *FEWER]
     result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=280
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=1700
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "ETA" in result.stdout

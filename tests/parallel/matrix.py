@@ -20,9 +20,8 @@ from torch import Tensor
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training.metrics import read_metrics
-from diffmegatron.training.trainer import train
 from tests.conftest import TINY, prepare_corpus
-from tests.parallel.worker import initial_hash
+from tests.parallel.worker import train_hashing
 from tests.ranks import REPOSITORY, launch
 
 STEPS = 10
@@ -31,17 +30,22 @@ BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 TENSOR = ("parallel.tensor=2",)
 SEQUENCE = (*TENSOR, "parallel.sequence_parallel=true")
-PIPELINE = ("parallel.pipeline=2",)
+# Two microbatches: two steps of a schedule, and gradients that accumulate.
+TWO = ("training.micro_batch_size=2",)
+PIPELINE = ("parallel.pipeline=2", *TWO)
 INTERLEAVED = (*PIPELINE, "parallel.virtual_pipeline=2")
 ZERO2, ZERO3 = ("parallel.zero_stage=2",), ("parallel.zero_stage=3",)
 OFFLOAD = ("parallel.offload_optimizer=true", "training.offload_activations=true")
 LEAN = ("recompute.granularity=full", "training.loss_chunk=24")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 
-# Two microbatches: two steps of a schedule, and gradients that accumulate.
-COMMON = (f"training.steps={STEPS}", "checkpoint.interval=1", "training.micro_batch_size=4")
-# As many of them on each of two data-parallel ranks.
-SMALL = ("training.micro_batch_size=2",)
+# A step of a network this small takes as long as it has microbatches: one, where nothing else is
+# said. Each of two data-parallel ranks has one or two.
+COMMON = (
+    f"training.steps={STEPS}", "checkpoint.interval=1", "training.seq_length=128",
+    "training.global_batch_size=4", "training.micro_batch_size=4",
+)  # fmt: skip
+HALF, SMALL = TWO, ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 # Heads of one of two tensor-parallel ranks alone, and one more of one than of the other.
@@ -68,15 +72,22 @@ PART = (
 
 # What one process trains: four differential heads on two key-value heads, and variations.
 MODELS: dict[str, tuple[str, ...]] = {
-    "gqa": (),
+    "gqa": TWO,
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
-    "documents": DOCUMENTS,
+    # Each sequence of a batch goes through the exchange by itself.
+    "documents": (
+        *DOCUMENTS,
+        "training.seq_length=256",
+        "training.global_batch_size=2",
+        "training.micro_batch_size=2",
+    ),
     "bf16": ("training.precision=bf16",),
     "v2": V2,
-    "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP),
+    # The mean of lambda over tokens is logged of the last microbatch.
+    "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),
     "grouped": GROUPED,
     "grouped-deep": (*GROUPED, *DEEP),
     "part": PART,
@@ -143,9 +154,9 @@ LAYOUTS = tuple(
             for variant in ("v2", "grouped")
             for model, words, overrides in (
                 ("", "TP2 + SP", SEQUENCE),
-                ("", "DP2 ZeRO 1", ()),
-                ("", "DP2 ZeRO 2", ZERO2),
-                ("", "DP2 ZeRO 3", ZERO3),
+                ("", "DP2 ZeRO 1", HALF),
+                ("", "DP2 ZeRO 2", (*ZERO2, *HALF)),
+                ("", "DP2 ZeRO 3", (*ZERO3, *HALF)),
                 ("", "PP2", PIPELINE),
                 ("-deep", "PP2 interleaved", INTERLEAVED),
                 ("", "CP2 ring", context(2, "ring")),
@@ -167,8 +178,8 @@ LAYOUTS = tuple(
         ("lora", 4, "TP2 + SP x PP2", (*SEQUENCE, *PIPELINE)),
         ("dex", 2, "TP2", TENSOR),
         ("dex", 2, "TP2 + SP", SEQUENCE),
-        ("dex", 2, "DP2 ZeRO 1", ()),
-        ("dex", 2, "DP2 ZeRO 3", ZERO3),
+        ("dex", 2, "DP2 ZeRO 1", HALF),
+        ("dex", 2, "DP2 ZeRO 3", (*ZERO3, *HALF)),
         ("dex", 2, "CP2 ring", context(2, "ring")),
         ("dex-deep", 2, "PP2 interleaved", INTERLEAVED),
         ("gqa", 4, "TP2 + SP x DP2 ZeRO 2", (*SEQUENCE, *ZERO2, *SMALL)),
@@ -188,10 +199,12 @@ LAYOUTS = tuple(
             "deep", 8, "TP2 x PP2 interleaved x CP2 ring",
             (*TENSOR, *INTERLEAVED, *context(2, "ring")),
         ),
-        ("v2", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *context(2, "ring"))),
-        (
-            "grouped", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3",
-            (*SEQUENCE, *ZERO3, *context(2, "ring")),
+        *(
+            (
+                variant, 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3",
+                (*SEQUENCE, *ZERO3, *HALF, *context(2, "ring")),
+            )
+            for variant in ("v2", "grouped")
         ),
     )
 )  # fmt: skip
@@ -201,8 +214,8 @@ def run_models(recipe_file: Path, out: Path) -> None:
     """Train every model in this process, into folders of ``out``."""
     for name, overrides in MODELS.items():
         recipe = load_recipe(recipe_file, [*COMMON, *overrides, f"run_dir={out}/{name}"])
-        train(recipe)
-        (out / name / "initial.txt").write_text(initial_hash(recipe))
+        digest = train_hashing(recipe)
+        (out / name / "initial.txt").write_text(digest)
 
 
 def run_layouts(recipe_file: Path, out: Path, ranks: int) -> None:

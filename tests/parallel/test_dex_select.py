@@ -22,8 +22,6 @@ from tests.conftest import TINY
 from tests.ranks import launch
 
 SOFTMAX = "model.attention={kind: softmax, num_heads: 8, num_kv_heads: 4}"
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-
 TENSOR = ("parallel.tensor=2", "parallel.sequence_parallel=true")
 LAYOUTS = [
     ("tensor", "entropy", TENSOR),

@@ -6,9 +6,6 @@ import pytest
 
 from tests.ranks import launch
 
-# The first test waits for the launches.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-
 SHORT, LONG = 8192, 65536
 
 

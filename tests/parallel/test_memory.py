@@ -9,9 +9,6 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import StageMemory, memory, memory_by_stage
 from tests.ranks import launch
 
-# The first test waits for the launches.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-
 # The real bucket of 50 million elements would hide a small network's tensors.
 BUCKET = 250_000
 BF16 = {"precision": "bf16"}

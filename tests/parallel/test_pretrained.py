@@ -23,8 +23,6 @@ from diffmegatron.training.trainer import train
 from tests.parallel.matrix import gradient_difference, launch, series
 from tests.pretrained import LLAMA3, TIED, write_pretrained
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-
 STEPS = 2
 RECIPE = """
 extends: {imported}/recipe.yaml

@@ -10,8 +10,6 @@ from diffmegatron.plan.rehearse import MAX_RANKS, _reason, rehearse, run_ranks, 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-pytestmark = pytest.mark.ranks
-
 
 def test_a_layout_that_works_shows_two_finite_steps(capsys):
     recipe = load_recipe(

@@ -14,8 +14,6 @@ from tests.conftest import TINY
 TOY = Path(__file__).parent / "toy_variant.py"
 GAINS = "decoder.layers.0.self_attention.gains"
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture
 def recipe(corpus: Path, tmp_path: Path) -> Path:

@@ -8,6 +8,7 @@ weights to OUT/NAME/initial.txt.
 import hashlib
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -16,21 +17,32 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.model.shards import parameter_shards
-from diffmegatron.parallel.topology import process_groups
-from diffmegatron.training.trainer import train
+from diffmegatron.parallel.topology import Topology
+from diffmegatron.training import trainer
 
 
-def initial_hash(recipe: Recipe) -> str:
-    """Hash of the whole network's initial weights, gathered by name from all ranks."""
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+def train_hashing(recipe: Recipe) -> str:
+    """Train, and hash the whole network's initial weights, gathered by name from all ranks."""
+    digests = []
+
+    def build(recipe: Recipe, topology: Topology) -> torch.nn.Module:
         network = build_model(recipe, topology)
-        boxes = [
-            (shard.name, shard.global_shape, shard.box, shard.view(parameter.data).clone())
-            for parameter, shards in parameter_shards(network).items()
-            for shard in shards
-        ]
-        gathered: list[list] = [[] for _ in range(topology.world_size)]
-        distributed.all_gather_object(gathered, boxes)
+        digests.append(_hash(network, topology))
+        return network
+
+    with mock.patch.object(trainer, "build_model", build):
+        trainer.train(recipe)
+    return digests[0]
+
+
+def _hash(network: torch.nn.Module, topology: Topology) -> str:
+    boxes = [
+        (shard.name, shard.global_shape, shard.box, shard.view(parameter.data).clone())
+        for parameter, shards in parameter_shards(network).items()
+        for shard in shards
+    ]
+    gathered: list[list] = [[] for _ in range(topology.world_size)]
+    distributed.all_gather_object(gathered, boxes)
     whole: dict[str, torch.Tensor] = {}
     for name, shape, box, values in (box for boxes in gathered for box in boxes):
         whole.setdefault(name, torch.full(shape, torch.nan))[box] = values.float()
@@ -44,9 +56,6 @@ def initial_hash(recipe: Recipe) -> str:
 def main() -> None:
     """Run the layout named on the command line."""
     recipe_file, out, name, *overrides = sys.argv[1:]
-    distributed.init_process_group("gloo")
     recipe = load_recipe(recipe_file, [*overrides, f"run_dir={out}/{name}"])
-    digest = initial_hash(recipe)
-    train(recipe)
+    digest = train_hashing(recipe)
     (Path(out) / name / "initial.txt").write_text(digest)
-    distributed.destroy_process_group()

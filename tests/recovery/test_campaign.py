@@ -8,18 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent.parent
-
-pytestmark = pytest.mark.ranks
 
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
     command = [sys.executable, str(ROOT / "tools/fault_campaign.py"), "--kills=1", "--stops=1"]
     command += ["--steps=120", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
     result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=1700
     )
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())

@@ -20,7 +20,7 @@ def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -79,7 +79,7 @@ def test_a_mistake_in_the_recipe_is_told_before_the_libraries_load(override, hin
     """`-X importtime` names every module on standard error."""
     command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "train", recipe]
     result = subprocess.run(
-        [*command, override], capture_output=True, text=True, check=False, timeout=60
+        [*command, override], capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 2
     assert hint in result.stderr

@@ -72,7 +72,7 @@ def on_all_ranks(data: DataConfig, folder: Path) -> list[tuple[int, list[str], s
     ranks = [CONTEXT.Process(target=verify, args=(rank, *arguments)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
-    found = sorted(results.get(timeout=120) for _ in ranks)
+    found = sorted(results.get(timeout=600) for _ in ranks)
     for rank in ranks:
         rank.join()
     return found

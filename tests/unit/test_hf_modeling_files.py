@@ -95,7 +95,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1700,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"loaded {' '.join(directories)}\n"

@@ -153,7 +153,7 @@ def test_torchruns_restarts_find_nothing_of_those_before(shared, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=1700,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("met again") == 2

@@ -35,7 +35,7 @@ def run(folder: Path, **parts: object) -> tuple[int, float, str]:
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     stacks = folder / "stacks" / "rank_00000.txt"
     text = stacks.read_text() if stacks.is_file() else result.stderr
