@@ -33,6 +33,7 @@ LAYOUTS = [
     ("data", "gradient", ()),
     ("context", "entropy", ("parallel.context=2", "training.micro_batch_size=2")),
     ("context", "gradient", ("parallel.context=2", "training.micro_batch_size=2")),
+    ("documents", "entropy", ("parallel.context=2", "data.reset_attention_mask=true")),
 ]
 HEADS, LENGTH, SEQUENCES = 8, 64, 6
 
@@ -125,8 +126,12 @@ def test_every_layout_selects_the_same(selected, run, corpus, tmp_path):
         for name, method, overrides in LAYOUTS
     )
     launch(2, "tests.parallel.dex_worker", *calls)
+    within = ["data.reset_attention_mask=true"]
+    alone = tmp_path / "alone.yaml"
+    select_heads(run, corpus, alone, within, method="entropy", share=0.5, sequences=SEQUENCES)
     for name, method, _ in LAYOUTS:
-        found, expected = read(tmp_path / f"{name}_{method}.yaml"), selected[method]
+        found = read(tmp_path / f"{name}_{method}.yaml")
+        expected = read(alone) if name == "documents" else selected[method]
         assert found["heads"] == expected["heads"], (name, method)
         assert found["model"] == expected["model"]
         for mine, theirs in zip(found["scores"], expected["scores"], strict=True):
