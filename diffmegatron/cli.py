@@ -86,7 +86,11 @@ def plan(
         raise UserError(
             f"--search {search} ranks layouts of that many GPUs; give it without --gpus {gpus}"
         )
-    stages = load_stages(config, overrides or [])
+    stages = load_stages(config, overrides or [], to_plan=True)
+    # Beside what is printed, which may be JSON.
+    for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
+        if sentence is not None:
+            print(f"assumed: {sentence}", file=sys.stderr)
     if rehearse:
         from diffmegatron.plan.rehearse import rehearse as rehearse_stages
 

@@ -29,26 +29,31 @@ Values = dict[str, Any]
 Origins = dict[str, str]
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+) -> Recipe:
     """Read, merge and check a recipe.
 
     Args:
         path: YAML file.
         overrides: ``section.key=value`` strings; the value is read as YAML.
+        to_plan: files that other commands have yet to write may be missing.
 
     Raises:
         UserError: a file cannot be read, a key is unknown, or a value does not fit.
     """
     name = shown(Path(path))
-    return _validate(*_overridden(*_Files().read(Path(path)), overrides), name)
+    return _validate(*_overridden(*_Files().read(Path(path)), overrides, to_plan), name)
 
 
-def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, ...]:
+def load_stages(
+    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+) -> tuple[Recipe, ...]:
     """Read a recipe that may be a list of stages, each a run that starts with the last's weights.
 
     Under ``stages`` stand mappings of a ``name`` and whatever a stage changes of the recipe around
     them; ``run_dir`` becomes ``run_dir/name`` and ``checkpoint.start_from`` the stage before.
-    Overrides hold for every stage.
+    Overrides hold for every stage; ``to_plan`` is that of :func:`load_recipe`.
 
     Returns:
         The stages in order; of a recipe without ``stages``, the recipe.
@@ -61,12 +66,12 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
     values, origins = _Files().read(path)
     shared = {key: value for key, value in values.items() if key != "stages"}
     if shared == values:
-        return (_validate(*_overridden(values, origins, overrides), shown(path)),)
+        return (_validate(*_overridden(values, origins, overrides, to_plan), shown(path)),)
     recipes: list[Recipe] = []
     for name, changes in named_stages(values["stages"], shown(path)).items():
         origin = f"{shown(path)}, stage {name!r}"
         own = origins | dict.fromkeys(_dotted_keys(changes), origin)
-        stage, own = _overridden(_merged(shared, changes), own, overrides)
+        stage, own = _overridden(_merged(shared, changes), own, overrides, to_plan)
         recipe = _validate(_placed(stage, name, recipes), own, shown(path))
         if recipes:
             check_follows(recipes[-1], recipes[-1].run_dir, recipe, origin)
@@ -174,7 +179,7 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 
 
 def _overridden(
-    values: Values, origins: Origins, overrides: Sequence[str]
+    values: Values, origins: Origins, overrides: Sequence[str], to_plan: bool = False
 ) -> tuple[Values, Origins]:
     """Values with what the command line says, and where each came from then."""
     for override in overrides:
@@ -189,19 +194,22 @@ def _overridden(
             nested = {part: nested}
         values = _merged(values, nested)
         origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
-    return _with_files(values), origins
+    return _with_files(values, to_plan), origins
 
 
-def _with_files(values: Values) -> Values:
+def _with_files(values: Values, to_plan: bool) -> Values:
     """Values with what the files hold that the section of attention names."""
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
-    if not isinstance(attention, dict):
+    if not isinstance(model, dict) or not isinstance(attention, dict):
         return values
     kind = attention.get("kind")
     if not isinstance(kind, str) or kind not in VARIANTS:
         return values
-    return _merged(values, {"model": {"attention": dict(VARIANTS[kind].with_files(attention))}})
+    # The Transformer of the pair needs no file of the kind that it replaces.
+    may_be_missing = to_plan or model.get("baseline") is True
+    read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
+    return _merged(values, {"model": {"attention": dict(read)}})
 
 
 def _placed(values: Values, name: str, before: Sequence[Recipe]) -> Values:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    PrivateAttr,
     SerializeAsAny,
     ValidationInfo,
     field_validator,
@@ -25,7 +26,7 @@ from diffmegatron.config.optimizer import OptimizerConfig
 from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
 from diffmegatron.config.recovery import CheckpointConfig, GuardConfig, WatchdogConfig
 from diffmegatron.config.rope import RopeScaling
-from diffmegatron.config.trainable import check_trainable
+from diffmegatron.config.trainable import check_trainable, of_the_pair
 from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Seed, Size, SizeOrNone
 
 
@@ -72,6 +73,7 @@ class ModelConfig(Section):
     tied_embeddings: bool = False
     lora: LoraConfig | None = None
     initialization: Initialization = Initialization()
+    _replaced: Variant | None = PrivateAttr(default=None)
 
     @field_validator("attention", mode="before")
     @classmethod
@@ -87,7 +89,15 @@ class ModelConfig(Section):
         sized = attention.sized(others.data["hidden_size"])
         if "num_layers" in others.data:
             sized.check_layers(others.data["num_layers"])
-        return sized.baseline() if others.data["baseline"] else sized
+        return sized
+
+    @model_validator(mode="after")
+    def _of_the_pair(self) -> Self:
+        if not self.baseline or self._replaced is not None:
+            return self
+        pair = self.model_copy(update={"attention": self.attention.baseline()})
+        pair._replaced = self.attention
+        return pair
 
     @model_validator(mode="after")
     def _padding_leaves_tokens(self) -> Self:
@@ -97,6 +107,11 @@ class ModelConfig(Section):
                 f"{self.vocab_size}; it counts the rows at its end that pad it"
             )
         return self
+
+    @property
+    def replaced(self) -> Variant | None:
+        """The attention in whose place ``baseline`` has put its Transformer's."""
+        return self._replaced
 
     @property
     def tokens(self) -> int:
@@ -181,6 +196,11 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+
+    @field_validator("optimizer", mode="after")
+    @classmethod
+    def _of_the_pair(cls, optimizer: OptimizerConfig, others: ValidationInfo) -> OptimizerConfig:
+        return of_the_pair(optimizer, others.data["model"]) if "model" in others.data else optimizer
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -1,6 +1,7 @@
 """The stages of a recipe: what each may be called, and whether it can follow the one before."""
 
 import re
+from os.path import realpath
 from typing import Any
 
 from diffmegatron.attention.variants import Variant
@@ -72,6 +73,9 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
+    # An import names its own folder in full.
+    if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
+        free |= {"data.tokenizer"}
     for key, value in is_now.items():
         is_new_lora = key == "model.lora" and was.get(key) is None
         if key not in free and not is_new_lora and was.get(key) != value:

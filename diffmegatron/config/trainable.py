@@ -6,19 +6,21 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from diffmegatron.config.optimizer import OptimizerConfig
 from diffmegatron.config.tensors import (
     LORA_A,
     LORA_B,
     NamedTensor,
     in_layer,
     layer_tensors,
+    network_tensors,
     outer_tensors,
     stage_tensors,
 )
 from diffmegatron.files import clipped
 
 if TYPE_CHECKING:
-    from diffmegatron.config.schema import Recipe
+    from diffmegatron.config.schema import ModelConfig, Recipe
 
 # More than any network of this kind has; a pattern is compared with every name.
 MAX_LAYERS = 1024
@@ -60,6 +62,28 @@ def learning_rate_factor(name: str, recipe: "Recipe") -> float:
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
 
+def of_the_pair(optimizer: OptimizerConfig, model: "ModelConfig") -> OptimizerConfig:
+    """Without the patterns that name only what ``model.baseline`` has taken away.
+
+    So a recipe and its Transformer differ in ``model.baseline`` alone. A pattern that neither has a
+    tensor for stays, to be refused.
+    """
+    if model.replaced is None or model.num_layers > MAX_LAYERS:
+        return optimizer
+    left = list(network_tensors(model))
+    gone = list(network_tensors(model.model_copy(update={"attention": model.replaced})))
+
+    def stays(pattern: str) -> bool:
+        return _names_some(pattern, left) or not _names_some(pattern, gone)
+
+    factors = optimizer.lr_multipliers
+    changed = {"lr_multipliers": {each: factors[each] for each in factors if stays(each)}}
+    if optimizer.trainable is None:
+        return optimizer.model_copy(update=changed)
+    trainable = tuple(filter(stays, optimizer.trainable))
+    return optimizer.model_copy(update={**changed, "trainable": trainable})
+
+
 def check_trainable(recipe: "Recipe") -> None:
     """Check that every pattern means something, and that every pipeline stage trains something.
 
@@ -78,7 +102,7 @@ def check_trainable(recipe: "Recipe") -> None:
     stages = [list(stage_tensors(recipe, n)) for n in range(recipe.parallel.pipeline)]
     tensors = [tensor for stage in stages for tensor in stage]
     for pattern in patterns or ():
-        if not any(_matches(pattern, each.name, part) for each in tensors for part in _parts(each)):
+        if not _names_some(pattern, tensors):
             raise _no_match("optimizer.trainable", pattern, recipe)
     trained = [[each for each in stage if trained_parts(each, recipe)] for stage in stages]
     if not any(trained):
@@ -110,6 +134,10 @@ def _check_multipliers(trained: Iterable[NamedTensor], recipe: "Recipe") -> None
             unused.pop(pattern, None)
     for pattern in unused:
         raise _no_match("optimizer.lr_multipliers", pattern, recipe)
+
+
+def _names_some(pattern: str, tensors: Iterable[NamedTensor]) -> bool:
+    return any(_matches(pattern, each.name, part) for each in tensors for part in _parts(each))
 
 
 def _matches(pattern: str, name: str, part: str) -> bool:

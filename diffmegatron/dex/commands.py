@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from diffmegatron.attention.variants.dex import SHARE
+
 app = typer.Typer(
     help="Differential extension of a pretrained model: choose its heads.", no_args_is_help=True
 )
@@ -30,7 +32,7 @@ def select(
     ] = "entropy",
     share: Annotated[
         float, typer.Option(min=0, max=1, help="Of each layer's heads, at least one head")
-    ] = 0.5,
+    ] = SHARE,
     sequences: Annotated[int, typer.Option(min=1, help="Of training.seq_length tokens")] = 64,
 ) -> None:
     """Score every head of a model on text and write those that DEX is to extend.

@@ -9,8 +9,9 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from diffmegatron.attention.context.gather import whole_sequence
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
@@ -33,11 +34,11 @@ class Score(ABC):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], topology: Topology
     ) -> tuple[Sums, float]:
-        """What is to be summed over the data-parallel ranks, and divided by the sum of the other.
+        """What is to be summed over data and context-parallel ranks, and what that is divided by.
 
         Args:
             network: this rank's.
-            microbatches: of this rank, whole sequences.
+            microbatches: of this rank.
             topology: where it stands.
         """
 
@@ -50,7 +51,10 @@ class Entropy(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], topology: Topology
     ) -> tuple[Sums, float]:
-        """As :class:`Score` says; the number of queries."""
+        """As :class:`Score` says; the number of queries.
+
+        Ranks that share sequences gather their queries and keys, and take blocks of them in turn.
+        """
         found: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
         def observe(layer: SelfAttention, query: Tensor, key: Tensor, ends: Tensor | None) -> None:
@@ -82,16 +86,19 @@ class Gradient(Score):
             by_head = (heads.double() * gradient.double()).unflatten(
                 2, (-1, layer.variant.heads.head_dim)
             )
-            of_sequences = by_head.sum((0, 3)).abs().sum(0)
-            found[layer.layer_number] = found[layer.layer_number] + of_sequences.cpu()
+            of_sequences = by_head.sum((0, 3))
+            # The sign is that of the whole sequence.
+            distributed.all_reduce(of_sequences, group=layer.context_group)
+            found[layer.layer_number] = found[layer.layer_number] + of_sequences.abs().sum(0).cpu()
 
         with _watched(network, lambda layer: _differentiated(layer, partial(add, layer))):
             forward_backward(_Plain(network), microbatches, topology)
         network.zero_grad(set_to_none=True)
-        # forward_backward multiplies the loss by the ranks over which DeepSpeed would average.
-        return {layer: value / topology.data_size for layer, value in found.items()}, (
-            1 / topology.data_size
-        )
+        # forward_backward multiplies the loss by the ranks over which DeepSpeed would average, and
+        # each of those that share a sequence has found all of it.
+        ranks = topology.data_size * topology.context_size
+        scale = 1 / (ranks * topology.context_size)
+        return {layer: value * scale for layer, value in found.items()}, 1 / ranks
 
 
 class _Plain:
@@ -142,21 +149,27 @@ def _differentiated(
 def _entropies(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Summed over the queries, float64 [heads]."""
+    """Summed over this rank's share of the queries, float64 [heads]."""
+    group = layer.context_group
+    if group.size() > 1:
+        query, key = (whole_sequence(x, group) for x in (query, key))
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
     # Rows end to end [b s, heads, d].
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     queries = queries / math.sqrt(query.shape[3])
+    blocks = [
+        (first, start, min(start + _QUERIES, end))
+        for first, end in pairwise(ends)
+        for start in range(first, end, _QUERIES)
+    ]
     sums = torch.zeros(query.shape[2], dtype=torch.float64)
     for mine, theirs in layer.variant.heads.meetings(key.shape[2]):
-        for first, end in pairwise(ends):
-            for start in range(first, end, _QUERIES):
-                last = min(start + _QUERIES, end)
-                scores = torch.einsum(
-                    "qhd,kd->hqk", queries[start:last, mine], keys[first:last, theirs]
-                )
-                later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-                scores = scores.masked_fill(later.triu(1 + start - first), -torch.inf)
-                sums[mine] += torch.special.entr(scores.softmax(-1)).sum((1, 2)).double().cpu()
+        for first, start, last in blocks[group.rank() :: group.size()]:
+            scores = torch.einsum(
+                "qhd,kd->hqk", queries[start:last, mine], keys[first:last, theirs]
+            )
+            later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill(later.triu(1 + start - first), -torch.inf)
+            sums[mine] += torch.special.entr(scores.softmax(-1)).sum((1, 2)).double().cpu()
     return sums

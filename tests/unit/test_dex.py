@@ -1,5 +1,6 @@
 """DEX: lambda's annealing, the section with its file of heads, and the fold into W_O."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import torch
 from test_hf_layout import make_recipe, make_tokens, make_weights, paper_logits
 
 from diffmegatron.attention.variants.dex import LAMBDA_LEARN, PROJECTION, Dex
+from diffmegatron.cli import app
+from diffmegatron.config.load import check_recipe, load_recipe
+from diffmegatron.errors import UserError
 from diffmegatron.hf.layout import from_hf, to_hf
 from diffmegatron.model.accounting import count_flops, count_parameters
+from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 
 SELECTED = [[0, 3], [], [1, 2, 5]]
@@ -130,8 +135,74 @@ def test_what_does_not_fit_is_refused(changes, said):
 def test_a_file_of_another_model_or_none_is_one_sentence(old, new, said, heads_file):
     with pytest.raises(ValueError, match=said):
         recipe_of(heads_file(old, new))
-    with pytest.raises(ValueError, match=r"cannot read nowhere\.yaml"):
+    with pytest.raises(ValueError, match=r"cannot read nowhere\.yaml, the file of model"):
         recipe_of("nowhere.yaml")
+
+
+# A file that is not written yet
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+
+
+def extended(heads: object) -> str:
+    """Overrides the quickstart's attention; it has 4 layers."""
+    return (
+        f"model.attention={{kind: dex, num_heads: 8, annealing_steps: 9, selected_heads: {heads}}}"
+    )
+
+
+def test_a_plan_of_heads_that_nobody_has_selected_counts_half_of_them(tmp_path, capsys):
+    missing = tmp_path / "heads.yaml"
+    found, expected = (
+        plan_recipe(load_recipe(QUICKSTART, [extended(heads)], to_plan=True))
+        for heads in (missing, [[1, 2, 4, 7]] * 4)
+    )
+    assert found == expected
+    rehearsal = small_recipe(
+        load_recipe(QUICKSTART, [extended(missing)], to_plan=True), None, tmp_path
+    )
+    heads = rehearsal.recipe.model.attention.num_heads
+    assert rehearsal.recipe.model.attention.selected_heads == (tuple(range(heads // 2)),)
+    for more in ([], ["--json"], ["--search", "2"]):
+        app(["plan", str(QUICKSTART), extended(missing), *more], standalone_mode=False)
+        out, said = capsys.readouterr()
+        assert f"{missing}, the file of model.attention.selected_heads, is not written" in said
+        assert "4 of the 8 heads of every layer, a --share of 0.5" in said
+        assert said.count("\n") == 1
+        if more == ["--json"]:
+            json.loads(out)
+    app(["plan", str(QUICKSTART), extended([[0]] * 4)], standalone_mode=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_it_is_refused_wherever_a_network_is_built(tmp_path):
+    missing = tmp_path / "heads.yaml"
+    said = rf"write it by 'diffmegatron dex select MODEL --data PREFIX --out {missing}'"
+    with pytest.raises(UserError, match=said):
+        app(["train", str(QUICKSTART), extended(missing)], standalone_mode=False)
+    with pytest.raises(UserError, match=said):
+        load_recipe(QUICKSTART, [extended(missing)])
+    model = load_recipe(QUICKSTART, [extended(missing)], to_plan=True).model
+    with pytest.raises(UserError, match=said):
+        dict(to_hf(make_weights(model), model, step=3))
+    # Saved and read again it stays no list of heads.
+    with pytest.raises(UserError, match=r"selected_heads is \{'file': "):
+        check_recipe(
+            load_recipe(QUICKSTART, [extended(missing)], to_plan=True).model_dump(), "saved"
+        )
+
+
+def test_a_file_that_is_there_is_read_by_a_plan_too(tmp_path, heads_file):
+    broken = heads_file("share: 0.5", "share: 2")
+    with pytest.raises(UserError, match="is no file of 'diffmegatron dex select': share"):
+        load_recipe(QUICKSTART, [extended(broken)], to_plan=True)
+    with pytest.raises(UserError, match="is a folder, not a file"):
+        load_recipe(QUICKSTART, [extended(tmp_path)], to_plan=True)
+
+
+def test_the_transformer_of_the_pair_needs_no_file(tmp_path):
+    overrides = [extended(tmp_path / "heads.yaml"), "model.baseline=true"]
+    assert load_recipe(QUICKSTART, overrides).model.attention.kind == "softmax"
 
 
 # Costs

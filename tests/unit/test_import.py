@@ -303,6 +303,14 @@ def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> N
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
+# Of the docs' controls, patterns of the tensors that they train.
+CONTROLS = {
+    "without_term": r"linear_(qkv|proj)\.weight",
+    "full": "",
+    "low_rank": "^$",
+}
+
+
 def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of docs/pretrained.md, on a tiny model and at sizes for it."""
     text = (Path(__file__).parents[2] / "docs/pretrained.md").read_text()
@@ -327,7 +335,8 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         app([name, *arguments, *added.get(name, [])], standalone_mode=False)
         names.append(name)
     again = ["plan", "train", "export"]
-    assert names == ["import", "prepare", *again, "dex", *again, *again]
+    controls = ["train"] * 3
+    assert names == ["import", "prepare", *again, "dex", *again, *controls, *again]
     before = all_tensors(Path("models/smollm2"))
     query = "model.layers.0.self_attn.q_proj.weight"
     for out, is_trained in (("continued_hf", True), ("dex_hf", False), ("lora_hf", True)):
@@ -338,3 +347,28 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(after[query], before[query]) != is_trained, out
         output = "model.layers.0.self_attn.o_proj.weight"
         assert not torch.equal(after[output], before[output]), out
+    # What each control of DEX has trained of the model, and the whole of it.
+    imported = open_checkpoint(Path("runs/smollm2") / CHECKPOINT).tensors
+    for run, trained in CONTROLS.items():
+        after = open_checkpoint(Path(f"runs/{run}/checkpoints/step_00000002")).tensors
+        changed = {
+            name
+            for name in imported.names()
+            if not torch.equal(after.whole("weight", name), imported.whole("weight", name))
+        }
+        assert changed == {name for name in imported.names() if re.search(trained, name)}, run
+        added = {name.rpartition(".")[2] for name in {*after.names()} - {*imported.names()}}
+        assert added == ({"lora_a", "lora_b"} if run == "low_rank" else set())
+    after, rows = (
+        tensors.whole("weight", "decoder.layers.1.self_attention.linear_qkv.weight").unflatten(
+            0, (3, 5, 8)
+        )
+        for tensors in (
+            open_checkpoint(Path("runs/without_term/checkpoints/step_00000002")).tensors,
+            imported,
+        )
+    )
+    # Of a key-value head three queries, its key and its value.
+    assert torch.equal(after[:, :3], rows[:, :3])
+    assert not torch.equal(after[:, 3], rows[:, 3])
+    assert not torch.equal(after[:, 4], rows[:, 4])

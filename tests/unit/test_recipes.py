@@ -1,14 +1,19 @@
 """Every recipe in configs/ against the paper's numbers, typed here a second time."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from diffmegatron.config.load import load_recipe, load_stages
-from diffmegatron.config.schema import Recipe
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.stages import check_follows
+from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.trainable import learning_rate_factor, trained_parts
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting import count_parameters
+from diffmegatron.hf.configuration import model_section, read_config
+from diffmegatron.model.accounting import count_parameters, count_trained
 from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 
@@ -41,22 +46,35 @@ THREE_BILLION = {
 
 
 # What a recipe's name begins with; longer ones first.
-KINDS = {"diff_v2": "diff_v2", "grouped": "grouped", "diff": "diff_v1", "transformer": "softmax"}
+KINDS = {
+    "diff_v2": "diff_v2",
+    "grouped": "grouped",
+    "diff": "diff_v1",
+    "transformer": "softmax",
+    "continue_diffllama": "diff_v1",
+    "continue_llama": "softmax",
+}
 
 
 def kind_of(name: str) -> str:
     """The kind of attention that a recipe's name promises."""
-    stem = name.rpartition("/")[2]
+    folder, _, stem = name.rpartition("/")
+    if folder == "dex":
+        return "dex"
     return next(kind for begins, kind in KINDS.items() if stem.startswith(begins))
 
 
 def load(name: str) -> Recipe:
-    return load_recipe(CONFIGS / f"{name}.yaml")
+    return load_recipe(CONFIGS / f"{name}.yaml", to_plan=True)
+
+
+def stages(name: str) -> tuple[Recipe, ...]:
+    return load_stages(CONFIGS / f"{name}.yaml", to_plan=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_loads_and_plans(name):
-    for recipe in load_stages(CONFIGS / f"{name}.yaml"):
+    for recipe in stages(name):
         plan = plan_recipe(recipe)
         assert plan.tokens >= recipe.training.total_steps
         if name != "quickstart":
@@ -81,7 +99,7 @@ def test_the_long_context_stage_is_section_3_3(prefix):
 
 @pytest.mark.parametrize("prefix", ["diff", "transformer"])
 def test_the_math_stages_are_appendix_c(prefix):
-    continuation, reasoning = load_stages(CONFIGS / f"{prefix}_3b_math.yaml")
+    continuation, reasoning = stages(f"{prefix}_3b_math")
     assert continuation.checkpoint.start_from == load(f"{prefix}_3b_64k").run_dir
     assert continuation.training.tokens == 20 * 10**9
     assert continuation.optimizer.lr == 8e-5
@@ -213,6 +231,158 @@ def test_the_350b_run_is_the_1t_run_cut_short():
     assert long == short
 
 
+# What the published config.json of a model says of its network, and its published parameters.
+LLAMA_3 = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN2_5 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+
+
+def sizes(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+    }
+
+
+ONE_B = LLAMA_3 | sizes(2048, 16, 32, 8192) | {"head_dim": 64}
+EIGHT_B = {"rope_scaling": LLAMA_3["rope_scaling"] | {"factor": 8.0}, "tie_word_embeddings": False}
+PRETRAINED = {
+    "dex/llama_3.1_8b": (LLAMA_3 | sizes(4096, 32, 32, 14336) | EIGHT_B, 8.03e9),
+    "dex/llama_3.2_3b": (LLAMA_3 | sizes(3072, 28, 24, 8192) | {"head_dim": 128}, 3.21e9),
+    "dex/llama_3.2_1b": (ONE_B, 1.24e9),
+    "dex/qwen2.5_1.5b": (QWEN2_5 | sizes(1536, 28, 12, 8960), 1.54e9),
+    "dex/qwen2.5_0.5b": (QWEN2_5 | sizes(896, 24, 14, 4864), 0.494e9),
+    "continue_llama_3.2_1b": (ONE_B, 1.24e9),
+    "continue_diffllama_1b": (ONE_B | {"model_type": "diffllama", "lambda_std_dev": 0.1}, 1.24e9),
+}
+DEX = sorted(name for name in PRETRAINED if name.startswith("dex/"))
+# Those of docs/pretrained.md.
+CONTROLS = {
+    "without the term": ["model.baseline=true"],
+    "full": ["model.baseline=true", "optimizer.trainable=null", "optimizer.lr=1e-5"],
+    "lora": [
+        "model.baseline=true",
+        "optimizer.trainable=null",
+        "model.lora={rank: 16, alpha: 32}",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
+    fields, parameters = PRETRAINED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    imported = ModelConfig.model_validate(model_section(read_config(tmp_path), 0))
+    assert count_parameters(imported).total == pytest.approx(parameters, abs=0.006e9)
+    recipe = load(name)
+    attention = recipe.model.attention.foundation() or recipe.model.attention
+    own = recipe.model.model_copy(update={"attention": attention})
+    assert own.model_dump() == imported.model_dump()
+    # As an import writes it.
+    folder = recipe.checkpoint.start_from
+    tokenizer = recipe.data.model_copy(
+        update={"tokenizer": str(Path(folder).resolve() / "hugging_face")}
+    )
+    before = recipe.model_copy(update={"model": imported, "data": tokenizer})
+    check_follows(before, folder, recipe, name)
+    other = before.data.model_copy(update={"tokenizer": "runs/other/hugging_face"})
+    with pytest.raises(UserError, match=r"has data\.tokenizer 'runs/other/hugging_face'"):
+        check_follows(before.model_copy(update={"data": other}), folder, recipe, name)
+
+
+@pytest.mark.parametrize("name", DEX)
+def test_the_recipes_of_dex_are_the_papers_setting(name):
+    recipe = load(name)
+    training, optimizer = recipe.training, recipe.optimizer
+    assert training.seq_length == 32_768
+    assert training.tokens == 887_000_000
+    assert training.tokens_per_step == 2**20
+    assert training.total_steps == 846
+    assert [source.weight for source in recipe.data.sources] == [74.3, 6.5, 7.9, 11.3]
+    assert (optimizer.lr, optimizer.schedule.kind) == (1e-4, "cosine")
+    assert optimizer.schedule.warmup(846) == 25
+    attention = recipe.model.attention
+    assert attention.annealing_steps == 423
+    trained = {
+        tensor.name.partition("self_attention.")[2]: trained_parts(tensor, recipe)
+        for tensor in network_tensors(recipe.model)
+        if trained_parts(tensor, recipe)
+    }
+    assert trained == {
+        "linear_qkv.weight": ("k", "v"),
+        "linear_proj.weight": ("",),
+        "dex_projection": ("",),
+        "lambda_learn": ("",),
+    }
+    factors = {
+        own: learning_rate_factor(own, recipe) for own in ("a.lambda_learn", "a.linear_proj.weight")
+    }
+    assert factors == {"a.lambda_learn": 30, "a.linear_proj.weight": 1}
+    assert f"{recipe.checkpoint.start_from}_heads.yaml" in (attention.assumption or "")
+
+
+@pytest.mark.parametrize("name", sorted(PRETRAINED))
+def test_the_recipes_of_pretrained_models_fit_8_a100_and_so_do_the_controls(name):
+    layout = None
+    for overrides in ([], *(CONTROLS.values() if name in DEX else ())):
+        recipe = load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=True)
+        plan = plan_recipe(recipe, 8, "A100")
+        assert plan.warnings == ()
+        assert plan.heaviest.total < 0.9 * 80 * 2**30
+        layout = layout or plan.layout
+        assert plan.layout == layout
+
+
+@pytest.mark.parametrize("name", DEX)
+def test_a_control_is_one_change_of_the_recipe(name):
+    dex, control, full, lora = (
+        load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=not overrides)
+        for overrides in ([], *CONTROLS.values())
+    )
+    own = {"*.dex_projection", "*.lambda_learn"}
+    assert {*dex.optimizer.trainable} - {*control.optimizer.trainable} == own
+    layers, d = dex.model.num_layers, dex.model.attention.head_dim
+    assert count_trained(dex) - count_trained(control) == layers * (d * d + 1)
+    assert count_trained(full) == count_parameters(full.model).total
+    assert full.optimizer.lr == 1e-5
+    assert count_trained(lora) == count_parameters(lora.model).total - count_trained(full)
+    for recipe in (control, full, lora):
+        assert recipe.model.attention == dex.model.attention.baseline()
+        assert recipe.optimizer.lr_multipliers == {}
+        assert (recipe.training, recipe.data) == (dex.training, dex.data)
+
+
 # Layouts of named numbers of GPUs, for a pair each.
 AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
     f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
@@ -260,8 +430,9 @@ def test_the_64k_recipe_shares_a_sequence_over_a_node():
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"quickstart"}))
 def test_every_recipe_has_a_rehearsal_that_its_layout_allows(name, tmp_path):
-    for recipe in load_stages(CONFIGS / f"{name}.yaml"):
+    for recipe in stages(name):
         ranks = AT_SCALE.get(name.rpartition("/")[2].partition("_")[2])
+        ranks = 8 if name in PRETRAINED else ranks
         rehearsal = small_recipe(recipe, ranks, tmp_path)
         small = rehearsal.recipe
         assert small.data_parallel(rehearsal.world_size) in (1, 2)
@@ -316,6 +487,7 @@ LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
     "name", sorted(name for name in set(NAMES) - LONG - {"quickstart"} if "at_scale" not in name)
 )
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
-    """The 3B recipes say two data-parallel ranks; the others fit on the fewest there are."""
-    ranks = 2 if name in THREE_BILLION else None
+    """The 3B recipes say two data-parallel ranks, those of pretrained models 8 ranks; the others
+    fit on the fewest there are."""
+    ranks = 2 if name in THREE_BILLION else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()

@@ -10,6 +10,7 @@ from torch import Tensor
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.load import check_recipe
 from diffmegatron.config.lora import LoraConfig
 from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable import trained_parts
@@ -185,8 +186,12 @@ def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_rec
             "'decoder.layers.*.self_attention.linear_qkv.weight:",
         ),
         (
+            ["model.baseline=true", "optimizer.trainable=['*.mlp.*', '*.lambda_q3']"],
+            "optimizer.trainable has '*.lambda_q3', which matches no tensor",
+        ),
+        (
             ["model.baseline=true", "optimizer.trainable=['*.lambda_q1']"],
-            "which matches no tensor",
+            "optimizer.trainable is [], which freezes every tensor",
         ),
         (["optimizer.trainable=[]"], "optimizer.trainable is [], which freezes every tensor"),
         (
@@ -211,6 +216,20 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(overrides, sentence, tiny_
     with pytest.raises(UserError) as caught:
         tiny_recipe(*overrides)
     assert sentence in str(caught.value)
+
+
+def test_the_baseline_leaves_out_the_patterns_of_what_it_takes_away(tiny_recipe):
+    patterns = "optimizer.trainable=['*.lambda_?1', '*.linear_qkv.weight:[kv]', '*.self_*.*']"
+    factors = "optimizer.lr_multipliers={'*.lambda_q1': 5, '*.linear_qkv.*': 2}"
+    recipe = tiny_recipe(patterns, factors, "model.baseline=true")
+    assert recipe.optimizer.trainable == ("*.linear_qkv.weight:[kv]", "*.self_*.*")
+    assert recipe.optimizer.lr_multipliers == {"*.linear_qkv.*": 2}
+    assert check_recipe(recipe.model_dump(mode="json"), "saved").optimizer == recipe.optimizer
+    whole = tiny_recipe("model.baseline=true", "optimizer.lr_multipliers={'*.lambda_*': 5}")
+    assert whole.optimizer.trainable is None
+    assert whole.optimizer.lr_multipliers == {}
+    with pytest.raises(UserError, match=r"lr_multipliers has '\*\.lambda_x', which matches no"):
+        tiny_recipe("model.baseline=true", "optimizer.lr_multipliers={'*.lambda_x': 5}")
 
 
 def test_a_rehearsal_trains_the_same_of_fewer_layers(tiny_recipe, tmp_path):

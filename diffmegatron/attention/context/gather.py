@@ -32,7 +32,7 @@ def gathered_attention(
         [s, b, heads, e].
     """
     size, rank = group.size(), group.rank()
-    key, value = (to_sequence_order(_gather(x, group), size) for x in (key, value))
+    key, value = (whole_sequence(x, group) for x in (key, value))
     length = query.shape[0] // 2
     outs = []
     for chunk, number in zip(query.chunk(2), rank_chunks(rank, size), strict=True):
@@ -41,8 +41,14 @@ def gathered_attention(
     return torch.cat(outs)
 
 
-def _gather(local: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' parts along the first dimension; the backward sums each rank's part."""
-    return gather_from_sequence_parallel_region(
+def whole_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
+    """The sequence along the first dimension; the backward sums each rank's part.
+
+    Args:
+        local: this rank's zigzag part.
+        group: the context-parallel ranks.
+    """
+    by_rank = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
     )
+    return to_sequence_order(by_rank, group.size())

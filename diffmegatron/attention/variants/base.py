@@ -134,8 +134,15 @@ class Variant(Section, ABC):
     free_keys: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def with_files(cls, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_files(
+        cls, section: Mapping[str, Any], *, may_be_missing: bool = False
+    ) -> Mapping[str, Any]:
         """A recipe's section with the content of the files that its keys may name.
+
+        Args:
+            section: as the recipe says it.
+            may_be_missing: a file that is not there yet is no mistake; :attr:`assumption` says
+                what is taken in its place.
 
         Raises:
             UserError: one cannot be read, or is of another kind.
@@ -218,6 +225,11 @@ class Variant(Section, ABC):
     @property
     def fingerprint(self) -> str | None:
         """Of the weights that the section was made for; those of its foundation must have it."""
+        return None
+
+    @property
+    def assumption(self) -> str | None:
+        """What a plan takes in the place of a file that is not written yet, in a sentence."""
         return None
 
     @property

@@ -9,12 +9,21 @@ lambda_learn belong to the layer. t is the number of optimizer steps done. Since
 a checkpoint of any step is an ordinary Transformer: (I - lambda W_D) goes into the rows of W_O.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
@@ -36,6 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
+# Of each layer's heads: what ``dex select`` chooses unless told, and a plan made before it assumes.
+SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
 
@@ -54,6 +65,25 @@ class HeadsFile(Section):
     method: Literal["entropy", "gradient"]
     share: float = Field(gt=0, le=1)
     heads: Heads
+
+
+@dataclass(frozen=True)
+class Unselected:
+    """In the place of heads: the file that will have them is not written yet. No YAML says it."""
+
+    file: str
+
+
+def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
+    """Of a union pydantic would name both members in the sentence on a wrong head."""
+
+    def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
+        return value if isinstance(value, Unselected) else check_heads(value)
+
+    return core_schema.no_info_wrap_validator_function(check, schema_of(Heads))
+
+
+SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), SerializeAsAny()]
 
 
 class ProjectionInit(Section):
@@ -83,14 +113,15 @@ class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
     ``selected_heads`` are query heads by layer, numbered from 0 as Hugging Face does, or a file of
-    ``diffmegatron dex select``: the resolved recipe has its numbers. ``annealing_steps`` is T; null
+    ``diffmegatron dex select``: the resolved recipe has its numbers. A plan may be made before that
+    file is, and counts ``SHARE`` of every layer's heads. ``annealing_steps`` is T; null
     takes lambda_learn from the first step on, as for going on with a model that has been through
     it. lambda_learn starts at ``lambda_learn_init``: with W_D at zero, both at zero would move by
     the annealed term alone.
     """
 
     kind: Literal["dex"] = "dex"  # type: ignore[assignment]
-    selected_heads: Heads
+    selected_heads: SelectedHeads
     selected_on: SelectedOn | None = None
     annealing_steps: Count | None
     projection_init: ProjectionInit = ProjectionInit()
@@ -104,11 +135,17 @@ class Dex(Softmax):
     )
 
     @classmethod
-    def with_files(cls, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_files(
+        cls, section: Mapping[str, Any], *, may_be_missing: bool = False
+    ) -> Mapping[str, Any]:
         """With the heads of the file that ``selected_heads`` names, and what they were found on."""
         path = section.get("selected_heads")
         if not isinstance(path, str):
             return section
+        if _is_missing(path):
+            if not may_be_missing:
+                raise _not_selected(path)
+            return {**section, "selected_heads": Unselected(path)}
         file = _read_heads(Path(path)).model_dump(mode="json")
         return {**section, "selected_heads": file["heads"], "selected_on": file["model"]}
 
@@ -122,6 +159,8 @@ class Dex(Softmax):
                 f"heads and num_heads is {self.num_heads}; select them on the model that the run "
                 "starts with"
             )
+        if isinstance(self.selected_heads, Unselected):
+            return
         if not any(self.selected_heads):
             raise ValueError(
                 "model.attention.selected_heads selects no head; give the numbers of some in at "
@@ -137,6 +176,8 @@ class Dex(Softmax):
 
     def check_layers(self, num_layers: int) -> None:
         """As :class:`Variant` says."""
+        if isinstance(self.selected_heads, Unselected):
+            return
         if len(self.selected_heads) != num_layers:
             raise ValueError(
                 f"model.attention.selected_heads has {len(self.selected_heads)} layers and "
@@ -144,8 +185,8 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """With half of the heads selected."""
-        half = tuple(range(max(1, sizes["num_heads"] // 2)))
+        """With the first of the heads selected."""
+        half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
 
@@ -173,7 +214,30 @@ class Dex(Softmax):
         )
 
     @property
+    def assumption(self) -> str | None:
+        """That heads are counted which nobody has selected yet."""
+        if not isinstance(self.selected_heads, Unselected):
+            return None
+        return (
+            f"{shown(Path(self.selected_heads.file))}, the file of model.attention.selected_heads, "
+            f"is not written yet: counted are {_assumed(self.num_heads)} of the {self.num_heads} "
+            f"heads of every layer, a --share of {SHARE:g}"
+        )
+
+    def _selected(self, layer: int) -> tuple[int, ...]:
+        """The selected heads of a layer, by its global number, from 1.
+
+        Raises:
+            UserError: the file that will have them is not written yet.
+        """
+        if isinstance(self.selected_heads, Unselected):
+            raise _not_selected(self.selected_heads.file)
+        return self.selected_heads[layer - 1]
+
+    @property
     def _selected_per_layer(self) -> float:
+        if isinstance(self.selected_heads, Unselected):
+            return _assumed(self.num_heads)
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
@@ -218,7 +282,7 @@ class Dex(Softmax):
 
     def _runs(self, layer: Layer) -> list[int]:
         """Lengths of the runs of this rank's heads, others and selected in turn, others first."""
-        selected = {*self.selected_heads[layer.layer_number - 1]}
+        selected = {*self._selected(layer.layer_number)}
         runs = groupby(head in selected for head in layer.share(self.num_heads))
         lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
         before = [0] if lengths[0][0] else []
@@ -247,7 +311,7 @@ class Dex(Softmax):
         is, and W_D and lambda_learn at zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
-        selected = self.selected_heads[layer - 1]
+        selected = self._selected(layer)
 
         def fold(weight: "Tensor", projection: "Tensor", learnt: "Tensor") -> tuple["Tensor", ...]:
             by_head = weight.double().unflatten(1, (-1, d)).clone()
@@ -268,6 +332,28 @@ class Dex(Softmax):
         }
         rules[rules.index(output)] = hf.WeightRule(folded, output.theirs, fold, unfold)
         return rules
+
+
+def _assumed(num_heads: int) -> int:
+    return max(1, round(SHARE * num_heads))
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # which reading it says in a sentence
+        return False
+    return False
+
+
+def _not_selected(path: str) -> UserError:
+    return UserError(
+        f"cannot read {shown(Path(path))}, the file of model.attention.selected_heads: it is not "
+        "there; write it by 'diffmegatron dex select MODEL --data PREFIX --out "
+        f"{shown(Path(path))}'"
+    )
 
 
 def _read_heads(path: Path) -> HeadsFile:
