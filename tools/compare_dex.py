@@ -1,0 +1,251 @@
+"""Extend a pretrained model by DEX, beside its controls and beside other starts of the term.
+
+    python tools/compare_dex.py smollm2 texts --out benchmarks/results/dex_smollm2.json
+    python tools/compare_dex.py smollm2 texts --part arms --steps 24
+
+MODEL is a Hugging Face folder that ``diffmegatron import`` reads, TEXTS files or folders that
+``diffmegatron prepare`` does. Every run is ``diffmegatron train`` of one recipe with overrides, on
+the same batches of a seed; a run that is finished is not run again, so that the command goes on
+where it was stopped. Beside OUT.json it writes OUT.md and OUT.png.
+
+The part ``arms`` compares what is trained: DEX with heads by entropy and by gradient, its keys,
+values and output projections without the term, LoRA of as many parameters, everything. The part
+``starts`` compares how the term starts, over seeds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from diffmegatron.cli import quiet_libraries
+
+LENGTH = 512
+RECIPE = """
+extends: {work}/model/recipe.yaml
+run_dir: {work}/runs/unnamed
+checkpoint: {{start_from: {work}/model, interval: 1000000}}
+data: {{sources: [{{path: {work}/texts}}], validation_fraction: 0.05}}
+model:
+  attention:
+    kind: dex
+    selected_heads: {work}/entropy.yaml
+    annealing_steps: {steps}
+training:
+  seq_length: {length}
+  global_batch_size: {batch}
+  micro_batch_size: {batch}
+  steps: {steps}
+  precision: bf16
+  log_interval: 1
+  eval_interval: 1000000
+  eval_batches: {held_out}
+optimizer:
+  lr: 1.0e-4
+  schedule: {{kind: cosine, warmup_steps: null, warmup_ratio: 0.03, final_lr: 0}}
+  trainable:
+    - "*.linear_qkv.weight:[kv]"
+    - "*.self_attention.linear_proj.weight"
+    - "*.dex_projection"
+    - "*.lambda_learn"
+  lr_multipliers: {{"*.dex_projection": 30, "*.lambda_learn": 30}}
+"""
+PLAIN = ["model.baseline=true"]
+ALL = [*PLAIN, "optimizer.trainable=null"]
+# Words of the table, and overrides. A LoRA of rank 66 trains as much of SmolLM2-135M as DEX.
+ARMS: dict[str, tuple[str, list[str]]] = {
+    "dex-entropy": ("DEX, heads by entropy", []),
+    "dex-gradient": (
+        "DEX, heads by gradient",
+        ["model.attention.selected_heads={work}/gradient.yaml"],
+    ),
+    "control": ("W_K, W_V, W_O without the term", PLAIN),
+    "lora": ("LoRA of rank 66", [*ALL, "model.lora={{rank: 66, alpha: 132}}"]),
+    "full": ("everything, at 1e-5", [*ALL, "optimizer.lr=1e-5"]),
+}
+NORMAL = ["model.attention.projection_init={{kind: normal, scale: 0.02}}"]
+STARTS: dict[str, tuple[str, list[str]]] = {
+    "control": ("without the term", PLAIN),
+    "zero-30": ("W_D zero, 30 times the rate, T all steps", []),
+    "zero-30-half": (
+        "W_D zero, 30 times the rate, T half of the steps",
+        ["model.attention.annealing_steps={half}"],
+    ),
+    "zero-100": (
+        "W_D zero, 100 times the rate, T all steps",
+        ["optimizer.lr_multipliers={{'*.dex_projection': 100, '*.lambda_learn': 100}}"],
+    ),
+    "normal-30": ("W_D normal 0.02, 30 times the rate, T all steps", NORMAL),
+}
+
+
+def main() -> None:
+    """Run what is not finished of the parts, and write what came of them."""
+    arguments = parse_arguments()
+    quiet_libraries()
+    work = arguments.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    prepare(arguments.model, arguments.texts, work)
+    report: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "model": arguments.model.name,
+        "seq_length": LENGTH,
+    }
+    if arguments.part in ("arms", "both"):
+        report["arms"] = compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2))
+    if arguments.part in ("starts", "both"):
+        seeds = range(1, 1 + arguments.seeds)
+        report["starts"] = compare(work, "starts", STARTS, arguments.start_steps, 1, seeds)
+    write(report, arguments.out)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="what prepare reads")
+    parser.add_argument("--part", choices=("arms", "starts", "both"), default="both")
+    parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, of every arm")
+    parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, of every start")
+    parser.add_argument("--seeds", type=int, default=3, help="of every start")
+    parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
+    return parser.parse_args()
+
+
+def diffmegatron(*arguments: object) -> None:
+    """Run a command that a user could type, in this Python."""
+    command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
+    if (status := subprocess.run(command, check=False).returncode) != 0:
+        sys.exit(f"compare_dex: {' '.join(command[2:])!r} failed with exit status {status}")
+
+
+def prepare(model: Path, texts: list[Path], work: Path) -> None:
+    """Import the model, tokenise the texts and select heads by both methods, once."""
+    if not (work / "model").exists():
+        diffmegatron("import", model, work / "model")
+    if not (work / "texts.json").exists():
+        tokenizer = work / "model" / "hugging_face"
+        diffmegatron("prepare", *texts, "--output", work / "texts", "--tokenizer", tokenizer)
+    for method in ("entropy", "gradient"):
+        if not (out := work / f"{method}.yaml").exists():
+            selecting = ["--data", work / "texts", "--method", method, "--sequences", 8]
+            length = f"training.seq_length={LENGTH}"
+            diffmegatron("dex", "select", work / "model", length, *selecting, "--out", out)
+
+
+def compare(
+    work: Path,
+    part: str,
+    arms: dict[str, tuple[str, list[str]]],
+    steps: int,
+    batch: int,
+    seeds: range,
+) -> dict[str, Any]:
+    """Run the arms over seeds, those of a seed one after the other."""
+    recipe = work / f"{part}.yaml"
+    recipe.write_text(
+        RECIPE.format(work=work, steps=steps, length=LENGTH, batch=batch, held_out=16 // batch)
+    )
+    results: dict[str, Any] = {
+        name: {"words": words, "runs": []} for name, (words, _) in arms.items()
+    }
+    for seed in seeds:
+        for name, (_, overrides) in arms.items():
+            run_dir = work / "runs" / f"{part}-{name}-{steps}-{seed}"
+            chosen = [each.format(work=work, half=steps // 2) for each in overrides]
+            given = [f"run_dir={run_dir}", f"training.seed={seed}", *chosen]
+            diffmegatron("train", recipe, *given)
+            results[name]["runs"].append({"seed": seed} | outcome(run_dir))
+    return {"steps": steps, "tokens": steps * LENGTH * batch, "arms": results}
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """What a finished run has logged: held-out loss before and after, lambda, tokens per second."""
+    from diffmegatron.training.metrics import read_metrics
+
+    entries = list(read_metrics(run_dir))
+    held_out = [entry["valid/loss"] for entry in entries if "valid/loss" in entry]
+    last = next(entry for entry in reversed(entries) if "train/loss" in entry)
+    lambdas = [value for name, value in last.items() if name.startswith("attn/lambda_layer_")]
+    rates = [entry["perf/tokens_per_second"] for entry in entries if "train/loss" in entry]
+    return {
+        "loss_before": held_out[0],
+        "loss_after": held_out[-1],
+        "lambda_mean": statistics.mean(lambdas) if lambdas else None,
+        "tokens_per_second": statistics.median(rates),
+    }
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """The report as JSON, its tables, and a picture of the held-out losses."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    parts = [part for part in ("arms", "starts") if part in report]
+    out.with_suffix(".md").write_text("\n".join(table(report[part]) for part in parts))
+    draw([report[part] for part in parts], out.with_suffix(".png"))
+    print(out.with_suffix(".md").read_text())
+    print(f"wrote {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}")
+
+
+def gains(part: dict[str, Any], name: str) -> list[float]:
+    """By how much each seed's held-out loss is below that of the control, in nats."""
+    control = {run["seed"]: run["loss_after"] for run in part["arms"]["control"]["runs"]}
+    return [control[run["seed"]] - run["loss_after"] for run in part["arms"][name]["runs"]]
+
+
+def table(part: dict[str, Any]) -> str:
+    """A part as a Markdown table; with several seeds, means and the spread of paired gains."""
+    lines = [
+        f"{part['tokens']:,} tokens in {part['steps']} steps; "
+        f"{len(part['arms']['control']['runs'])} seeds. Held-out loss in nats.\n",
+        "| trained | before | after | below the control | lambda at the end | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, arm in part["arms"].items():
+        below = gains(part, name)
+        spread = f" ± {statistics.stdev(below):.4f}" if len(below) > 1 else ""
+        means = {
+            key: statistics.mean(run[key] for run in arm["runs"])
+            for key in ("loss_before", "loss_after", "tokens_per_second")
+        }
+        lambdas = [run["lambda_mean"] for run in arm["runs"] if run["lambda_mean"] is not None]
+        end = f"{statistics.mean(lambdas):.3f}" if lambdas else ""
+        lines.append(
+            f"| {arm['words']} | {means['loss_before']:.4f} | {means['loss_after']:.4f} | "
+            f"{statistics.mean(below):+.4f}{spread} | {end} | {means['tokens_per_second']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(parts: list[dict[str, Any]], path: Path) -> None:
+    """Held-out losses after training, a panel a part and a dot a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(parts), 1, figsize=(8, 3.2 * len(parts)), squeeze=False)
+    for panel, part in zip(panels[:, 0], parts, strict=True):
+        arms = list(reversed(part["arms"].values()))
+        for height, arm in enumerate(arms):
+            losses = [run["loss_after"] for run in arm["runs"]]
+            panel.plot(losses, [height] * len(losses), "o", color="#1f5fa8", alpha=0.7)
+            panel.plot([statistics.mean(losses)], [height], "|", color="black", markersize=18)
+        panel.set_yticks(range(len(arms)), [arm["words"] for arm in arms])
+        panel.set_ylim(-0.5, len(arms) - 0.5)
+        panel.set_xlabel(f"held-out loss after {part['tokens']:,} tokens (nats)")
+        panel.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
