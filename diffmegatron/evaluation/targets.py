@@ -1,0 +1,171 @@
+"""What is evaluated: a Hugging Face folder, or one of our checkpoints, exported on the way."""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
+
+from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.data.manifest import hash_file
+from diffmegatron.data.tokenizers import HuggingFaceTokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_bytes, read_json, shown
+from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.modeling import register
+from diffmegatron.hf.tokenizer import SAMPLE
+
+EXPORTS = "exports"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to evaluate.
+
+    Attributes:
+        name: in the report.
+        path: as the user gave it.
+        folder: of Hugging Face's files.
+        run_dir: of the run that it comes from; None of a Hugging Face folder.
+    """
+
+    name: str
+    path: Path
+    folder: Path
+    run_dir: Path | None
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """Its configuration; none of the code that may lie in the folder is run.
+
+        Raises:
+            UserError: it is no configuration of a model that transformers has.
+        """
+        path = self.folder / CONFIG_NAME
+        read_json(path, dict[str, Any])
+        register()
+        try:
+            return AutoConfig.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # transformers has no narrower one for what it does not like
+            raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+
+    @cached_property
+    def tokenizer(self) -> HuggingFaceTokenizer:
+        """Of its folder.
+
+        Raises:
+            UserError: there is none, or it is no fast one.
+        """
+        return HuggingFaceTokenizer(str(self.folder))
+
+    @cached_property
+    def start(self) -> int:
+        """The token that text begins with: its bos_token_id, else what ends its documents."""
+        beginning = getattr(self.config, "bos_token_id", None)
+        return self.tokenizer.end_of_document if beginning is None else int(beginning)
+
+    @property
+    def context(self) -> float:
+        """Tokens of its longest text; infinite where its configuration names no limit."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return math.inf if limit is None else int(limit)
+
+    @property
+    def variant(self) -> Variant:
+        """Its kind of attention.
+
+        Raises:
+            UserError: it is none of those that are known.
+        """
+        kinds = {name: kind for kind in VARIANTS.values() for name in kind.model_types}
+        model_type = self.config.model_type
+        if model_type not in kinds:
+            raise UserError(
+                f"{shown(self.path)} is of model_type {clipped(repr(model_type))}, whose attention "
+                f"is not known here; what looks into attention takes {', '.join(kinds)}"
+            )
+        return kinds[model_type].from_hugging_face(self.config.to_dict())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of its configuration and weights, all of whose bytes are read."""
+        found = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
+        for file in sorted(self.folder.glob("*.safetensors")):
+            found.update(f"{file.name}:{hash_file(file)}".encode())
+        return found.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without any before or after; text that looks like a special token is text."""
+        return self.tokenizer.encode(text).tolist()
+
+
+def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
+    """The targets of a command line, checkpoints exported.
+
+    Args:
+        paths: Hugging Face folders, checkpoints, and runs, whose newest checkpoint it is then.
+        out: of the evaluation; exports are kept under it for a restart.
+
+    Raises:
+        UserError: one is no model, stands twice, or cannot be exported.
+    """
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError(f"a target stands twice in {', '.join(map(shown, paths))}; give each once")
+    names = _names(paths)
+    return [_found(path, name, out) for path, name in zip(paths, names, strict=True)]
+
+
+def have_one_tokenizer(targets: Sequence[Target]) -> bool:
+    """Whether all give the same ids: files that are equal, or one vocabulary that reads alike."""
+    first, *others = (target.tokenizer for target in targets)
+    return all(
+        each.sha256 == first.sha256
+        or (
+            each.vocab_size == first.vocab_size
+            and all(each.encode(text).tolist() == first.encode(text).tolist() for text in SAMPLE)
+        )
+        for each in others
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    parts = [path.resolve().parts[1:] for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"targets {', '.join(map(shown, paths))} have one name; give them other ones")
+
+
+def _found(path: Path, name: str, out: Path) -> Target:
+    if os.path.lexists(path / CONFIG_NAME):
+        return Target(name, path, path, None)
+    if os.path.lexists(path / MANIFEST):
+        return _exported(path, path, name, out)
+    checkpoint = CheckpointStore(path).latest() if path.is_dir() else None
+    if checkpoint is None:
+        raise UserError(
+            f"{shown(path)} is no model: it has neither a {CONFIG_NAME}, as Hugging Face's folders "
+            "do, nor is it a checkpoint or a run_dir with one"
+        )
+    return _exported(path, checkpoint, name, out)
+
+
+def _exported(path: Path, checkpoint: Path, name: str, out: Path) -> Target:
+    step = read_manifest(checkpoint).step
+    content = hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
+    folder = out / EXPORTS / f"{name}-step_{step:08d}-{content[:12]}"
+    if not folder.exists():
+        export_checkpoint(checkpoint, folder)
+    # RUN_DIR/checkpoints/step_...
+    return Target(name, path, folder, checkpoint.resolve().parent.parent)
