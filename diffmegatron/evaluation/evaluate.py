@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from diffmegatron.file_lock import FileLock
 from diffmegatron.files import shown
 
 _LOCK = "evaluate.lock"
-_DEFAULT_CONTEXT = 2048
+_MAX_DEFAULT_CONTEXT = 2048
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -49,29 +48,20 @@ def evaluate(
     """
     with FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out"):
         targets = find_targets(paths, out)
-        # What is there is known before the suites are made: a suite's windows fit every target.
-        shortest = min(target.context for target in targets)
-        defaults = {"context": int(min(shortest, _DEFAULT_CONTEXT))}
-        suites = make_suites(names, {**defaults, **options}, settings)
+        suites = make_suites(names, options, settings, lambda: shortest_context(targets))
         _check(suites, targets)
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
         for target in targets:
-            holder = _Holder(target)
+            model = Model(target)
             for suite in suites:
-                measured[suite.name][target.name] = _run(suite, holder, out)
+                measured[suite.name][target.name] = _run(suite, model, out)
         outcome = make_outcome(suites, targets, measured)
         return write_outcome(out, outcome, suites, measured)
 
 
-class _Holder:
-    """A target and its network, which is loaded when first asked for."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    @cached_property
-    def model(self) -> Model:
-        return Model(self.target)
+def shortest_context(targets: Sequence[Target]) -> int:
+    """Tokens that every target takes, of which a suite uses 2,048 at most unless it is told."""
+    return int(min(_MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 
 def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
@@ -86,8 +76,8 @@ def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
             suite.check(target)
 
 
-def _run(suite: Suite, holder: _Holder, out: Path) -> Measured:
-    target, measured = holder.target, Measured()
+def _run(suite: Suite, model: Model, out: Path) -> Measured:
+    target, measured = model.target, Measured()
     items = suite.items(target)
     _check_keys(suite, items)
     header = {
@@ -97,14 +87,20 @@ def _run(suite: Suite, holder: _Holder, out: Path) -> Measured:
         "weights": target.fingerprint,
     }
     with RecordFile(out / suite.name / f"{target.name}.jsonl", header) as file:
-        fitting = [item for item in items if item.tokens <= target.context]
-        _ask(suite, holder, fitting, file)
-        measured.left_out += _too_long(items, target)
+        long = [item for item in items if item.tokens and item.tokens > target.context]
+        fitting = [item for item in items if item not in long] if long else list(items)
+        _ask(suite, model, fitting, file)
+        if long:
+            measured.left_out.append(
+                f"{len(long)} of {len(items)} items need a context of up to "
+                f"{max(item.tokens for item in long):,} tokens, and max_position_embeddings is "
+                f"{target.context:,.0f}"
+            )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
         # They hang on the records of all.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
-            _ask(suite, holder, more, file)
+            _ask(suite, model, more, file)
             fitting += more
         measured.records = {item.key: file.records[item.key] for item in fitting}
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
@@ -117,12 +113,12 @@ def _run(suite: Suite, holder: _Holder, out: Path) -> Measured:
     return measured
 
 
-def _ask(suite: Suite, holder: _Holder, items: Sequence[Item], file: RecordFile) -> None:
+def _ask(suite: Suite, model: Model, items: Sequence[Item], file: RecordFile) -> None:
     left = [item for item in items if item.key not in file.records]
-    progress = _Progress(f"{suite.name} on {holder.target.name}", len(items), len(left))
+    progress = _Progress(f"{suite.name} on {model.target.name}", len(items), len(left))
     for item in left:
         try:
-            record = suite.score(holder.model, item)
+            record = suite.score(model, item)
         except NotFiniteError as error:
             record = {NOT_FINITE: str(error)}
         file.add(item.key, record)
@@ -135,16 +131,6 @@ def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
         raise ValueError(f"suite {suite.name!r} has {len(items)} items of {len(keys)} keys")
     if not items:
         raise UserError(f"suite {suite.name!r} has no items: its data are empty")
-
-
-def _too_long(items: Sequence[Item], target: Target) -> list[str]:
-    long = [item.tokens for item in items if item.tokens > target.context]
-    if not long:
-        return []
-    return [
-        f"{len(long)} of {len(items)} items need a context of up to {max(long):,} tokens, and "
-        f"max_position_embeddings is {target.context:,.0f}"
-    ]
 
 
 class _Progress:

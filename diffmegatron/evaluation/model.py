@@ -19,26 +19,30 @@ _LOGITS_AT_ONCE = 1024
 
 
 class Model:
-    """The network of a target, as ``transformers`` computes it.
+    """The network of a target, as ``transformers`` computes it; loaded when it is first asked.
 
-    On a GPU in the dtype of its files, on a CPU in float32. No code of its folder is run.
-
-    Attributes:
+    Args:
         target: what it is of.
-        network: the ``transformers`` model, for evaluation.
-
-    Raises:
-        UserError: the folder holds no whole model.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
+
+    @cached_property
+    def network(self) -> PreTrainedModel:
+        """For evaluation: on a GPU in the dtype of its files, on a CPU in float32.
+
+        No code of its folder is run.
+
+        Raises:
+            UserError: the folder holds no whole model.
+        """
         register()
         transformers_logging.disable_progress_bar()
-        is_gpu = torch.cuda.is_available()
+        is_gpu, folder = torch.cuda.is_available(), self.target.folder
         try:
             network, report = AutoModelForCausalLM.from_pretrained(
-                target.folder,
+                folder,
                 dtype="auto" if is_gpu else torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -47,14 +51,14 @@ class Model:
             )
         except Exception as error:  # transformers has no narrower one for what it does not like
             raise UserError(
-                f"{shown(target.path)} does not load as a model: {clipped(str(error))}"
+                f"{shown(folder)} does not load as a model: {clipped(str(error))}"
             ) from None
         # transformers would fill a missing weight with random numbers.
         if problems := {kind: sorted(names) for kind, names in report.items() if names}:
             raise UserError(
-                f"{shown(target.path)} does not load as a whole model: {clipped(str(problems))}"
+                f"{shown(folder)} does not load as a whole model: {clipped(str(problems))}"
             )
-        self.network: PreTrainedModel = network.to("cuda" if is_gpu else "cpu").eval()
+        return network.to("cuda" if is_gpu else "cpu").eval()
 
     @property
     def device(self) -> torch.device:

@@ -34,9 +34,10 @@ def make_outcome(
         targets: on which.
         measured: by the names of suite and target.
     """
-    same = have_one_tokenizer(targets)
+    networks = not all(suite.reads_runs for suite in suites)
+    same = not networks or have_one_tokenizer(targets)
     return {
-        "targets": {target.name: _described(target) for target in targets},
+        "targets": {target.name: _described(target, networks) for target in targets},
         "suites": {suite.name: _outcome_of(suite, measured[suite.name], same) for suite in suites},
     }
 
@@ -82,14 +83,12 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
     return drawn
 
 
-def _described(target: Target) -> dict[str, Any]:
-    context = target.context
-    return {
-        "path": str(target.path),
-        "model_type": target.config.model_type,
-        "context": None if math.isinf(context) else context,
-        "weights": target.fingerprint,
-    }
+def _described(target: Target, network: bool) -> dict[str, Any]:
+    described = {"path": str(target.path), "weights": target.fingerprint}
+    if not network:
+        return described
+    context = None if math.isinf(target.context) else target.context
+    return described | {"model_type": target.config.model_type, "context": context}
 
 
 def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> dict[str, Any]:
@@ -104,6 +103,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
             f"no differences of {', '.join(m for m in measures if m in tokens)}: the targets' "
             "tokenizers differ, and so do their tokens"
         )
+    left_out += suite.remarks(records)
     first, *others = measured
     return {
         "title": suite.title,

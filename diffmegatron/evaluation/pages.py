@@ -56,16 +56,12 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _targets(outcome: Mapping[str, Any]) -> Table:
+    keys = ("path", "model_type", "context")
     rows = [
-        (
-            name,
-            each["path"],
-            each["model_type"],
-            "" if each["context"] is None else f"{each['context']:,}",
-        )
+        (name, *("" if each.get(key) is None else str(each[key]) for key in keys))
         for name, each in outcome["targets"].items()
     ]
-    return ("target", "path", "model_type", "context"), rows
+    return ("target", *keys), rows
 
 
 def _tables(suite: Mapping[str, Any], targets: Sequence[str]) -> list[Table]:

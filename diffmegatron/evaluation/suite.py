@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
     Attributes:
         key: tells it from the suite's other items; the same for every target.
-        tokens: how long a context the model needs for it.
+        tokens: how long a context the model needs for it; 0: none.
         content: of plain values, whose ``repr`` says what is asked.
     """
 
@@ -79,6 +79,8 @@ class Suite(Section, ABC):
     # What it measures, in a line.
     title: ClassVar[str]
     published: ClassVar[tuple[Published, ...]] = ()
+    # Whether it reads what training has recorded, and no network.
+    reads_runs: ClassVar[bool] = False
 
     @property
     def one_tokenizer(self) -> bool:
@@ -124,6 +126,10 @@ class Suite(Section, ABC):
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
         """Numbers of all targets together, from their records by name."""
         return {}
+
+    def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
+        """What could not be made of the records of all targets and why, one sentence each."""
+        return ()
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Draw the records of the targets; whether there was something to draw."""

@@ -15,7 +15,7 @@ from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.data.manifest import hash_file
-from diffmegatron.data.tokenizers import HuggingFaceTokenizer
+from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_bytes, read_json, shown
 from diffmegatron.hf.from_checkpoint import export_checkpoint
@@ -32,14 +32,35 @@ class Target:
     Attributes:
         name: in the report.
         path: as the user gave it.
-        folder: of Hugging Face's files.
-        run_dir: of the run that it comes from; None of a Hugging Face folder.
+        checkpoint: of ours; None of a Hugging Face folder.
+        exports: where checkpoints are exported to.
     """
 
     name: str
     path: Path
-    folder: Path
-    run_dir: Path | None
+    checkpoint: Path | None
+    exports: Path
+
+    @cached_property
+    def folder(self) -> Path:
+        """Of Hugging Face's files; a checkpoint is exported once, and kept for a restart.
+
+        Raises:
+            UserError: it cannot be exported.
+        """
+        if self.checkpoint is None:
+            return self.path
+        step = read_manifest(self.checkpoint).step
+        folder = self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}"
+        if not folder.exists():
+            export_checkpoint(self.checkpoint, folder)
+        return folder
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Of the run that it comes from; None of a Hugging Face folder."""
+        # RUN_DIR/checkpoints/step_...
+        return None if self.checkpoint is None else self.checkpoint.resolve().parent.parent
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -97,7 +118,12 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of its configuration and weights, all of whose bytes are read."""
+        """Hash of its configuration and weights, all of whose bytes are read.
+
+        Of a checkpoint, of its manifest, which has a checksum of every file.
+        """
+        if self.checkpoint is not None:
+            return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
         found = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
         for file in sorted(self.folder.glob("*.safetensors")):
             found.update(f"{file.name}:{hash_file(file)}".encode())
@@ -109,31 +135,32 @@ class Target:
 
 
 def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
-    """The targets of a command line, checkpoints exported.
+    """The targets of a command line.
 
     Args:
         paths: Hugging Face folders, checkpoints, and runs, whose newest checkpoint it is then.
         out: of the evaluation; exports are kept under it for a restart.
 
     Raises:
-        UserError: one is no model, stands twice, or cannot be exported.
+        UserError: one is no model, or stands twice.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"a target stands twice in {', '.join(map(shown, paths))}; give each once")
     names = _names(paths)
-    return [_found(path, name, out) for path, name in zip(paths, names, strict=True)]
+    return [_found(path, name, out / EXPORTS) for path, name in zip(paths, names, strict=True)]
 
 
 def have_one_tokenizer(targets: Sequence[Target]) -> bool:
-    """Whether all give the same ids: files that are equal, or one vocabulary that reads alike."""
+    """Whether all give the same ids."""
     first, *others = (target.tokenizer for target in targets)
-    return all(
-        each.sha256 == first.sha256
-        or (
-            each.vocab_size == first.vocab_size
-            and all(each.encode(text).tolist() == first.encode(text).tolist() for text in SAMPLE)
-        )
-        for each in others
+    return all(give_same_ids(first, each) for each in others)
+
+
+def give_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers are the same, or read a sample of all kinds of text alike."""
+    return one.sha256 == other.sha256 or (
+        one.vocab_size == other.vocab_size
+        and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
     )
 
 
@@ -147,25 +174,16 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise UserError(f"targets {', '.join(map(shown, paths))} have one name; give them other ones")
 
 
-def _found(path: Path, name: str, out: Path) -> Target:
+def _found(path: Path, name: str, exports: Path) -> Target:
     if os.path.lexists(path / CONFIG_NAME):
-        return Target(name, path, path, None)
+        return Target(name, path, None, exports)
     if os.path.lexists(path / MANIFEST):
-        return _exported(path, path, name, out)
+        read_manifest(path)
+        return Target(name, path, path, exports)
     checkpoint = CheckpointStore(path).latest() if path.is_dir() else None
     if checkpoint is None:
         raise UserError(
             f"{shown(path)} is no model: it has neither a {CONFIG_NAME}, as Hugging Face's folders "
             "do, nor is it a checkpoint or a run_dir with one"
         )
-    return _exported(path, checkpoint, name, out)
-
-
-def _exported(path: Path, checkpoint: Path, name: str, out: Path) -> Target:
-    step = read_manifest(checkpoint).step
-    content = hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
-    folder = out / EXPORTS / f"{name}-step_{step:08d}-{content[:12]}"
-    if not folder.exists():
-        export_checkpoint(checkpoint, folder)
-    # RUN_DIR/checkpoints/step_...
-    return Target(name, path, folder, checkpoint.resolve().parent.parent)
+    return Target(name, path, checkpoint, exports)

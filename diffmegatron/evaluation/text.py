@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from diffmegatron.data.corpus import find_files, read_records
@@ -47,6 +48,19 @@ def read_texts(path: Path) -> Iterator[str]:
     """
     texts = _of_corpus(path) if manifest_path(path).exists() else _of_files(path)
     return (text for text in texts if text)
+
+
+def first_texts(
+    options: tuple[str, ...], documents: int, characters: int
+) -> Iterator[tuple[str, str]]:
+    """The sources' names and the first documents of each, of at most so many characters.
+
+    Raises:
+        UserError: as :func:`named_paths` and :func:`read_texts`.
+    """
+    for name, path in named_paths(options).items():
+        for text in islice(read_texts(path), documents):
+            yield name, text[:characters]
 
 
 def digest(texts: Iterator[str]) -> str:

@@ -1,7 +1,7 @@
 """The suites by name, and the way from a command line to their settings."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,13 +10,19 @@ from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.suites.recall import Recall
+from diffmegatron.evaluation.suites.scaling import Scaling
+from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import clipped
 
-SUITES: dict[str, type[Suite]] = {each.name: each for each in (Loss,)}
+SUITES: dict[str, type[Suite]] = {each.name: each for each in (Loss, Recall, Scaling, Throughput)}
 
 
 def make_suites(
-    names: Sequence[str], options: Mapping[str, Any], settings: Sequence[str]
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    settings: Sequence[str],
+    context: Callable[[], int],
 ) -> list[Suite]:
     """The suites of a command line.
 
@@ -24,6 +30,7 @@ def make_suites(
         names: of suites.
         options: values of fields, for every suite that has them.
         settings: ``SUITE.KEY=VALUE``, the value read as YAML.
+        context: what gives the field of that name where a suite has it and no setting does.
 
     Raises:
         UserError: a suite or a key is unknown, a value does not fit, or one is missing.
@@ -47,6 +54,9 @@ def make_suites(
                 f"of {', '.join(names)}"
             )
         values[name][field] = parse_yaml(value, f"--set {key}")
+    for name in names:
+        if "context" in SUITES[name].model_fields and "context" not in values[name]:
+            values[name]["context"] = context()
     return [_made(name, values[name]) for name in names]
 
 

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from pydantic import Field
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import named_paths, read_texts
+from diffmegatron.evaluation.text import first_texts
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
@@ -48,17 +47,20 @@ class Loss(Suite):
 
     def items(self, target: Target) -> list[Item]:
         """A document, or a window of packed ones."""
-        found = []
-        for source, path in named_paths(self.data).items():
-            texts = [text[: self.characters] for text in islice(read_texts(path), self.documents)]
-            pieces: Sequence[str | list[int]] = texts
-            if self.packed:
-                pieces = list(_windows(self._joined(texts, target), self.context - 1))
-            found += [
-                Item(f"{source}/{number}", self.context, (source, piece))
-                for number, piece in enumerate(pieces)
-            ]
-        return found
+        texts: dict[str, list[str]] = defaultdict(list)
+        for source, text in first_texts(self.data, self.documents, self.characters):
+            texts[source].append(text)
+        pieces: dict[str, Sequence[str | list[int]]] = dict(texts)
+        if self.packed:
+            pieces = {
+                source: list(windows(_joined(of_source, target), self.context - 1))
+                for source, of_source in texts.items()
+            }
+        return [
+            Item(f"{source}/{number}", self.context, (source, piece))
+            for source, of_source in pieces.items()
+            for number, piece in enumerate(of_source)
+        ]
 
     def score(self, model: Model, item: Item) -> Record:
         """Sums of nats, tokens and bytes, and nats by position in powers of two."""
@@ -66,7 +68,7 @@ class Loss(Suite):
         end = model.target.tokenizer.end_of_document
         ids = model.target.encode(piece) if isinstance(piece, str) else piece
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0])
-        for window in _windows(ids, self.context - 1):
+        for window in windows(ids, self.context - 1):
             losses = model.losses([model.target.start, *window]).double().tolist()
             for position, (token, loss) in enumerate(zip(window, losses, strict=True)):
                 # Whole documents have no such token.
@@ -122,10 +124,12 @@ class Loss(Suite):
         axes.legend()
         return True
 
-    def _joined(self, texts: Sequence[str], target: Target) -> list[int]:
-        end = target.tokenizer.end_of_document
-        return [token for text in texts for token in (*target.encode(text), end)]
 
-
-def _windows(ids: list[int], length: int) -> Iterator[list[int]]:
+def windows(ids: list[int], length: int) -> Iterator[list[int]]:
+    """The ids in pieces of ``length``, the last as long as it is."""
     return (ids[first : first + length] for first in range(0, len(ids), length))
+
+
+def _joined(texts: Sequence[str], target: Target) -> list[int]:
+    end = target.tokenizer.end_of_document
+    return [token for text in texts for token in (*target.encode(text), end)]
