@@ -10,12 +10,28 @@ from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.suites.needle import Retrieval
+from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
+from diffmegatron.evaluation.suites.outliers import Outliers
+from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
 from diffmegatron.evaluation.suites.recall import Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import clipped
 
-SUITES: dict[str, type[Suite]] = {each.name: each for each in (Loss, Recall, Scaling, Throughput)}
+SUITES: dict[str, type[Suite]] = {
+    each.name: each
+    for each in (
+        Loss,
+        Recall,
+        Retrieval,
+        NeedleAttention,
+        Outliers,
+        QuantizedAttention,
+        Scaling,
+        Throughput,
+    )
+}
 
 
 def make_suites(
