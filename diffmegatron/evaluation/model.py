@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from diffmegatron.errors import UserError
@@ -27,6 +27,8 @@ class Model:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        # Tokens, and their keys and values.
+        self._prefix: tuple[list[int], Cache] | None = None
 
     @cached_property
     def network(self) -> PreTrainedModel:
@@ -118,6 +120,28 @@ class Model:
             step = self.network(
                 self.batch([token]), past_key_values=step.past_key_values, use_cache=True
             )
+
+    @torch.no_grad()
+    def logits_after(self, prefix: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """What may follow ``prefix`` and then ``ids``: logits [vocab_size], float32.
+
+        The keys and values of the prefix are kept for the next call with the same one.
+
+        Raises:
+            NotFiniteError: one is not.
+        """
+        if self._prefix is None or self._prefix[0] != prefix:
+            first = self.network(self.batch(prefix), use_cache=True, logits_to_keep=1)
+            self._prefix = (list(prefix), first.past_key_values)
+        cache = self._prefix[1]
+        step = self.network(
+            self.batch(ids), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache.crop(-len(ids))
+        logits: Tensor = step.logits[0, -1].float()
+        if not logits.isfinite().all():
+            raise NotFiniteError(f"a logit after {len(prefix) + len(ids)} tokens is not finite")
+        return logits.cpu()
 
     @cached_property
     def _ends_in_projection(self) -> bool:

@@ -10,8 +10,10 @@ from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.suites.many_shot import ManyShot
 from diffmegatron.evaluation.suites.needle import Retrieval
 from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
+from diffmegatron.evaluation.suites.order import Order
 from diffmegatron.evaluation.suites.outliers import Outliers
 from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
 from diffmegatron.evaluation.suites.recall import Recall
@@ -26,6 +28,8 @@ SUITES: dict[str, type[Suite]] = {
         Recall,
         Retrieval,
         NeedleAttention,
+        ManyShot,
+        Order,
         Outliers,
         QuantizedAttention,
         Scaling,
