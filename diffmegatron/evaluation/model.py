@@ -96,15 +96,17 @@ class Model:
         return losses.cpu()
 
     @torch.no_grad()
-    def greedy(self, ids: Sequence[int], limit: int) -> list[int]:
+    def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
         """What the model continues ``ids`` with, the likeliest token each time.
 
-        Ends before the end of a document, or after ``limit`` tokens.
+        Ends before the end of a document, after ``limit`` tokens, or with ``stop`` in the text.
 
         Raises:
             NotFiniteError: a logit is not.
         """
-        ends = {self.target.tokenizer.end_of_document}
+        tokenizer = self.target.tokenizer
+        # A character has four tokens at most.
+        tail = 4 * len(stop or "")
         step = self.network(self.batch(ids), use_cache=True, logits_to_keep=1)
         found: list[int] = []
         while True:
@@ -112,10 +114,10 @@ class Model:
             if not logits.isfinite().all():
                 raise NotFiniteError(f"a logit after {len(ids) + len(found)} tokens is not finite")
             token = int(logits.argmax())
-            if token in ends:
+            if token == tokenizer.end_of_document:
                 return found
             found.append(token)
-            if len(found) == limit:
+            if len(found) == limit or (stop and stop in tokenizer.decode(found[-tail:])):
                 return found
             step = self.network(
                 self.batch([token]), past_key_values=step.past_key_values, use_cache=True

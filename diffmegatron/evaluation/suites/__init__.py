@@ -11,6 +11,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.many_shot import ManyShot
+from diffmegatron.evaluation.suites.math import Mathematics
 from diffmegatron.evaluation.suites.needle import Retrieval
 from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
 from diffmegatron.evaluation.suites.order import Order
@@ -30,6 +31,7 @@ SUITES: dict[str, type[Suite]] = {
         NeedleAttention,
         ManyShot,
         Order,
+        Mathematics,
         Outliers,
         QuantizedAttention,
         Scaling,
