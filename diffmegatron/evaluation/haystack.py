@@ -66,16 +66,17 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 
 
 def question(cities: Sequence[str]) -> str:
-    """What is asked after the haystack."""
+    """What is asked after the haystack, and how the answer begins.
+
+    Without the beginning a model that was only pretrained may go on with anything, and one that was
+    tuned for chats may end at once.
+    """
     listed = " and ".join(cities)
-    what = (
-        "What is the special magic number"
-        if len(cities) == 1
-        else ("What are the special magic numbers")
-    )
+    one = len(cities) == 1
+    number, ask, are = ("number", "What is", "is") if one else ("numbers", "What are", "are")
     return (
-        f"\n\nQuestion: {what} for {listed}? Give no information from outside the text above.\n"
-        "Answer:"
+        f"\n\nQuestion: {ask} the special magic {number} for {listed}? Give no information from "
+        f"outside the text above.\nAnswer: The special magic {number} for {listed} {are}"
     )
 
 

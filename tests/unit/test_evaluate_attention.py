@@ -427,7 +427,7 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
 
 
 def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
-    """Queries of ":" and keys of digits along one slow direction of the heads, and their absence.
+    """Queries of "s" and keys of digits along one slow direction of the heads, and their absence.
 
     (No digit stands in the haystack.)
     """
@@ -441,7 +441,7 @@ def test_needle_attention_tells_a_model_that_looks_at_numbers(folder, tmp_path):
 
     def look(weights: dict) -> None:
         embedding = 0.01 * torch.randn(264, 48)
-        embedding[ord(":"), 0] = 1
+        embedding[ord("s"), 0] = 1
         for digit in b"0123456789":
             embedding[digit, 1] = 1
         weights["model.embed_tokens.weight"] = embedding
