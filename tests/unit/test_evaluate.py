@@ -5,7 +5,9 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,14 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.records import RecordFile
-from diffmegatron.evaluation.suite import Mean
+from diffmegatron.evaluation.suite import Item, Mean, Suite
+from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
-from diffmegatron.evaluation.targets import find_targets
+from diffmegatron.evaluation.targets import Target, find_targets
+from diffmegatron.files import read_text
 from diffmegatron.hf.importing import import_model
 from tests.pretrained import write_pretrained
 
@@ -385,3 +390,66 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
         assert f"{value:.4g}" in markdown
         assert f"{value:.4g}" in text
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
+
+
+# The documentation and the command line
+
+DOCS = Path(__file__).parent.parent.parent / "docs/evaluation.md"
+
+
+def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    names = {
+        "ClassVar": ClassVar,
+        "Item": Item,
+        "Mean": Mean,
+        "Model": Model,
+        "Path": Path,
+        "Record": dict,
+        "Suite": Suite,
+        "Target": Target,
+        "pairwise": pairwise,
+        "read_text": read_text,
+    }
+    exec(code, names)
+    monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])
+    (tmp_path / "couplets.txt").write_text("a cat\na hat\na bat")
+    where = tmp_path / "out"
+    with pytest.raises(UserError, match="suite 'rhymes' needs --data-dir"):
+        evaluate([folder / "plain"], ["rhymes"], where, {}, [])
+    evaluate([folder / "plain"], ["rhymes"], where, {"data_dir": tmp_path}, [])
+    found = json.loads((where / "results.json").read_text())["suites"]["rhymes"]
+    # The items need 256 tokens, and the model has 64.
+    assert found["not_run"][0].startswith("plain: 2 of 2 items need a context of up to 256 tokens")
+    exec(code.replace("256", "64"), names)
+    monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])
+    evaluate([folder / "plain"], ["rhymes"], tmp_path / "short", {"data_dir": tmp_path}, [])
+    found = json.loads((tmp_path / "short/results.json").read_text())["suites"]["rhymes"]
+    nats = [expected_nats(folder / "plain", text, 64)[5:] for text in ("a cata hat", "a hata bat")]
+    assert found["measures"]["nats per token"]["targets"]["plain"]["value"] == pytest.approx(
+        np.concatenate(nats).mean(), rel=1e-5
+    )
+
+
+def test_the_docs_name_every_suite_and_setting():
+    text = DOCS.read_text()
+    for name, suite in SUITES.items():
+        (row,) = re.findall(rf"^\| `{name}` .*$", text, re.MULTILINE)
+        for field, about in suite.model_fields.items():
+            if field in ("data", "haystack", "data_dir"):
+                assert f"--{field.replace('_', '-')}" in row, (name, field)
+            else:
+                assert re.search(rf"\b{field}\b", row), (name, field)
+            if isinstance(about.default, bool | int) and field != "context":
+                assert f"{field}={json.dumps(about.default)}" in row, (name, field)
+
+
+def test_the_command_line_evaluates(folder, tmp_path, capsys):
+    options = ["--data", f"held={folder / 'text.jsonl'}", "--out", str(tmp_path / "out")]
+    settings = ["--set", "loss.context=32", "--set", "loss.documents=2"]
+    command = ["evaluate", str(folder / "plain"), "--suite", "loss", *options, *settings]
+    assert app(command, standalone_mode=False) is None
+    assert f"wrote {tmp_path / 'out/report.html'}" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["loss"]
+    assert found["settings"]["context"] == 32
+    assert found["measures"]["nats per token"]["targets"]["plain"]["items"] == 2
