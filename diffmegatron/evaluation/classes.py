@@ -60,7 +60,7 @@ class Task:
         content = read_bytes(path)
         try:
             found = list(self.read(content, split))
-        except (ValueError, IndexError, KeyError, TypeError):
+        except (ValueError, KeyError, AttributeError, csv.Error):
             found = []
         if not found:
             raise UserError(f"{shown(path)} has no examples of the form of {self.origin}")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from diffmegatron.errors import UserError
+
 
 def evaluate(
     targets: Annotated[
@@ -44,10 +46,12 @@ def evaluate(
 
     Example: diffmegatron evaluate runs/a/hf runs/b/hf --suite loss --data held_out.jsonl --out eval
     """
-    from diffmegatron.evaluation.evaluate import evaluate as run
     from diffmegatron.parallel.launcher import read_launch
 
-    read_launch()
+    if (ranks := read_launch().ranks) > 1:
+        raise UserError(f"evaluate runs in one process, not in {ranks}; start it without torchrun")
+    from diffmegatron.evaluation.evaluate import evaluate as run
+
     given = {"data": tuple(data or ()) or None, "haystack": haystack, "data_dir": data_dir}
     options = {name: value for name, value in given.items() if value is not None}
     print(f"wrote {run(targets, suite.split(','), out, options, set_ or [])}")

@@ -87,8 +87,10 @@ def _run(suite: Suite, model: Model, out: Path) -> Measured:
         "weights": target.fingerprint,
     }
     with RecordFile(out / suite.name / f"{target.name}.jsonl", header) as file:
+        # A suite of runs asks for no context, nor for the configuration that says it.
         long = [item for item in items if item.tokens and item.tokens > target.context]
-        fitting = [item for item in items if item not in long] if long else list(items)
+        too_long = {item.key for item in long}
+        fitting = [item for item in items if item.key not in too_long]
         _ask(suite, model, fitting, file)
         if long:
             measured.left_out.append(

@@ -109,8 +109,8 @@ class RecordFile:
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
         asked = json.loads(_line(header))
-        wrong = [key for key in asked | found if asked.get(key) != found.get(key)]
-        if wrong:
+        if asked != found:
+            wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
             raise UserError(
                 f"{shown(self._path)} was measured with other {', '.join(wrong)} than is asked for "
                 "now; give another --out, or remove the file to measure again"

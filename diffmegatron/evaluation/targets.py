@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
+from pydantic import ValidationError
+from transformers import CONFIG_NAME, PretrainedConfig
 
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest
@@ -17,10 +17,11 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.data.manifest import hash_file
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_bytes, read_json, shown
+from diffmegatron.files import clipped, read_bytes, shown
+from diffmegatron.hf.configuration import load_config
 from diffmegatron.hf.from_checkpoint import export_checkpoint
-from diffmegatron.hf.modeling import register
 from diffmegatron.hf.tokenizer import SAMPLE
+from diffmegatron.section import MAX_SIZE
 
 EXPORTS = "exports"
 
@@ -64,20 +65,12 @@ class Target:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Its configuration; none of the code that may lie in the folder is run.
+        """Its configuration.
 
         Raises:
-            UserError: it is no configuration of a model that transformers has.
+            UserError: as :func:`~diffmegatron.hf.configuration.load_config`.
         """
-        path = self.folder / CONFIG_NAME
-        read_json(path, dict[str, Any])
-        register()
-        try:
-            return AutoConfig.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # transformers has no narrower one for what it does not like
-            raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+        return load_config(self.folder)
 
     @cached_property
     def tokenizer(self) -> HuggingFaceTokenizer:
@@ -90,15 +83,32 @@ class Target:
 
     @cached_property
     def start(self) -> int:
-        """The token that text begins with: its bos_token_id, else what ends its documents."""
-        beginning = getattr(self.config, "bos_token_id", None)
-        return self.tokenizer.end_of_document if beginning is None else int(beginning)
+        """The token that text begins with: its bos_token_id, else what ends its documents.
 
-    @property
+        Raises:
+            UserError: the former is no token.
+        """
+        beginning = self._number("bos_token_id", 0)
+        return self.tokenizer.end_of_document if beginning is None else beginning
+
+    @cached_property
     def context(self) -> float:
-        """Tokens of its longest text; infinite where its configuration names no limit."""
-        limit = getattr(self.config, "max_position_embeddings", None)
-        return math.inf if limit is None else int(limit)
+        """Tokens of its longest text; infinite where its configuration names no limit.
+
+        Raises:
+            UserError: the limit is none.
+        """
+        limit = self._number("max_position_embeddings", 1)
+        return math.inf if limit is None else limit
+
+    def _number(self, key: str, least: int) -> int | None:
+        value = getattr(self.config, key, None)
+        if value is not None and not (isinstance(value, int) and least <= value <= MAX_SIZE):
+            raise UserError(
+                f"{shown(self.folder / CONFIG_NAME)} has {key} {clipped(repr(value))}; it must be "
+                f"a number from {least} to {MAX_SIZE}"
+            )
+        return value
 
     @property
     def variant(self) -> Variant:
@@ -114,7 +124,13 @@ class Target:
                 f"{shown(self.path)} is of model_type {clipped(repr(model_type))}, whose attention "
                 f"is not known here; what looks into attention takes {', '.join(kinds)}"
             )
-        return kinds[model_type].from_hugging_face(self.config.to_dict())
+        try:
+            return kinds[model_type].from_hugging_face(self.config.to_dict())
+        except (ValidationError, KeyError, TypeError, ArithmeticError) as error:
+            raise UserError(
+                f"{shown(self.folder / CONFIG_NAME)} does not describe attention: "
+                f"{clipped(str(error))}"
+            ) from None
 
     @cached_property
     def fingerprint(self) -> str:
