@@ -13,6 +13,7 @@ from diffmegatron.checkpoint.commands import app as checkpoint_app
 from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.commands import evaluate
 
 app = typer.Typer(
     name="diffmegatron",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(dex_app, name="dex")
+app.command()(evaluate)
 Config = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),

@@ -117,6 +117,25 @@ def _says(config: PretrainedConfig, key: str, value: Any) -> bool:
     return stands is not None and bool(value.items() <= stands.items())
 
 
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration of any model that ``transformers`` has a class for, or that is ours.
+
+    None of the code that may lie in the folder is run.
+
+    Raises:
+        UserError: ``config.json`` cannot be read or used.
+    """
+    path = folder / CONFIG_NAME
+    raw = read_json(path, dict[str, Any])
+    if "num_hidden_layers" in raw:
+        _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
+    register()
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers has no narrower one for what it does not like
+        raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+
+
 def read_config(folder: Path) -> PretrainedConfig:
     """The configuration of a pretrained model whose network a recipe can have.
 
@@ -131,11 +150,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     if raw.get("model_type") not in known:
         raise _no_equivalent(path, "model_type", raw.get("model_type"), ", ".join(known))
     _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
-    register()
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers has no narrower one for what it does not like
-        raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+    config = load_config(folder)
     values = config.to_dict()
     for key in ("num_attention_heads", "num_key_value_heads"):
         _check_count(path, values, key, MAX_SIZE)

@@ -29,6 +29,10 @@ from diffmegatron.data.sealed import write_sealed
 from diffmegatron.data.store import open_corpus
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.classes import TASKS
+from diffmegatron.evaluation.records import RecordFile
+from diffmegatron.evaluation.suites.math import BENCHMARKS
+from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.layout import table
@@ -257,6 +261,41 @@ def pretrained(name: str) -> Reader:
     return Reader(f"pretrained {name}", make)
 
 
+def records(folder: Path) -> tuple[Path, Read]:
+    """The results of an evaluation, which a restart goes on from."""
+    path, header = folder / "records.jsonl", {"suite": "loss", "items": "0f1e"}
+    with RecordFile(path, header) as file:
+        for number in range(5):
+            file.add(f"text/{number}", {"nats": 0.5 * number, "tokens": number})
+
+    def read() -> None:
+        with RecordFile(path, header) as file:
+            assert all(isinstance(record, dict) for record in file.records.values())
+
+    return path, read
+
+
+def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
+    """A file of a published data set."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        (folder / file).write_text(content)
+        return folder / file, lambda: read(folder)
+
+    return Reader(file, make)
+
+
+def target(folder: Path) -> tuple[Path, Read]:
+    """The configuration of anybody's model."""
+    write_pretrained(folder / "hf", "diffllama")
+
+    def read() -> None:
+        (found,) = find_targets([folder / "hf"], folder)
+        assert found.context > 0 and found.start >= 0 and found.variant.num_heads
+
+    return folder / "hf/config.json", read
+
+
 REST = {
     "data": {"tokenizer": "bytes", "sources": [{"path": "corpus"}]},
     "training": {"seq_length": 8, "global_batch_size": 1, "steps": 1},
@@ -289,6 +328,33 @@ READERS = [
     pretrained("config.json"),
     pretrained("model.safetensors"),
     pretrained("dtypes.json"),
+    Reader("records.jsonl", records),
+    Reader("target", target),
+    data_set(
+        "trec_train.txt",
+        "DESC:manner How is it ?\nLOC:city Where is it ?\n" * 5,
+        lambda folder: TASKS["trec-fine"].examples(folder, "train"),
+    ),
+    data_set(
+        "banking77_test.csv",
+        'text,category\n"Where, then?",card_arrival\n' * 5,
+        lambda folder: TASKS["banking77"].examples(folder, "test"),
+    ),
+    data_set(
+        "clinc150.json",
+        '{"train": [["a", "b"], ["c", "d e"]], "test": [["a", "b"]]}',
+        lambda folder: TASKS["clinic150"].examples(folder, "train"),
+    ),
+    data_set(
+        "gsm8k_test.jsonl",
+        '{"question": "2 and 3?", "answer": "It is <<2+3=5>>5.\\n#### 5"}\n' * 5,
+        lambda folder: BENCHMARKS["gsm8k"].problems(folder),
+    ),
+    data_set(
+        "svamp.json",
+        '[{"Body": "Ann has 3.", "Question": "How many?", "Answer": 3.0}]',
+        lambda folder: BENCHMARKS["svamp"].problems(folder),
+    ),
 ]
 
 

@@ -319,6 +319,20 @@ class Variant(Section, ABC):
         """
         raise NotImplementedError
 
+    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
+        """What multiplies the values in a layer of :meth:`hugging_face`'s class; by default maps.
+
+        Args:
+            attention: the layer's module of attention.
+            maps: float32 [queries, rows, keys], the softmax of every query head, in the order of
+                ``q_proj``'s rows.
+            hidden: what the attention reads at these rows, [rows, hidden_size].
+
+        Returns:
+            float32 [num_heads, rows, keys].
+        """
+        return maps
+
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
         """The lines of the weight table of a layer's attention, by its name on either side."""

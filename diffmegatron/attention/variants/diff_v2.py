@@ -137,6 +137,13 @@ class DiffV2(Variant):
             head_dim=config["head_dim"],
         )
 
+    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
+        """As :class:`Variant` says: a group is r signal heads and then their noise head."""
+        groups = maps.unflatten(0, (-1, self.ratio + 1))
+        signal, noise = groups.split((self.ratio, 1), dim=1)
+        lambda_ = attention.lambda_proj(hidden).float().sigmoid().T.unflatten(0, (-1, self.ratio))
+        return (signal - lambda_.unsqueeze(-1) * noise).flatten(0, 1)
+
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """As :class:`Variant` says; the heads keep their order."""
         shape = (self.num_heads, hidden_size)

@@ -5,7 +5,7 @@ Grouped, the maps of r signal heads share the map of one noise head.
 """
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -175,3 +175,13 @@ class TwoMaps(Variant):
         q1, k1, q2, k2 = (layer.parameter(name) for name in LAMBDA_VECTORS)
         initial = self.lambda_init.of_layer(layer.layer_number)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + initial
+
+    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
+        """As :class:`Variant` says: the classes have all signal heads before all noise heads."""
+        import torch
+
+        signal, noise = maps.split((self.num_heads, self.noise_heads))
+        q1, k1, q2, k2 = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
+        learnt = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum())
+        lambda_ = learnt + attention.lambda_init
+        return signal - lambda_ * noise.repeat_interleave(self.ratio, dim=0)

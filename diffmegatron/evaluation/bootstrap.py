@@ -1,0 +1,74 @@
+"""Intervals by the paired bootstrap: items are drawn again, for all targets alike."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from diffmegatron.evaluation.suite import Mean
+
+RESAMPLES = 2000
+_SEED = 0
+_COUNTS_AT_ONCE = 1 << 22
+# Of 95%.
+_PERCENTILES = (2.5, 97.5)
+
+
+class Estimate(NamedTuple):
+    """A number with its interval.
+
+    Attributes:
+        value: on all items.
+        low, high: the 2.5% and 97.5% percentiles over the resamples; None of fewer than 2 items.
+        items: how many it was measured on.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    items: int
+
+
+def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
+    """A measure of one target, from the shares of its items by key; None without any weight."""
+    return _estimate(_arrays(shares, sorted(shares)))
+
+
+def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
+    """A measure of one target less that of another, on the items that both have.
+
+    Every resample draws the same items for both.
+    """
+    both = sorted(shares.keys() & others.keys())
+    return _estimate(_arrays(shares, both), _arrays(others, both))
+
+
+def _arrays(shares: Mapping[str, Mean], keys: list[str]) -> np.ndarray:
+    """Float64 [items, 2]: totals and weights."""
+    return np.array([shares[key][:2] for key in keys], dtype=np.float64).reshape(-1, 2)
+
+
+def _estimate(*targets: np.ndarray) -> Estimate | None:
+    items = len(targets[0])
+    if not items or not all(target[:, 1].sum() for target in targets):
+        return None
+    value = _subtracted([target.sum(0) for target in targets])
+    if items < 2:
+        return Estimate(float(value), None, None, items)
+    random = np.random.default_rng(_SEED)
+    found, left = [], RESAMPLES
+    while left:
+        rows = min(left, max(1, _COUNTS_AT_ONCE // items))
+        counts = random.multinomial(items, np.full(items, 1 / items), size=rows)
+        found.append(_subtracted([counts @ target for target in targets]))
+        left -= rows
+    values = np.concatenate(found)
+    # A resample may have drawn no item with a weight.
+    low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
+    return Estimate(float(value), float(low), float(high), items)
+
+
+def _subtracted(sums: list[np.ndarray]) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        first, *rest = (each[..., 0] / each[..., 1] for each in sums)
+    return first - rest[0] if rest else first

@@ -1,0 +1,57 @@
+"""``diffmegatron evaluate``: suites on models, and a report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffmegatron.errors import UserError
+
+
+def evaluate(
+    targets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TARGET",
+            help="Hugging Face folders, our checkpoints, or run_dirs with one; differences are to "
+            "the first",
+        ),
+    ],
+    suite: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="What to measure; docs/evaluation.md")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of results and report")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]PATH",
+            help="Held-out text: JSONL, Parquet or text files, folders, or a prepared PREFIX",
+        ),
+    ] = None,
+    haystack: Annotated[
+        Path | None, typer.Option(help="Text to hide needles in, of the same forms")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the files of published data sets")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SUITE.KEY=VALUE", help="A setting of a suite"),
+    ] = None,
+) -> None:
+    """Measure models on suites, side by side; run again, it goes on where it was.
+
+    Writes OUT/report.html, report.md, results.json, a picture per suite, and a line of results
+    per suite, target and item.
+
+    Example: diffmegatron evaluate runs/a/hf runs/b/hf --suite loss --data held_out.jsonl --out eval
+    """
+    from diffmegatron.parallel.launcher import read_launch
+
+    if (ranks := read_launch().ranks) > 1:
+        raise UserError(f"evaluate runs in one process, not in {ranks}; start it without torchrun")
+    from diffmegatron.evaluation.evaluate import evaluate as run
+
+    given = {"data": tuple(data or ()) or None, "haystack": haystack, "data_dir": data_dir}
+    options = {name: value for name, value in given.items() if value is not None}
+    print(f"wrote {run(targets, suite.split(','), out, options, set_ or [])}")

@@ -1,0 +1,161 @@
+"""``diffmegatron evaluate``: every suite on every target, and one report of all."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.outcome import make_outcome, write_outcome
+from diffmegatron.evaluation.records import NOT_FINITE, Measured, RecordFile, digest
+from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
+from diffmegatron.evaluation.suites import make_suites
+from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import shown
+
+_LOCK = "evaluate.lock"
+_MAX_DEFAULT_CONTEXT = 2048
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def evaluate(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    out: Path,
+    options: Mapping[str, Any],
+    settings: Sequence[str],
+) -> Path:
+    """Run suites on targets, or go on where a killed process stopped, and write the report.
+
+    Args:
+        paths: of the targets.
+        names: of the suites.
+        out: directory of the results, made where missing.
+        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
+        settings: ``SUITE.KEY=VALUE``.
+
+    Returns:
+        ``report.html``.
+
+    Raises:
+        UserError: a target is no model, a suite cannot be asked of it, data are missing, or ``out``
+            holds results of something else.
+    """
+    with FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out"):
+        targets = find_targets(paths, out)
+        suites = make_suites(names, options, settings, lambda: shortest_context(targets))
+        _check(suites, targets)
+        measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
+        for target in targets:
+            model = Model(target)
+            for suite in suites:
+                measured[suite.name][target.name] = _run(suite, model, out)
+        outcome = make_outcome(suites, targets, measured)
+        return write_outcome(out, outcome, suites, measured)
+
+
+def shortest_context(targets: Sequence[Target]) -> int:
+    """Tokens that every target takes, of which a suite uses 2,048 at most unless it is told."""
+    return int(min(_MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
+
+
+def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
+    for suite in suites:
+        if suite.one_tokenizer and not have_one_tokenizer(targets):
+            raise UserError(
+                f"suite {suite.name!r} counts tokens, and the tokenizers of "
+                f"{', '.join(target.name for target in targets)} differ; evaluate those apart that "
+                "have other tokenizers"
+            )
+        for target in targets:
+            suite.check(target)
+
+
+def _run(suite: Suite, model: Model, out: Path) -> Measured:
+    target, measured = model.target, Measured()
+    items = suite.items(target)
+    _check_keys(suite, items)
+    header = {
+        "suite": suite.name,
+        "settings": suite.model_dump(mode="json"),
+        "items": digest(items),
+        "weights": target.fingerprint,
+    }
+    with RecordFile(out / suite.name / f"{target.name}.jsonl", header) as file:
+        # A suite of runs asks for no context, nor for the configuration that says it.
+        long = [item for item in items if item.tokens and item.tokens > target.context]
+        too_long = {item.key for item in long}
+        fitting = [item for item in items if item.key not in too_long]
+        _ask(suite, model, fitting, file)
+        if long:
+            measured.left_out.append(
+                f"{len(long)} of {len(items)} items need a context of up to "
+                f"{max(item.tokens for item in long):,} tokens, and max_position_embeddings is "
+                f"{target.context:,.0f}"
+            )
+        finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
+        # They hang on the records of all.
+        if len(finite) == len(fitting):
+            more = suite.follow_ups(target, finite)
+            _ask(suite, model, more, file)
+            fitting += more
+        measured.records = {item.key: file.records[item.key] for item in fitting}
+    bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
+    if bad:
+        measured.left_out.append(
+            f"numbers of {len(bad)} of {len(fitting)} items are not finite, so that there is no "
+            f"mean; the first is {bad[0]}: {measured.records[bad[0]][NOT_FINITE]}"
+        )
+        measured.records = {}
+    return measured
+
+
+def _ask(suite: Suite, model: Model, items: Sequence[Item], file: RecordFile) -> None:
+    left = [item for item in items if item.key not in file.records]
+    progress = _Progress(f"{suite.name} on {model.target.name}", len(items), len(left))
+    for item in left:
+        try:
+            record = suite.score(model, item)
+        except NotFiniteError as error:
+            record = {NOT_FINITE: str(error)}
+        file.add(item.key, record)
+        progress.advance()
+
+
+def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
+    keys = {item.key for item in items}
+    if len(keys) < len(items):
+        raise ValueError(f"suite {suite.name!r} has {len(items)} items of {len(keys)} keys")
+    if not items:
+        raise UserError(f"suite {suite.name!r} has no items: its data are empty")
+
+
+class _Progress:
+    """Lines of what is done and how long the rest will take."""
+
+    def __init__(self, name: str, total: int, left: int) -> None:
+        self._name, self._total, self._left = name, total, left
+        self._first = left
+        self._started, self._said = time.monotonic(), -math.inf
+        if left < total:
+            self._say(f"{total - left} of {total} items are there already")
+
+    def advance(self) -> None:
+        """Count an item."""
+        self._left -= 1
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES and self._left:
+            return
+        self._said = now
+        per_item = (now - self._started) / (self._first - self._left)
+        eta = timedelta(seconds=round(per_item * self._left))
+        done = self._total - self._left
+        self._say(f"{done}/{self._total} items ({done / self._total:.0%}) | ETA {eta}")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._name} | {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""All results as one value, ``results.json``, and the reports that are written from it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.bootstrap import Estimate, difference, estimate
+from diffmegatron.evaluation.pages import to_html, to_markdown
+from diffmegatron.evaluation.records import Measured
+from diffmegatron.evaluation.suite import Mean, Record, Suite
+from diffmegatron.evaluation.targets import Target, have_one_tokenizer
+from diffmegatron.files import reason, shown, write_durably
+
+Outcome = dict[str, Any]
+Shares = dict[str, dict[str, Mean]]
+
+
+def make_outcome(
+    suites: Sequence[Suite],
+    targets: Sequence[Target],
+    measured: Mapping[str, Mapping[str, Measured]],
+) -> Outcome:
+    """Everything the reports say, as JSON holds it.
+
+    Args:
+        suites: that were run.
+        targets: on which.
+        measured: by the names of suite and target.
+    """
+    networks = not all(suite.reads_runs for suite in suites)
+    same = not networks or have_one_tokenizer(targets)
+    return {
+        "targets": {target.name: _described(target, networks) for target in targets},
+        "suites": {suite.name: _outcome_of(suite, measured[suite.name], same) for suite in suites},
+    }
+
+
+def write_outcome(
+    out: Path,
+    outcome: Outcome,
+    suites: Sequence[Suite],
+    measured: Mapping[str, Mapping[str, Measured]],
+) -> Path:
+    """Write pictures, ``results.json``, ``report.md`` and ``report.html``.
+
+    Returns:
+        The last.
+
+    Raises:
+        UserError: one cannot be written.
+    """
+    pictures: dict[str, bytes] = {}
+    try:
+        for suite in suites:
+            by_target = {n: list(m.records.values()) for n, m in measured[suite.name].items()}
+            path = out / f"{suite.name}.png"
+            if _draw(suite, path, {name: each for name, each in by_target.items() if each}):
+                pictures[suite.name] = path.read_bytes()
+        text = json.dumps(outcome, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_durably(out / "results.json", text.encode())
+        write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
+        write_durably(out / "report.html", to_html(outcome, pictures).encode())
+    except OSError as error:
+        raise UserError(f"cannot write into {shown(out)}: {reason(error)}") from None
+    return out / "report.html"
+
+
+def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool:
+    if not records:
+        return False
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    drawn = suite.draw(figure, records)
+    if drawn:
+        figure.savefig(path, dpi=130)
+    return drawn
+
+
+def _described(target: Target, network: bool) -> dict[str, Any]:
+    described = {"path": str(target.path), "weights": target.fingerprint}
+    if not network:
+        return described
+    context = None if math.isinf(target.context) else target.context
+    return described | {"model_type": target.config.model_type, "context": context}
+
+
+def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> dict[str, Any]:
+    shares = {name: _shares(suite, each.records) for name, each in measured.items()}
+    records = {name: list(each.records.values()) for name, each in measured.items()}
+    records = {name: each for name, each in records.items() if each}
+    measures = list(dict.fromkeys(chain.from_iterable(shares.values())))
+    tokens = {m for of_target in shares.values() for m, s in of_target.items() if _counts_tokens(s)}
+    left_out = [f"{name}: {why}" for name, each in measured.items() for why in each.left_out]
+    if tokens and not same:
+        left_out.append(
+            f"no differences of {', '.join(m for m in measures if m in tokens)}: the targets' "
+            "tokenizers differ, and so do their tokens"
+        )
+    left_out += suite.remarks(records)
+    first, *others = measured
+    return {
+        "title": suite.title,
+        "settings": suite.model_dump(mode="json"),
+        "measures": {
+            measure: {
+                "targets": {
+                    name: _as_json(estimate(each.get(measure, {}))) for name, each in shares.items()
+                },
+                "differences": {
+                    name: _as_json(
+                        difference(shares[name].get(measure, {}), shares[first].get(measure, {}))
+                        if same or measure not in tokens
+                        else None
+                    )
+                    for name in others
+                },
+            }
+            for measure in measures
+        },
+        "totals": {name: dict(suite.totals(each)) for name, each in records.items()},
+        "across": dict(suite.across(records)) if records else {},
+        "published": [each._asdict() for each in suite.published],
+        "not_run": left_out,
+    }
+
+
+def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
+    """By measure and item."""
+    found: Shares = {}
+    for key, record in records.items():
+        for measure, share in suite.means(record).items():
+            found.setdefault(measure, {})[key] = share
+    return found
+
+
+def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
+    return any(share.per_token for share in shares.values())
+
+
+def _as_json(found: Estimate | None) -> dict[str, Any] | None:
+    return None if found is None else found._asdict()

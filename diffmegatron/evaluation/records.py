@@ -1,0 +1,133 @@
+"""The results of a suite on a target: a file with a line per item, which a restart goes on from."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.suite import Item, Record
+from diffmegatron.files import create_file, parse_json, read_bytes, reason, shown
+
+# In the place of an item's record: where the model gave what is no number.
+NOT_FINITE = "not_finite"
+_MAX_BYTES = 1 << 34
+
+
+@dataclass
+class Measured:
+    """What a suite came to on a target.
+
+    Attributes:
+        records: of the items that it was asked, by key, without the keys of those left out.
+        left_out: why items were not asked, or do not count, one sentence each.
+    """
+
+    records: dict[str, Record] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+class RecordFile:
+    """A context that appends records; those of an earlier process are :attr:`records` already.
+
+    The first line says what was asked of which weights. A last line that was not finished is
+    dropped.
+
+    Args:
+        path: of the file; made where missing.
+        header: what a file of other settings, other items or other weights differs in.
+
+    Raises:
+        UserError: the file is of another header, is damaged, or cannot be written.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self._path = path
+        self.records: dict[str, Record] = {}
+        try:
+            if os.path.lexists(path):
+                self._read(header)
+            if not os.path.lexists(path) or not path.stat().st_size:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with create_file(path) as stream:
+                    stream.write(_line(header))
+            self._stream = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stream.close()
+
+    def add(self, key: str, record: Record) -> None:
+        """Append an item's record.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        line = {"item": key} | record
+        content = memoryview(_line(line))
+        try:
+            while content:
+                content = content[self._stream.write(content) :]
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self.records[key] = line
+
+    def _read(self, header: dict[str, Any]) -> None:
+        content = read_bytes(self._path, max_bytes=_MAX_BYTES)
+        *lines, unfinished = content.split(b"\n")
+        if unfinished:
+            os.truncate(self._path, len(content) - len(unfinished))
+        if not lines:
+            return
+        self._check(self._parsed(1, lines[0]), header)
+        for number, line in enumerate(lines[1:], start=2):
+            record = self._parsed(number, line)
+            key = record.get("item")
+            if not isinstance(key, str) or key in self.records:
+                raise UserError(
+                    f"{shown(self._path)} is damaged at line {number}: it has no item of its own; "
+                    "remove the file to measure again"
+                )
+            self.records[key] = record
+
+    def _parsed(self, number: int, line: bytes) -> Record:
+        record: Record = parse_json(line, Record, f"{shown(self._path)} at line {number}")
+        return record
+
+    def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
+        asked = json.loads(_line(header))
+        if asked != found:
+            wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
+            raise UserError(
+                f"{shown(self._path)} was measured with other {', '.join(wrong)} than is asked for "
+                "now; give another --out, or remove the file to measure again"
+            )
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"cannot write {shown(self._path)}: {reason(error)}")
+
+
+def digest(items: Sequence[Item]) -> str:
+    """Of all that is asked."""
+    found = hashlib.sha256()
+    for item in items:
+        found.update(repr(tuple(item)).encode())
+    return found.hexdigest()
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    # A NaN would be no JSON: it is an error of the suite that gives it.
+    return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,136 @@
+"""What a suite of evaluation is: items, the score of an item, and what the scores say together.
+
+A suite is one class in one file of ``suites/``: a section of settings whose methods say what is
+asked of a model. Restarting, progress, intervals, comparison and the report are the same for all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from diffmegatron.section import Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from diffmegatron.evaluation.model import Model
+    from diffmegatron.evaluation.targets import Target
+
+# What an item came to, as JSON holds it.
+Record = dict[str, Any]
+Records = Sequence[Record]
+
+
+class Item(NamedTuple):
+    """One thing that a model is asked.
+
+    Attributes:
+        key: tells it from the suite's other items; the same for every target.
+        tokens: how long a context the model needs for it; 0: none.
+        content: of plain values, whose ``repr`` says what is asked.
+    """
+
+    key: str
+    tokens: int
+    content: Any
+
+
+class Mean(NamedTuple):
+    """An item's share of a measure, which is the sum of totals over the sum of weights.
+
+    Attributes:
+        total: such as a negative log-likelihood, or 1 for a right answer.
+        weight: such as the number of tokens.
+        per_token: it counts tokens, so that it compares models of one tokenizer only.
+    """
+
+    total: float
+    weight: float = 1.0
+    per_token: bool = False
+
+
+class Published(NamedTuple):
+    """A number of a paper.
+
+    Attributes:
+        measure: of the suite.
+        differential, transformer: of the paper's pair.
+        of: which pair, and where it stands.
+    """
+
+    measure: str
+    differential: float
+    transformer: float
+    of: str
+
+
+class NotFiniteError(Exception):
+    """A model gave NaN or infinity; the message says where."""
+
+
+class Suite(Section, ABC):
+    """The settings of a suite, and what it does.
+
+    A field ``data``, ``haystack`` or ``data_dir`` is the command line's option of that name; a
+    field ``context`` is the shortest context of the targets, unless it is set.
+    """
+
+    name: ClassVar[str]
+    # What it measures, in a line.
+    title: ClassVar[str]
+    published: ClassVar[tuple[Published, ...]] = ()
+    # Whether it reads what training has recorded, and no network.
+    reads_runs: ClassVar[bool] = False
+
+    @property
+    def one_tokenizer(self) -> bool:
+        """Whether nothing of it compares models of several tokenizers."""
+        return False
+
+    def check(self, target: "Target") -> None:
+        """Check, before anything runs, that the suite can be asked of a target.
+
+        Raises:
+            UserError: it cannot; what would be right.
+        """
+        return
+
+    @abstractmethod
+    def items(self, target: "Target") -> Sequence[Item]:
+        """What is asked of a target, in an order that never changes.
+
+        Raises:
+            UserError: data are missing or cannot be read.
+        """
+
+    def follow_ups(self, target: "Target", records: Records) -> Sequence[Item]:
+        """Items that only the records of all others make known; by default none."""
+        return ()
+
+    @abstractmethod
+    def score(self, model: "Model", item: Item) -> Record:
+        """What an item came to, the same whenever and in whatever order it is asked.
+
+        Raises:
+            NotFiniteError: the model's numbers are not finite.
+        """
+
+    def means(self, record: Record) -> Mapping[str, Mean]:
+        """An item's share of every measure that it has a part in."""
+        return {}
+
+    def totals(self, records: Records) -> Mapping[str, float]:
+        """Numbers of a target that are no mean over its items."""
+        return {}
+
+    def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
+        """Numbers of all targets together, from their records by name."""
+        return {}
+
+    def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
+        """What could not be made of the records of all targets and why, one sentence each."""
+        return ()
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Draw the records of the targets; whether there was something to draw."""
+        return False

@@ -1,0 +1,105 @@
+"""The suites by name, and the way from a command line to their settings."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from diffmegatron.config.documents import parse_yaml
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.suite import Suite
+from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.suites.many_shot import ManyShot
+from diffmegatron.evaluation.suites.math import Mathematics
+from diffmegatron.evaluation.suites.needle import Retrieval
+from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
+from diffmegatron.evaluation.suites.order import Order
+from diffmegatron.evaluation.suites.outliers import Outliers
+from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
+from diffmegatron.evaluation.suites.recall import Recall
+from diffmegatron.evaluation.suites.scaling import Scaling
+from diffmegatron.evaluation.suites.throughput import Throughput
+from diffmegatron.files import clipped
+
+SUITES: dict[str, type[Suite]] = {
+    each.name: each
+    for each in (
+        Loss,
+        Recall,
+        Retrieval,
+        NeedleAttention,
+        ManyShot,
+        Order,
+        Mathematics,
+        Outliers,
+        QuantizedAttention,
+        Scaling,
+        Throughput,
+    )
+}
+
+
+def make_suites(
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    settings: Sequence[str],
+    context: Callable[[], int],
+) -> list[Suite]:
+    """The suites of a command line.
+
+    Args:
+        names: of suites.
+        options: values of fields, for every suite that has them.
+        settings: ``SUITE.KEY=VALUE``, the value read as YAML.
+        context: what gives the field of that name where a suite has it and no setting does.
+
+    Raises:
+        UserError: a suite or a key is unknown, a value does not fit, or one is missing.
+    """
+    if len(set(names)) < len(names):
+        raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")
+    values: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name not in SUITES:
+            near = difflib.get_close_matches(name, SUITES, n=1)
+            hint = f"did you mean {near[0]!r}? There are" if near else "give some of"
+            raise UserError(f"--suite {clipped(repr(name))} is unknown; {hint} {', '.join(SUITES)}")
+        fields = SUITES[name].model_fields
+        values[name] = {key: value for key, value in options.items() if key in fields}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        name, dot, field = key.partition(".")
+        if not equals or not dot or name not in values:
+            raise UserError(
+                f"--set {clipped(repr(setting))} is not of the form SUITE.KEY=VALUE with a suite "
+                f"of {', '.join(names)}"
+            )
+        values[name][field] = parse_yaml(value, f"--set {key}")
+    for name in names:
+        if "context" in SUITES[name].model_fields and "context" not in values[name]:
+            values[name]["context"] = context()
+    return [_made(name, values[name]) for name in names]
+
+
+def _made(name: str, values: Mapping[str, Any]) -> Suite:
+    try:
+        return SUITES[name].model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            option = f"--{key.replace('_', '-')}" if key in _OPTIONS else f"--set {name}.{key}="
+            raise UserError(f"suite {name!r} needs {option}; {_hint(name, key)}") from None
+        known = ", ".join(SUITES[name].model_fields)
+        raise UserError(
+            f"{name}.{key} is {clipped(repr(first['input']))}: {first['msg'].lower()}; the keys of "
+            f"{name} are {known}"
+        ) from None
+
+
+_OPTIONS = ("data", "haystack", "data_dir")
+
+
+def _hint(name: str, key: str) -> str:
+    return SUITES[name].model_fields[key].description or "see docs/evaluation.md"

@@ -1,0 +1,80 @@
+"""Many-shot classification in context with constrained decoding (Bertsch et al.; Ratner et al.)."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from diffmegatron.evaluation.classes import TASKS, Questions, check_tasks, choose
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.section import Count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DATA_DIR = Field(description="the folder of the data sets' files")
+
+
+class ManyShot(Suite):
+    """Accuracy after ``shots`` examples of the training set, the same for every test item.
+
+    A larger number of shots has the smaller one's examples and more. The labels are all of the
+    training set's. A prompt that is longer than a target's context is not run.
+    """
+
+    name: ClassVar[str] = "many-shot"
+    title: ClassVar[str] = "Many-shot classification, accuracy"
+
+    data_dir: Path = DATA_DIR
+    tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
+    shots: tuple[Count, ...] = Field(default=(1, 10, 50, 100, 200, 400, 800), min_length=1)
+    samples: Count = Field(default=250, description="test items of a task")
+
+    def check(self, target: Target) -> None:
+        """The data are there."""
+        check_tasks(self.tasks, self.data_dir)
+
+    def items(self, target: Target) -> list[Item]:
+        """A test item after a number of shots."""
+        found: list[Item] = []
+        for name in self.tasks:
+            questions = Questions(name, self.data_dir, self.samples, target)
+            for shots in self.shots:
+                examples = questions.train[:shots]
+                found += questions.after(examples, f"{name}/{shots}", name, shots)
+        return found
+
+    def score(self, model: Model, item: Item) -> Record:
+        """The label given, and whether it is the right one."""
+        name, shots, prompt, question, label = item.content
+        given = choose(model, prompt, question)
+        numbers = {"shots": shots, "tokens": len(prompt.prefix)}
+        return {"task": name, **numbers, "label": label, "given": given, "right": given == label}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """By task and shots, and by task."""
+        right = Mean(float(record["right"]))
+        return {f"{record['task']}, {record['shots']} shots": right, record["task"]: right}
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Accuracy as prompts grow, by task."""
+        figure.set_size_inches(3.4 * len(self.tasks), 3.4)
+        for axes, task in zip(
+            figure.subplots(1, len(self.tasks), squeeze=False)[0], self.tasks, strict=True
+        ):
+            for name, of_target in records.items():
+                points: dict[int, list[bool]] = defaultdict(list)
+                for record in of_target:
+                    if record["task"] == task:
+                        points[record["tokens"]].append(record["right"])
+                means = [(tokens, float(np.mean(each))) for tokens, each in sorted(points.items())]
+                axes.plot(*zip(*means, strict=True), "o-", label=name)
+            axes.set(title=task, xscale="log", xlabel="tokens of examples", ylim=(0, 1))
+            axes.grid(alpha=0.3)
+        axes.legend()
+        return True

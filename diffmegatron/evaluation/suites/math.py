@@ -1,0 +1,211 @@
+"""Mathematics in words: the model works a problem out, and its answer is compared as mathematics.
+
+Answers are found and compared by math-verify (the extra ``evaluation``).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suites.many_shot import DATA_DIR
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.files import parse_json, read_bytes, shown
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Problem(NamedTuple):
+    """A question, and its answer with or without the way to it."""
+
+    question: str
+    answer: str
+    solution: str
+
+
+class _Gsm8k(BaseModel):
+    question: str
+    answer: str
+
+
+class _Svamp(BaseModel):
+    Body: str
+    Question: str
+    Answer: FiniteFloat
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set in a file of its published format.
+
+    Attributes:
+        file: its name under ``--data-dir``.
+        read: the problems of its content.
+        origin: where it comes from, for whoever has none.
+    """
+
+    file: str
+    read: Callable[[bytes, str], Iterator[Problem]]
+    origin: str
+
+    def problems(self, data_dir: Path) -> list[Problem]:
+        """All of them.
+
+        Raises:
+            UserError: the file is missing or of another format.
+        """
+        path = data_dir / self.file
+        if not path.exists():
+            raise UserError(f"{shown(path)} does not exist; it is {self.origin}")
+        return list(self.read(read_bytes(path), shown(path)))
+
+
+# What a calculator of GSM8K's authors would have written.
+_CALCULATION = re.compile(r"<<[^>]*>>")
+
+
+def _gsm8k(content: bytes, name: str) -> Iterator[Problem]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        row: _Gsm8k = parse_json(line, _Gsm8k, f"{name} at line {number}")
+        solution, mark, answer = row.answer.rpartition("####")
+        if not mark:
+            raise UserError(f"{name} at line {number} has no '#### ' before its answer")
+        yield Problem(row.question, answer.strip(), _CALCULATION.sub("", solution).strip())
+
+
+def _svamp(content: bytes, name: str) -> Iterator[Problem]:
+    rows: list[_Svamp] = parse_json(content, list[_Svamp], name)
+    for row in rows:
+        body = row.Body.strip()
+        yield Problem(
+            f"{body}{'' if body.endswith('.') else '.'} {row.Question}", f"{row.Answer:g}", ""
+        )
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark(
+        "gsm8k_test.jsonl", _gsm8k, "GSM8K's test set, lines of question and answer (Cobbe et al.)"
+    ),
+    "svamp": Benchmark(
+        "svamp.json", _svamp, "SVAMP, a list with Body, Question and Answer (Patel et al.)"
+    ),
+}
+
+_NEXT = "\n\nQuestion:"
+
+
+class Mathematics(Suite):
+    """Accuracy of answers that the model works out after ``shots`` of GSM8K's training problems.
+
+    The likeliest token each time, to the end of a document, the next question, or
+    ``answer_tokens``: 1,024 or 16,384 in the paper.
+    """
+
+    name: ClassVar[str] = "math"
+    title: ClassVar[str] = "Mathematics, accuracy"
+
+    data_dir: Path = DATA_DIR
+    benchmarks: tuple[str, ...] = Field(default=tuple(BENCHMARKS), min_length=1)
+    shots: int = Field(default=4, ge=0, description="0 for models that were tuned to answer")
+    samples: Count = Field(default=250, description="the first of every benchmark")
+    answer_tokens: Size = 1024
+
+    def check(self, target: Target) -> None:
+        """The data and the library are there."""
+        _library()
+        if wrong := [name for name in self.benchmarks if name not in BENCHMARKS]:
+            raise UserError(
+                f"benchmark {wrong[0]!r} is unknown; give some of {', '.join(BENCHMARKS)}"
+            )
+        for name in self.benchmarks:
+            BENCHMARKS[name].problems(self.data_dir)
+        self._demonstrations()
+
+    def items(self, target: Target) -> list[Item]:
+        """A problem."""
+        before = self._demonstrations()
+        found = []
+        for name in self.benchmarks:
+            for number, each in enumerate(BENCHMARKS[name].problems(self.data_dir)[: self.samples]):
+                ids = target.encode(f"{before}Question: {each.question}\nAnswer:")
+                length = 1 + len(ids) + self.answer_tokens
+                content = (name, [target.start, *ids], each.answer)
+                found.append(Item(f"{name}/{number}", length, content))
+        return found
+
+    def score(self, model: Model, item: Item) -> Record:
+        """What was written, the answer in it, and whether it is the right one."""
+        name, ids, answer = item.content
+        tokens = model.greedy(ids, self.answer_tokens, stop=_NEXT)
+        text = model.target.tokenizer.decode(tokens).split(_NEXT)[0]
+        return {
+            "benchmark": name,
+            "answer": answer,
+            "text": text,
+            "cut": len(tokens) == self.answer_tokens,
+            "right": is_right(text, answer),
+        }
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """Accuracy, and the share that reached the limit."""
+        name = record["benchmark"]
+        return {
+            name: Mean(float(record["right"])),
+            f"{name}, share cut at the limit": Mean(float(record["cut"])),
+        }
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Bars by benchmark."""
+        axes = figure.subplots()
+        width = 0.8 / len(records)
+        for place, (target, of_target) in enumerate(records.items()):
+            shares = [
+                np.mean([r["right"] for r in of_target if r["benchmark"] == name] or [0])
+                for name in self.benchmarks
+            ]
+            axes.bar(np.arange(len(shares)) + place * width, shares, width, label=target)
+        axes.set_xticks(np.arange(len(self.benchmarks)) + 0.4 - width / 2, self.benchmarks)
+        axes.set(ylabel="accuracy")
+        axes.legend()
+        return True
+
+    def _demonstrations(self) -> str:
+        if not self.shots:
+            return ""
+        train = Benchmark(
+            "gsm8k_train.jsonl", _gsm8k, "GSM8K's training set; without it give math.shots 0"
+        )
+        return "".join(
+            f"Question: {each.question}\nAnswer: {each.solution}\nThe answer is {each.answer}.\n\n"
+            for each in train.problems(self.data_dir)[: self.shots]
+        )
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether the answer that a text comes to is equal to the right one, as mathematics.
+
+    Raises:
+        UserError: math-verify is not installed.
+    """
+    library = _library()
+    return bool(library.verify(library.parse(answer), library.parse(text)))
+
+
+def _library() -> Any:
+    try:
+        import math_verify
+    except ImportError:
+        raise UserError(
+            "suite 'math' compares answers by math-verify, which is not installed; install the "
+            "extra with pip install 'diffmegatron[evaluation]'"
+        ) from None
+    return math_verify

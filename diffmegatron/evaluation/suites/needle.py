@@ -1,0 +1,142 @@
+"""Multi-needle retrieval: numbers of cities asked for after a long text (LWM, Gemini 1.5)."""
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.haystack import (
+    CITIES,
+    Hidden,
+    draw_needles,
+    open_haystack,
+    question,
+)
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Pair = tuple[Size, Size]
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+HAYSTACK = Field(description="text to hide needles in, such as books")
+_TABLE = "3B, table 2"
+
+
+class Retrieval(Suite):
+    """Of ``pairs`` (N, R), N needles are hidden and R asked for; the first lies at the depth.
+
+    The others lie anywhere. An answer is what the model likes best, token by token; a number that
+    it holds is right, and an item's score is the share of right ones.
+    """
+
+    name: ClassVar[str] = "needle"
+    title: ClassVar[str] = "Multi-needle retrieval, share of numbers found"
+    published: ClassVar[tuple[Published, ...]] = (
+        Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLE),
+        Published("N=2 R=2, 4,096 tokens", 0.92, 0.85, _TABLE),
+        Published("N=4 R=2, 4,096 tokens", 0.84, 0.62, _TABLE),
+        Published("N=6 R=2, 4,096 tokens", 0.85, 0.55, _TABLE),
+    )
+
+    haystack: Path = HAYSTACK
+    pairs: tuple[Pair, ...] = Field(default=((1, 1), (2, 2), (4, 2), (6, 2)), min_length=1)
+    lengths: tuple[Size, ...] = Field(
+        default=(4096,), min_length=1, description="tokens of prompt and answer"
+    )
+    depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
+    samples: Count = Field(default=50, description="of a pair, length and depth")
+    answer_tokens: Size = 48
+
+    def check(self, target: Target) -> None:
+        """There are cities for all needles."""
+        wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
+        if wrong:
+            raise UserError(
+                f"needle.pairs has (N, R) of {wrong[0]}; R is at most N, and N at most the "
+                f"{len(CITIES)} cities"
+            )
+
+    def items(self, target: Target) -> list[Item]:
+        """A sample of a pair, a length and a depth."""
+        text = open_haystack(self.haystack, target).digest
+        return [
+            Item(
+                f"{length}/N={needles} R={asked}/depth {depth:g}/{number}",
+                length,
+                (text, length, needles, asked, depth),
+            )
+            for length in self.lengths
+            for needles, asked in self.pairs
+            for depth in self.depths
+            for number in range(self.samples)
+        ]
+
+    def score(self, model: Model, item: Item) -> Record:
+        """The share of numbers found, and the answer."""
+        _, length, count, asked, depth = item.content
+        prompt, numbers = hide(
+            self.haystack,
+            model.target,
+            item.key,
+            length - self.answer_tokens,
+            (count, asked),
+            depth,
+        )
+        answer = model.target.tokenizer.decode(model.greedy(prompt.ids, self.answer_tokens))
+        found = sum(number in answer for number in numbers) / asked
+        setting = {"length": length, "needles": count, "asked": asked, "depth": depth}
+        return setting | {"found": found, "numbers": numbers, "answer": answer}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """By pair and length, all depths alike."""
+        needles, asked, length = record["needles"], record["asked"], record["length"]
+        return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """A map of lengths and depths by target and pair."""
+        figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
+        grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
+        for row, (name, of_target) in zip(grid, records.items(), strict=True):
+            for axes, (needles, asked) in zip(row, self.pairs, strict=True):
+                image = axes.imshow(self._table(of_target, needles, asked), vmin=0, vmax=1)
+                axes.set(title=f"{name}: N={needles} R={asked}", xlabel="tokens", ylabel="depth")
+                axes.set_xticks(range(len(self.lengths)), [f"{each:,}" for each in self.lengths])
+                axes.set_yticks(range(len(self.depths)), [f"{each:.0%}" for each in self.depths])
+        figure.colorbar(image, ax=grid, label="share found")
+        return True
+
+    def _table(self, records: Records, needles: int, asked: int) -> np.ndarray:
+        """Mean share found [depths, lengths], NaN where nothing was asked."""
+        cells: dict[tuple[float, int], list[float]] = defaultdict(list)
+        for record in records:
+            if (record["needles"], record["asked"]) == (needles, asked):
+                cells[record["depth"], record["length"]].append(record["found"])
+        return np.array(
+            [
+                [np.mean(cells.get((depth, length), [np.nan])) for length in self.lengths]
+                for depth in self.depths
+            ]
+        )
+
+
+def hide(
+    haystack: Path, target: Target, key: str, length: int, pair: Sequence[int], depth: float
+) -> tuple[Hidden, list[str]]:
+    """The prompt of an item, the first needle of which is asked for, and the numbers to find."""
+    count, asked = pair
+    draw = random.Random(key)
+    needles = draw_needles(count, depth, draw)
+    cities = [needle.city for needle in needles[:asked]]
+    draw.shuffle(cities)
+    prompt = open_haystack(haystack, target).hide(needles, question(cities), length, draw)
+    return prompt, [needle.number for needle in needles[:asked]]

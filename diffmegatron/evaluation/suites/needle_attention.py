@@ -1,0 +1,113 @@
+"""Attention to the answer and to noise, where a needle is asked for (Ye et al., table 3)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from diffmegatron.evaluation.attention import Layer, watched
+from diffmegatron.evaluation.haystack import open_haystack
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import (
+    Item,
+    Mean,
+    NotFiniteError,
+    Published,
+    Record,
+    Records,
+    Suite,
+)
+from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, hide
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TABLE = "3B, table 3"
+_ANSWER, _NOISE = (0.27, 0.30, 0.31, 0.32, 0.40), (0.01, 0.02, 0.02, 0.02, 0.01)
+_ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0.49)
+
+
+class NeedleAttention(Suite):
+    """What share of its attention the last token of the question gives to the needle asked for.
+
+    A share is of the sum of absolute values of a row of the map after subtraction. The answer is
+    the needle's whole sentence; noise is the rest of the haystack with the other needles, without
+    the start token and the question. Means over all heads of all layers.
+    """
+
+    name: ClassVar[str] = "needle-attention"
+    title: ClassVar[str] = "Attention to the answer and to noise"
+    published: ClassVar[tuple[Published, ...]] = tuple(
+        Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLE)
+        for part, ours, theirs in (
+            ("answer", _ANSWER, _ANSWER_T),
+            ("noise", _NOISE, _NOISE_T),
+        )
+        for depth, differential, transformer in zip(DEPTHS, ours, theirs, strict=True)
+    )
+
+    haystack: Path = HAYSTACK
+    needles: Size = Field(default=1, description="N, of which one is asked for")
+    length: Size = Field(default=4096, description="tokens of the prompt")
+    depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
+    samples: Count = Field(default=20, description="of a depth")
+
+    def check(self, target: Target) -> None:
+        """Its kind of attention is known."""
+        _ = target.variant
+
+    def items(self, target: Target) -> list[Item]:
+        """A sample of a depth."""
+        text = open_haystack(self.haystack, target).digest
+        return [
+            Item(f"depth {depth:g}/{number}", self.length, (text, depth))
+            for depth in self.depths
+            for number in range(self.samples)
+        ]
+
+    @torch.no_grad()
+    def score(self, model: Model, item: Item) -> Record:
+        """Shares of answer and noise by layer and head."""
+        _, depth = item.content
+        prompt, _ = hide(
+            self.haystack, model.target, item.key, self.length, (self.needles, 1), depth
+        )
+        first, end = prompt.spans[0]
+        answer, noise = [], []
+
+        def watch(layer: Layer) -> None:
+            row = layer.maps(layer.rows - 1, layer.rows)[:, 0].abs()
+            total = row.sum(1)
+            if not (total.isfinite() & (total > 0)).all():
+                raise NotFiniteError(f"a row of attention of layer {layer.number + 1} is no map")
+            own = row[:, first:end].sum(1)
+            answer.append((own / total).tolist())
+            noise.append(((row[:, 1 : prompt.haystack_end].sum(1) - own) / total).tolist())
+
+        with watched(model, watch):
+            model.network.base_model(model.batch(prompt.ids), use_cache=False)
+        return {"depth": depth, "answer": answer, "noise": noise}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """By depth, over layers and heads."""
+        depth = f"depth {record['depth']:.0%}"
+        return {
+            f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
+        }
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Shares of the answer by layer and head, over all depths."""
+        figure.set_size_inches(4.5 * len(records), 4)
+        grid = figure.subplots(1, len(records), squeeze=False)[0]
+        for axes, (name, of_target) in zip(grid, records.items(), strict=True):
+            image = axes.imshow(
+                np.mean([record["answer"] for record in of_target], axis=0), vmin=0, aspect="auto"
+            )
+            axes.set(title=f"{name}: answer", xlabel="head", ylabel="layer")
+            figure.colorbar(image, ax=axes)
+        return True

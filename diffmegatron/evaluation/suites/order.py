@@ -1,0 +1,115 @@
+"""Robustness of learning in context to the order of the examples (Ye et al., section 3.5)."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from diffmegatron.evaluation.classes import Example, Questions, check_tasks, choose
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suites.many_shot import DATA_DIR
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.section import Count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ARRANGEMENTS = ("random", "alternating")
+
+
+class Order(Suite):
+    """Accuracy over ``permutations`` of one set of examples, as many of each class as go.
+
+    ``random`` shuffles them all; ``alternating`` shuffles each class, and takes the classes in
+    turn. The margin is the accuracy of the best permutation less that of the worst.
+    """
+
+    name: ClassVar[str] = "order"
+    title: ClassVar[str] = "Order of examples, accuracy"
+
+    data_dir: Path = DATA_DIR
+    tasks: tuple[str, ...] = Field(default=("trec",), min_length=1)
+    shots: Count = 60
+    permutations: Count = 10
+    samples: Count = Field(default=100, description="test items of a task")
+
+    def check(self, target: Target) -> None:
+        """The data are there."""
+        check_tasks(self.tasks, self.data_dir)
+
+    def items(self, target: Target) -> list[Item]:
+        """A test item after one arrangement."""
+        found: list[Item] = []
+        for name in self.tasks:
+            questions = Questions(name, self.data_dir, self.samples, target)
+            chosen = list(_in_turn(questions.train))[: self.shots]
+            for arrangement in _ARRANGEMENTS:
+                for permutation in range(self.permutations):
+                    where = (name, arrangement, permutation)
+                    examples = arranged(chosen, arrangement, permutation)
+                    found += questions.after(examples, "/".join(map(str, where)), *where)
+        return found
+
+    def score(self, model: Model, item: Item) -> Record:
+        """The label given, and whether it is the right one."""
+        name, arrangement, permutation, prompt, question, label = item.content
+        given = choose(model, prompt, question)
+        where = {"task": name, "arrangement": arrangement, "permutation": permutation}
+        return {**where, "label": label, "given": given, "right": given == label}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """By task and arrangement, over all permutations."""
+        return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
+
+    def totals(self, records: Records) -> dict[str, float]:
+        """Best, worst and margin."""
+        found: dict[str, float] = {}
+        for name, accuracies in _accuracies(records).items():
+            best, worst = max(accuracies), min(accuracies)
+            numbers = {"best": best, "worst": worst, "margin": best - worst}
+            found |= {f"{name}, {key}": value for key, value in numbers.items()}
+        return found
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Every permutation's accuracy."""
+        names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            for target, of_target in records.items():
+                axes.plot(sorted(_accuracies(of_target)[name]), "o-", label=target)
+            axes.set(title=name, xlabel="permutations, worst first", ylabel="accuracy")
+            axes.grid(alpha=0.3)
+        axes.legend()
+        return True
+
+
+def arranged(examples: Sequence[Example], arrangement: str, permutation: int) -> list[Example]:
+    """The examples in an order of their own for every permutation."""
+    shuffled = list(examples)
+    random.Random(f"{arrangement}/{permutation}").shuffle(shuffled)
+    return list(_in_turn(shuffled)) if arrangement == "alternating" else shuffled
+
+
+def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
+    """One of each class, in the order of their first, as long as there are any."""
+    by_class: dict[str, list[Example]] = defaultdict(list)
+    for example in examples:
+        by_class[example.label].append(example)
+    for turn in zip_longest(*by_class.values()):
+        yield from (example for example in turn if example is not None)
+
+
+def _accuracies(records: Records) -> dict[str, list[float]]:
+    """By task and arrangement, of every permutation."""
+    right: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        name = f"{record['task']}, {record['arrangement']}"
+        right[name][record["permutation"]].append(record["right"])
+    return {
+        name: [float(np.mean(each)) for each in of_name.values()] for name, of_name in right.items()
+    }

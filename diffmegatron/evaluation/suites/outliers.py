@@ -1,0 +1,207 @@
+"""Activation outliers: the largest attention logits and hidden states (Ye et al., table 5)."""
+
+import base64
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from diffmegatron.evaluation.attention import Layer, layers, row_blocks, watched
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import (
+    Item,
+    NotFiniteError,
+    Published,
+    Record,
+    Records,
+    Suite,
+)
+from diffmegatron.evaluation.suites.loss import windows
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.evaluation.text import first_texts
+from diffmegatron.section import Count, Size
+
+LOGITS, HIDDEN = "attention logits", "hidden states"
+RANKS = (1, 2, 3, 10, 100)
+_TABLE = "3B, table 5"
+_PAPER = {
+    LOGITS: ((38.8, 38.8, 37.3, 32.0, 27.4, 3.3), (318.0, 308.2, 304.9, 284.7, 251.5, 5.4)),
+    HIDDEN: (
+        (1688.2, 1672.5, 1672.1, 1624.3, 740.9, 1.2),
+        (3608.6, 3607.4, 3603.6, 3552.1, 2448.2, 0.6),
+    ),
+}
+_NAMES = (*(f"top-{rank}" for rank in RANKS), "median")
+# A magnitude in float32 has 31 bits: the upper ones tell its bin.
+_LOW_BITS = 16
+_BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
+
+
+class Outliers(Suite):
+    """Largest and median magnitudes over held-out text: exact, and streaming.
+
+    Logits are those of every query head and map, before the softmax, of a token and those before
+    it; hidden states are the outputs of every layer. A first pass counts magnitudes in bins by the
+    upper bits of their float32, a second those of the medians' bins by the lower bits.
+    """
+
+    name: ClassVar[str] = "outliers"
+    title: ClassVar[str] = "Activation outliers"
+    published: ClassVar[tuple[Published, ...]] = tuple(
+        Published(f"{of}, {name}", differential, transformer, _TABLE)
+        for of, pair in _PAPER.items()
+        for name, differential, transformer in zip(_NAMES, *pair, strict=True)
+    )
+
+    data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
+    documents: Count = Field(default=64, description="the first of every source")
+    characters: Count = Field(default=20_000, description="a longer document ends there")
+    context: Size = Field(default=2048, description="tokens of a window, the start token counted")
+    tokens: Count = Field(default=400_000, description="at most, as many as the paper's")
+
+    def check(self, target: Target) -> None:
+        """Its kind of attention is known."""
+        _ = target.variant
+
+    def items(self, target: Target) -> list[Item]:
+        """A window."""
+        found: list[Item] = []
+        left = self.tokens
+        for _, text in first_texts(self.data, self.documents, self.characters):
+            for window in windows(target.encode(text), self.context - 1):
+                ids = [target.start, *window][:left]
+                left -= len(ids)
+                if ids:
+                    found.append(Item(f"first/{len(found)}", len(ids), (ids, None)))
+        return found
+
+    def follow_ups(self, target: Target, records: Records) -> list[Item]:
+        """Every window again, for the bins in which the medians lie."""
+        bins = {
+            of: _median_bins(_summed([record[of]["bins"] for record in records], _BINS))
+            for of in (LOGITS, HIDDEN)
+        }
+        return [
+            Item(f"second/{number}", item.tokens, (item.content[0], bins))
+            for number, item in enumerate(self.items(target))
+        ]
+
+    @torch.no_grad()
+    def score(self, model: Model, item: Item) -> Record:
+        """The largest magnitudes and the counts of bins, or the counts within bins."""
+        ids, bins = item.content
+        counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
+
+        def see_logits(layer: Layer) -> None:
+            for first, end in layer.blocks():
+                logits = layer.logits(first, end)
+                counters[LOGITS].add(logits[logits != -torch.inf])
+
+        def see_hidden(_: nn.Module, __: tuple, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, Tensor)
+            for first, end in row_blocks(1, hidden.shape[1]):
+                counters[HIDDEN].add(hidden[0, first:end].flatten())
+
+        with ExitStack() as stack:
+            stack.enter_context(watched(model, see_logits))
+            for layer in layers(model):
+                stack.callback(layer.register_forward_hook(see_hidden).remove)
+            model.network.base_model(model.batch(ids), use_cache=False)
+        return {of: counter.record() for of, counter in counters.items()}
+
+    def totals(self, records: Records) -> dict[str, float]:
+        """The ranks and the median of both."""
+        found: dict[str, float] = {}
+        for of in (LOGITS, HIDDEN):
+            first = [record[of] for record in records if "top" in record[of]]
+            second = [record[of] for record in records if "within" in record[of]]
+            largest = sorted((value for each in first for value in each["top"]), reverse=True)
+            found |= {f"{of}, top-{n}": largest[n - 1] for n in RANKS if n <= len(largest)}
+            counts = _summed([each["bins"] for each in first], _BINS)
+            found[f"{of}, median"] = _median(counts, second)
+        return found
+
+
+class _Counter:
+    """Magnitudes of one kind: the largest and the counts of bins, or the counts within some."""
+
+    def __init__(self, bins: Sequence[int] | None, name: str) -> None:
+        self._wanted, self._name = bins, name
+        self._top = torch.zeros(0)
+        size = _BINS if bins is None else _WITHIN
+        self._counts = {each: np.zeros(size, np.int64) for each in bins or (0,)}
+
+    def add(self, values: Tensor) -> None:
+        """Count values of any shape [n].
+
+        Raises:
+            NotFiniteError: one is not.
+        """
+        magnitudes = values.abs().float()
+        if not magnitudes.isfinite().all():
+            raise NotFiniteError(f"{self._name} are not finite")
+        bits = magnitudes.view(torch.int32)
+        if self._wanted is not None:
+            for each, counts in self._counts.items():
+                low = bits[bits >> _LOW_BITS == each] & (_WITHIN - 1)
+                counts += torch.bincount(low, minlength=_WITHIN).cpu().numpy()
+            return
+        self._counts[0] += torch.bincount(bits >> _LOW_BITS, minlength=_BINS).cpu().numpy()
+        joined = torch.cat([self._top, magnitudes.topk(min(RANKS[-1], len(magnitudes)))[0].cpu()])
+        self._top = joined.topk(min(RANKS[-1], len(joined)))[0]
+
+    def record(self) -> Record:
+        """As JSON holds it."""
+        if self._wanted is None:
+            return {"top": self._top.tolist(), "bins": _packed(self._counts[0])}
+        return {"within": {str(each): _packed(c) for each, c in self._counts.items()}}
+
+
+def _summed(packed: Sequence[str], size: int) -> np.ndarray:
+    found = np.zeros(size, np.int64)
+    for each in packed:
+        found += _unpacked(each)
+    return found
+
+
+def _median_bins(counts: np.ndarray) -> list[int]:
+    """The one or two bins in which the values lie whose mean is the median."""
+    return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
+
+
+def _median(counts: np.ndarray, second: Records) -> float:
+    """The median magnitude, from the counts of bins and those within the medians' bins."""
+    values = []
+    for rank in _middle(counts):
+        chosen, before = _place(counts, rank)
+        within = _summed([record["within"][str(chosen)] for record in second], _WITHIN)
+        low, _ = _place(within, rank - before)
+        values.append(np.int32((chosen << _LOW_BITS) | low).view(np.float32))
+    return float(np.mean(values, dtype=np.float64))
+
+
+def _middle(counts: np.ndarray) -> tuple[int, int]:
+    """Ranks, from 0, of the values in the middle; the same twice where there is one."""
+    total = int(counts.sum())
+    return (total - 1) // 2, total // 2
+
+
+def _place(counts: np.ndarray, rank: int) -> tuple[int, int]:
+    """The bin of a rank, and how many values lie in the bins before it."""
+    ends = np.cumsum(counts)
+    chosen = int(np.searchsorted(ends, rank, side="right"))
+    return chosen, int(ends[chosen] - counts[chosen])
+
+
+def _packed(counts: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(counts.astype("<i8").tobytes())).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")

@@ -1,0 +1,178 @@
+"""Scaling curves of runs: a power law of the held-out loss, and the ratio at equal loss.
+
+Ye et al. fit Kaplan et al.'s L(x) = a x^-b to models of several sizes, and to one size as training
+goes on (figure 3).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from diffmegatron.config.load import load_resolved
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Record, Records, Suite
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.files import shown
+from diffmegatron.model.accounting import count_parameters
+from diffmegatron.training.metrics import METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_RECIPE = "recipe.yaml"
+Point = tuple[float, float]
+
+
+class PowerLaw(NamedTuple):
+    """L(x) = a x^-b."""
+
+    a: float
+    b: float
+
+    def loss(self, x: float) -> float:
+        """L(x)."""
+        return self.a * x**-self.b
+
+    def size(self, loss: float) -> float:
+        """The x of a loss."""
+        return (self.a / loss) ** (1 / self.b)
+
+
+class Scaling(Suite):
+    """Runs of several sizes, or of several lengths, of a kind of attention and of the Transformer.
+
+    ``against: parameters`` takes the last held-out loss of every run; ``tokens`` all of every run,
+    which are then of one size.
+    """
+
+    name: ClassVar[str] = "scaling"
+    title: ClassVar[str] = (
+        "Scaling curves (paper: 62.2% of the parameters at 6.8B, 63.7% of the tokens at 160B)"
+    )
+    reads_runs: ClassVar[bool] = True
+
+    against: Literal["parameters", "tokens"] = "parameters"
+
+    def check(self, target: Target) -> None:
+        """It is of a run that has recorded held-out losses."""
+        if target.run_dir is None or not (target.run_dir / METRICS).exists():
+            raise UserError(
+                f"suite 'scaling' reads what runs have recorded, and {shown(target.path)} is no "
+                f"run_dir with a {METRICS}; give run_dirs"
+            )
+
+    def items(self, target: Target) -> list[Item]:
+        """The run: what it is, and its held-out losses by step."""
+        assert target.run_dir is not None
+        losses = [
+            (int(entry["step"]), entry["valid/loss"])
+            for entry in read_metrics(target.run_dir)
+            if "valid/loss" in entry and entry["step"]
+        ]
+        if not losses:
+            raise UserError(
+                f"{shown(target.run_dir / METRICS)} has no valid/loss after step 0; train with "
+                "data.validation_fraction and training.eval_interval"
+            )
+        return [Item("run", 0, (str(target.run_dir), losses))]
+
+    def score(self, model: Model, item: Item) -> Record:
+        """What the run is, its parameters without embeddings, and tokens and loss by step."""
+        run_dir, losses = item.content
+        recipe = load_resolved(Path(run_dir) / _RECIPE)
+        attention = recipe.model.attention
+        return {
+            "kind": attention.title,
+            "is_baseline": attention.baseline() == attention,
+            "parameters": count_parameters(recipe.model).without_embeddings,
+            "losses": [[step * recipe.training.tokens_per_step, loss] for step, loss in losses],
+        }
+
+    def totals(self, records: Records) -> dict[str, float]:
+        """The last loss of the run, and where it stands."""
+        (record,) = records
+        tokens, loss = record["losses"][-1]
+        return {"parameters": record["parameters"], "tokens": tokens, "last held-out loss": loss}
+
+    def across(self, records: Mapping[str, Records]) -> dict[str, float]:
+        """Both numbers of every fit, and the share that a kind needs at each of its own sizes.
+
+        At size x it is x over the size at which the fitted Transformer has the fitted loss of x.
+        """
+        found: dict[str, float] = {}
+        for kind, (law, sizes, is_baseline) in self._fits(records).items():
+            found |= {f"{kind}: a of a x^-b": law.a, f"{kind}: b of a x^-b": law.b}
+            if is_baseline:
+                continue
+            for other, (base, _, is_base) in self._fits(records).items():
+                if is_base:
+                    found |= {
+                        f"{kind} at {x:.3g} {self.against}: share of {other}'s at equal loss": x
+                        / base.size(law.loss(x))
+                        for x in sizes
+                    }
+        return found
+
+    def remarks(self, records: Mapping[str, Records]) -> list[str]:
+        """Kinds with too few points for a fit."""
+        fits = self._fits(records)
+        return [
+            f"{kind}: no fit, for it needs runs at two or more {self.against} whose loss falls"
+            for kind in self._points(records)
+            if kind not in fits
+        ]
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Points and fitted curves on logarithmic axes."""
+        axes, fits = figure.subplots(), self._fits(records)
+        for kind, (points, _) in self._points(records).items():
+            xs, losses = zip(*points, strict=True)
+            (line,) = axes.plot(xs, losses, "o", label=kind)
+            if kind in fits:
+                law = fits[kind][0]
+                grid = np.geomspace(min(xs), max(xs), 50)
+                axes.plot(grid, [law.loss(x) for x in grid], color=line.get_color())
+        axes.set(xscale="log", yscale="log", xlabel=self.against, ylabel="held-out loss, nats")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+        return True
+
+    def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
+        """By kind: sizes and losses in order, and whether it is the Transformer."""
+        found: dict[str, tuple[list[Point], bool]] = {}
+        for (record,) in records.values():
+            points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
+            losses = record["losses"]
+            if self.against == "tokens":
+                points += [(tokens, loss) for tokens, loss in losses]
+            else:
+                points.append((record["parameters"], losses[-1][1]))
+        return {kind: (sorted(points), baseline) for kind, (points, baseline) in found.items()}
+
+    def _fits(
+        self, records: Mapping[str, Records]
+    ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
+        """By kind that can be fitted: the law, the sizes, and whether it is the Transformer."""
+        found = {}
+        for kind, (points, is_baseline) in self._points(records).items():
+            law = fit_power_law(points)
+            if law is not None:
+                found[kind] = (law, sorted({x for x, _ in points}), is_baseline)
+        return found
+
+
+def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
+    """Least squares of log L on log x; None where there is one x only, or the loss does not fall.
+
+    Args:
+        points: x and L, both above 0.
+    """
+    if len({x for x, _ in points}) < 2:
+        return None
+    x, loss = np.log(np.array(points, dtype=np.float64)).T
+    slope, intercept = np.polynomial.Polynomial.fit(x, loss, 1).convert().coef[::-1]
+    return PowerLaw(math.exp(intercept), -slope) if slope < 0 else None

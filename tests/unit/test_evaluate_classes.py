@@ -1,0 +1,237 @@
+"""Classification in context: data sets in their published form, the tree of labels, the order."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.classes import (
+    TASKS,
+    Example,
+    Prompt,
+    choose,
+    label_tree,
+)
+from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suites.order import arranged
+from diffmegatron.evaluation.targets import find_targets
+from tests.pretrained import write_pretrained
+
+TREC = (
+    "DESC:manner How do caf\xe9s work ?\nENTY:animal Which bird sings ?\nHUM:ind Who wrote it ?\n"
+    "LOC:city What town lies there ?\nNUM:date When was it ?\nABBR:exp What does it stand for ?\n"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, and data sets of a few items in the forms of the published ones."""
+    found = tmp_path_factory.mktemp("classes")
+    write_pretrained(found / "plain", "llama 2", max_position_embeddings=450)
+    write_pretrained(found / "diff", "diffllama", max_position_embeddings=450)
+    (found / "trec_train.txt").write_text(TREC * 2, encoding="latin-1")
+    (found / "trec_test.txt").write_text(TREC, encoding="latin-1")
+    rows = 'text,category\n"Where, then, is my card?",card_arrival\nWhat rate?,exchange_rate\n'
+    for split in ("train", "test"):
+        (found / f"banking77_{split}.csv").write_text(rows)
+    clinic = {split: [["say hello", "greeting"], ["bye", "goodbye"]] for split in ("train", "test")}
+    (found / "clinc150.json").write_text(json.dumps(clinic | {"oos_train": [["x", "oos"]]}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return Model(find_targets([folder / "plain"], folder)[0])
+
+
+def test_published_forms_are_read(folder):
+    assert TASKS["trec"].examples(folder, "test")[0] == ("How do caf\xe9s work ?", "description")
+    assert TASKS["trec-fine"].examples(folder, "test")[3][1] == "location city"
+    assert TASKS["banking77"].examples(folder, "train") == [
+        ("Where, then, is my card?", "card arrival"),
+        ("What rate?", "exchange rate"),
+    ]
+    assert TASKS["clinic150"].examples(folder, "test") == [
+        ("say hello", "greeting"),
+        ("bye", "goodbye"),
+    ]
+    shown = TASKS["banking77"].demonstration(Example("What rate?", "exchange rate"))
+    assert shown == "query: What rate?\nintent: exchange rate\n\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"trec_train\.txt does not exist; it is the TREC"),
+        ("no type\n", "no examples of the"),
+    ],
+)
+def test_missing_and_foreign_files_are_one_sentence(content, said, folder, tmp_path):
+    if content is not None:
+        (tmp_path / "trec_train.txt").write_text(content)
+    for suite in ("many-shot", "order"):
+        with pytest.raises(UserError, match=said):
+            evaluate([folder / "plain"], [suite], tmp_path / "out", {"data_dir": tmp_path}, [])
+    with pytest.raises(UserError, match="task 'trek' is unknown"):
+        options = {"data_dir": folder}
+        evaluate([folder / "plain"], ["order"], tmp_path / "out", options, ["order.tasks=[trek]"])
+
+
+# The tree
+
+
+LABELS = ["cat", "category", "dog", "do", "cats and dogs", "zebra"]
+
+
+def ends(node, path: bytes = b"") -> dict[str, bytes]:
+    if not node:
+        return {node.label: path}
+    return {
+        k: v for token, each in node.items() for k, v in ends(each, path + bytes([token])).items()
+    }
+
+
+def test_labels_that_begin_others_end_with_the_separator(model):
+    tree = label_tree(LABELS, model.target)
+    assert ends(tree) == {
+        "cat": b" cat\n\n",
+        "category": b" category",
+        "dog": b" dog",
+        "do": b" do\n\n",
+        "cats and dogs": b" cats and dogs",
+        "zebra": b" zebra",
+    }
+    assert tree.depth == len(" cats and dogs")
+
+
+class Wants:
+    """A model of which every next byte of a text is the likeliest, and then others by chance."""
+
+    def __init__(self, target, text: bytes) -> None:
+        self.target, self.text, self.asked = target, text, 0
+
+    def logits_after(self, prefix, ids):
+        self.asked += 1
+        logits = torch.rand(264, generator=torch.Generator().manual_seed(self.asked))
+        # What no label goes on with is likelier still, and may not be chosen.
+        logits[ord("#")] = 100
+        done = bytes(ids[1:])
+        if self.text.startswith(done) and len(done) < len(self.text):
+            logits[self.text[len(done)]] = 10
+        return logits
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_label_can_be_chosen(label, model):
+    tree = label_tree(LABELS, model.target)
+    wants = Wants(model.target, f" {label}\n\n".encode())
+    assert choose(wants, Prompt("", [1], tree), [0]) == label
+    # Where only one byte may follow the model is not asked.
+    assert wants.asked == (1 if label == "zebra" else 2)
+
+
+def test_labels_that_are_no_labels_are_not_chosen(model):
+    tree = label_tree(["ab", "ac"], model.target)
+    for seed in range(20):
+        wants = Wants(model.target, b"")
+        wants.asked = seed
+        assert choose(wants, Prompt("", [1], tree), [0]) in ("ab", "ac")
+
+
+@torch.no_grad()
+def test_choices_are_those_of_whole_forward_passes(model):
+    """Without keys and values kept, by a search of our own through the strings."""
+    draw = random.Random(0)
+    labels = ["".join(draw.choices("abc", k=draw.randint(1, 4))) for _ in range(12)]
+    labels = sorted(set(labels))
+    tree = label_tree(labels, model.target)
+    for number in range(5):
+        prefix, question = [1, *range(10 + number, 30)], [40, 41 + number, 42]
+        texts = {}
+        for label in labels:
+            begins = any(o != label and o.startswith(label) for o in labels)
+            texts[label] = f" {label}{chr(10) * 2 if begins else ''}".encode()
+        done = b""
+        while len(texts) > 1:
+            logits = model.network(model.batch([*prefix, *question, *done])).logits[0, -1]
+            allowed = {text[len(done)] for text in texts.values()}
+            done += bytes([max(allowed, key=lambda token: logits[token].item())])
+            texts = {k: text for k, text in texts.items() if text.startswith(done)}
+        (expected,) = texts
+        assert choose(model, Prompt("", prefix, tree), question) == expected
+
+
+# The suites
+
+
+def test_examples_are_arranged_by_class_in_turn():
+    examples = [Example(str(n), label) for n, label in enumerate("aaabbc")]
+    for permutation in range(5):
+        found = arranged(examples, "alternating", permutation)
+        assert sorted(found) == sorted(examples)
+        labels = [example.label for example in found]
+        assert set(labels[:3]) == set("abc")
+        assert set(labels[3:5]) == set("ab")
+        assert labels[5] == "a"
+        shuffled = arranged(examples, "random", permutation)
+        assert sorted(shuffled) == sorted(examples)
+    orders = {tuple(arranged(examples, "random", n)) for n in range(10)}
+    assert len(orders) > 5
+    assert arranged(examples, "random", 3) == arranged(examples, "random", 3)
+
+
+def results(folder: Path, out: Path, suite: str, *settings: str, targets=("plain", "diff")) -> dict:
+    evaluate([folder / name for name in targets], [suite], out, {"data_dir": folder}, settings)
+    return json.loads((out / "results.json").read_text())["suites"][suite]
+
+
+def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
+    """A model that knows everything but places, and is asked after 1, 5 and too many examples."""
+
+    def knows(model, prompt, question):
+        text = model.target.tokenizer.decode(question)
+        return (
+            "entity"
+            if "town" in text
+            else next(e.label for e in TASKS["trec"].examples(folder, "test") if e.text in text)
+        )
+
+    monkeypatch.setattr("diffmegatron.evaluation.suites.many_shot.choose", knows)
+    settings = ("many-shot.tasks=[trec]", "many-shot.shots=[1,5,12]")
+    found = results(folder, tmp_path, "many-shot", *settings)
+    for name in ("trec", "trec, 1 shots", "trec, 5 shots"):
+        value = found["measures"][name]["targets"]["plain"]["value"]
+        assert value == pytest.approx(5 / 6)
+    assert [line.split(" need")[0] for line in found["not_run"]] == [
+        "plain: 6 of 18 items",
+        "diff: 6 of 18 items",
+    ]
+    records = [json.loads(x) for x in (tmp_path / "many-shot/plain.jsonl").read_text().splitlines()]
+    assert Counter(r["shots"] for r in records[1:]) == {1: 6, 5: 6}
+    assert {r["given"] for r in records[1:] if not r["right"]} == {"entity"}
+
+
+def test_order_gives_best_worst_and_margin(folder, tmp_path):
+    settings = ("order.shots=6", "order.permutations=3", "order.samples=4")
+    found = results(folder, tmp_path, "order", *settings, targets=("plain",))
+    lines = (tmp_path / "order/plain.jsonl").read_text().splitlines()[1:]
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 2 * 3 * 4
+    totals = found["totals"]["plain"]
+    for each in ("random", "alternating"):
+        accuracies = [
+            sum(r["right"] for r in records if (r["arrangement"], r["permutation"]) == (each, p))
+            / 4
+            for p in range(3)
+        ]
+        assert totals[f"trec, {each}, best"] == max(accuracies)
+        assert totals[f"trec, {each}, margin"] == max(accuracies) - min(accuracies)
+        mean = found["measures"][f"trec, {each}"]["targets"]["plain"]["value"]
+        assert mean == pytest.approx(sum(accuracies) / 3)
+    again = results(folder, tmp_path, "order", *settings, targets=("plain",))
+    assert again == found
