@@ -12,7 +12,8 @@ import typer
 from diffmegatron.checkpoint.commands import app as checkpoint_app
 from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
-from diffmegatron.errors import UserError
+from diffmegatron.errors import MachineError, UserError
+from diffmegatron.operations.commands import app as attempt_app
 
 app = typer.Typer(
     name="diffmegatron",
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(attempt_app, name="attempt")
 app.add_typer(data_app, name="data")
 app.add_typer(dex_app, name="dex")
 Config = Annotated[
@@ -180,18 +182,22 @@ def train(config: Config, overrides: Overrides = None) -> None:
     75: asked to stop by a signal or the job's time limit; saved, to be started again.
 
     2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
+
+    1: a fault that another start may not meet: ranks that did not arrive, a crash, a hang.
     """
+    from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
     from diffmegatron.parallel.launcher import read_launch
-    from diffmegatron.training.signals import EXIT_STOPPED
+    from diffmegatron.training.signals import stopping_at_once
 
-    stages = load_stages(config, overrides or [])
-    read_launch()
-    # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
-    from diffmegatron.training.trainer import train_stages
+    with RankRecord.of_environment() as record, stopping_at_once(record):
+        stages = load_stages(config, overrides or [])
+        read_launch()
+        # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
+        from diffmegatron.training.trainer import train_stages
 
-    if not train_stages(stages):
-        raise typer.Exit(EXIT_STOPPED)
+        if not train_stages(stages, record):
+            raise typer.Exit(EXIT_STOPPED)
 
 
 @app.command()
@@ -273,4 +279,4 @@ def main() -> None:
         print(
             f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr
         )
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, MachineError) else 2)

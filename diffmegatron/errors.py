@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""The exceptions that are one sentence for whoever runs the program."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,11 @@ class UserError(ValueError):
 
     The message is one sentence that names the thing, its value and what would be right. The CLI
     prints it without a traceback and exits with status 2.
+    """
+
+
+class MachineError(UserError):
+    """What nobody did wrong, and the same command may find mended: a rank that did not arrive.
+
+    Exit status 1, by which launch scripts start again.
     """

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
@@ -51,12 +52,16 @@ from diffmegatron.training.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe) -> bool:
+def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
     """Run a recipe on the ranks the launcher started, or on this process alone.
 
     Writes ``run_dir`` with ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``checkpoints/``
     and, if there is cause, ``events/`` and ``stacks/``; goes on from the newest good checkpoint
     there if the recipe says so.
+
+    Args:
+        recipe: of the run.
+        record: is told every step.
 
     Returns:
         Whether the run is finished; otherwise it was asked to stop, and has saved.
@@ -79,7 +84,7 @@ def train(recipe: Recipe) -> bool:
         process_groups(recipe.parallel, recipe.training.seed) as topology,
         ExitStack() as stack,
     ):
-        return Trainer(recipe, topology, stop, watchdog, stack).run()
+        return Trainer(recipe, topology, stop, watchdog, stack, record or RankRecord()).run()
 
 
 def _refuse_a_file(run_dir: Path) -> None:
@@ -89,7 +94,7 @@ def _refuse_a_file(run_dir: Path) -> None:
         )
 
 
-def train_stages(recipes: Sequence[Recipe]) -> bool:
+def train_stages(recipes: Sequence[Recipe], record: RankRecord | None = None) -> bool:
     """Run the stages of a recipe one after the other; a finished one has nothing left to do.
 
     Returns:
@@ -102,7 +107,7 @@ def train_stages(recipes: Sequence[Recipe]) -> bool:
     for recipe in recipes:
         recipe.data_parallel(ranks)
     with default_group():
-        return all(train(recipe) for recipe in recipes)
+        return all(train(recipe, record) for recipe in recipes)
 
 
 class Trainer:
@@ -115,9 +120,10 @@ class Trainer:
         stop: StopRequest,
         watchdog: Watchdog,
         stack: ExitStack,
+        record: RankRecord,
     ) -> None:
         self.recipe, self.topology = recipe, topology
-        self.stop, self.watchdog = stop, watchdog
+        self.stop, self.watchdog, self.record = stop, watchdog, record
         self.store = CheckpointStore(Path(recipe.run_dir))
         verify_sources(recipe.data, topology, watchdog.patience)
         start = starting_checkpoint(self.store, recipe, topology)
@@ -341,6 +347,7 @@ class Trainer:
     def _stand_at(self, step: int) -> None:
         self.step = step
         self.network.at_step(step)
+        self.record.at(step, self.recipe.run_dir)
 
     def _position(self) -> Position:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())

@@ -1,0 +1,36 @@
+"""``diffmegatron attempt``: what ``launch/slurm.sh`` calls before and after srun."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Called by launch/slurm.sh: the ledger of a job's starts.", no_args_is_help=True
+)
+
+
+@app.command()
+def begin(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    nodes: Annotated[str, typer.Option(help="Host names of the job, with commas")] = "",
+) -> None:
+    """Check the recipe, write a new attempt, and print what the shell sets for its ranks."""
+    from diffmegatron.operations import attempt
+
+    print(attempt.begin(config, overrides or [], [name for name in nodes.split(",") if name]))
+
+
+@app.command()
+def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
+    """Decide from the ends of the ranks what becomes of the job, and say why.
+
+    Exit status 0: finished. 2: a mistake. 75: to be requeued. 1: too many faults in a row.
+    """
+    from diffmegatron.operations import attempt
+
+    ended, status = attempt.end(folder)
+    print(attempt.sentence(ended), file=sys.stderr)
+    raise typer.Exit(status)

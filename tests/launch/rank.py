@@ -1,0 +1,49 @@
+"""A stand-in for a rank: does what ``RUN_DIR/script.json`` says for this attempt and rank.
+
+The script is a list with a mapping for each attempt, from the rank's number to what it does, with
+`` | `` between; a rank that is not in there ends with 0. ``end STATUS REASON`` writes an end as a
+rank does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended,
+``deaf`` hears SIGTERM no more, ``together`` waits until all ranks are there, and ``slurm COMMAND``
+calls it for this job.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+attempt = pathlib.Path(os.environ["DIFFMEGATRON_ATTEMPT"])
+rank = os.environ["RANK"]
+script = json.loads((attempt.parent.parent / "script.json").read_text())
+number = int(attempt.name)
+actions = script[number - 1] if number <= len(script) else {}
+
+
+def leave(status: int, reason: str) -> None:
+    end = {"status": status, "reason": reason, "step": 7, "host": os.environ["SLURMD_NODENAME"]}
+    (attempt / f"rank_{int(rank):05d}.json").write_text(json.dumps(end | {"time": time.time()}))
+
+
+for action in actions.get(rank, "end 0").split(" | "):
+    name, _, rest = action.partition(" ")
+    if name == "end":
+        status, _, reason = rest.partition(" ")
+        leave(int(status), reason)
+        sys.exit(int(status))
+    if name == "exit":
+        sys.exit(int(rest))
+    if name == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if name == "wait":
+        time.sleep(120)
+    if name == "together":
+        (attempt / f"together_{rank}").touch()
+        while len(list(attempt.glob("together_*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.02)
+    if name == "slurm":
+        subprocess.run([*rest.split(), os.environ["SLURM_JOB_ID"]], check=True)
