@@ -14,6 +14,7 @@ from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.operations.commands import app as attempt_app
+from diffmegatron.operations.commands import status
 
 app = typer.Typer(
     name="diffmegatron",
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(status)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(attempt_app, name="attempt")
 app.add_typer(data_app, name="data")

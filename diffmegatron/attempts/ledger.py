@@ -8,6 +8,7 @@ ends, so that the next attempt does it for one that was killed with its job.
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Faults in a row, without a checkpoint between them, after which a job ends."""
+# A host is as good as any other after that many attempts without it.
+_REMEMBERED = 10
 _NAME = re.compile(r"(\d{4,6})\.json")
 
 
@@ -52,6 +55,8 @@ class Attempt(Section):
         number: from 1.
         facts: of its beginning.
         stages: every ``run_dir`` of the recipe, and its last step.
+        startup_seconds: how long the run's watchdog waits for the first step.
+        step_seconds: how long it waits for another one.
         began: in seconds since 1970.
         saved_at_start: steps of the newest checkpoint, of all stages together.
         checkpoint: the newest one; None: there was none.
@@ -68,6 +73,8 @@ class Attempt(Section):
     number: int
     facts: Facts
     stages: dict[str, int]
+    startup_seconds: float
+    step_seconds: float
     began: float
     saved_at_start: int
     checkpoint: str | None
@@ -84,6 +91,13 @@ class Attempt(Section):
     def seconds(self) -> float:
         """From its beginning to its end, or to now."""
         return (self.ended or time.time()) - self.began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other attempt follows by itself."""
+        if self.cause == Cause.FAULT:
+            return self.faults >= MAX_FAULTS
+        return self.cause in (Cause.FINISHED, Cause.MISTAKE)
 
     def host_of(self, rank: int) -> str:
         """The node of a rank, as Slurm lays them out unless told otherwise: node by node."""
@@ -136,6 +150,7 @@ class Ledger:
         for earlier in self.attempts():
             if earlier.ended is None:
                 self.end(earlier, was_killed=True)
+        before = self.attempts()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
         try:
@@ -144,9 +159,12 @@ class Ledger:
                 number=number,
                 facts=facts,
                 stages=stages,
+                startup_seconds=max(recipe.watchdog.startup_seconds for recipe in recipes),
+                step_seconds=max(recipe.watchdog.step_seconds for recipe in recipes),
                 began=time.time(),
                 saved_at_start=saved,
                 checkpoint=None if checkpoint is None else str(checkpoint),
+                faults=before[-1].faults if before else 0,
             )
             self._write(attempt)
         except OSError as error:
@@ -206,6 +224,12 @@ class Ledger:
     def _write(self, attempt: Attempt) -> None:
         path = self.directory / f"{attempt.number:04d}.json"
         write_durably(path, attempt.model_dump_json(indent=1).encode() + b"\n")
+
+
+def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
+    """Hosts whose ranks were to blame for a fault in the last attempts, and how often."""
+    recent = [host for attempt in attempts[-_REMEMBERED:] for host in attempt.hosts]
+    return dict(Counter(recent).most_common())
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:

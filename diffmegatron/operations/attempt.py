@@ -77,11 +77,11 @@ def end(folder: Path) -> tuple[Attempt, int]:
 
 def status_of(attempt: Attempt) -> int:
     """The exit status of a job whose last attempt has ended."""
+    if not attempt.is_over:
+        return EXIT_STOPPED
     if attempt.cause == Cause.FINISHED:
         return 0
-    if attempt.cause == Cause.MISTAKE:
-        return EXIT_MISTAKE
-    return _EXIT_FAULT if attempt.faults >= MAX_FAULTS else EXIT_STOPPED
+    return EXIT_MISTAKE if attempt.cause == Cause.MISTAKE else _EXIT_FAULT
 
 
 def sentence(attempt: Attempt) -> str:

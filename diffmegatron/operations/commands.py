@@ -1,6 +1,7 @@
-"""``diffmegatron attempt``: what ``launch/slurm.sh`` calls before and after srun."""
+"""``diffmegatron attempt``, which ``launch/slurm.sh`` calls around srun, and ``status``."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -34,3 +35,33 @@ def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
     ended, status = attempt.end(folder)
     print(attempt.sentence(ended), file=sys.stderr)
     raise typer.Exit(status)
+
+
+def status(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Of a job; with stages, of all of them")
+    ],
+    watch: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Print it anew every so often")
+    ] = None,
+) -> None:
+    """Say where a job stands: progress, speed, last checkpoint, and its attempts.
+
+    Exit status 0: it runs, or is finished.
+
+    1: it waits for its next attempt, or is gone without a word.
+
+    2: it is over and unfinished, or there is none.
+    """
+    from rich.console import Console
+
+    from diffmegatron.operations.status import examine, print_status
+
+    console = Console()
+    while True:
+        found = examine(run_dir)
+        print_status(found, console)
+        if watch is None or found.attempts[-1].is_over:
+            raise typer.Exit(found.exit_status)
+        time.sleep(watch)
+        console.clear()

@@ -296,6 +296,7 @@ class Trainer:
                 losses.append(agreed.loss)
                 self.stopping = agreed.stop and self.doubt is None
                 self.watchdog.progress()
+                self.record.at(self.step, self.recipe.run_dir)
         if len(losses) == training.eval_batches:
             loss = sum(losses) / len(losses)
             self._write_metrics({"valid/loss": loss})

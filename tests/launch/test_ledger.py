@@ -10,41 +10,11 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends, read_heartbeat
-from diffmegatron.attempts.ledger import MAX_FAULTS, Facts, Ledger
-from diffmegatron.checkpoint.manifest import Manifest, write_manifest
+from diffmegatron.attempts.ledger import MAX_FAULTS
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.operations.attempt import end, status_of
-
-FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
-
-
-@pytest.fixture
-def ledger(tmp_path) -> Ledger:
-    return Ledger(tmp_path / "run")
-
-
-@pytest.fixture
-def attempt(ledger, tiny_recipe):
-    """Makes attempts whose ranks have ended with a status; None: the job is killed."""
-
-    def make(status: int | None, save: int | None = None):
-        begun = ledger.begin([tiny_recipe()], FACTS)
-        if save is not None:
-            checkpoint(ledger.run_dir, save)
-        if status is None:
-            return begun
-        for rank in range(4):
-            RankRecord(ledger.folder(begun.number), rank).end(status, "so")
-        return ledger.end(begun)
-
-    return make
-
-
-def checkpoint(run_dir: Path, step: int) -> None:
-    folder = CheckpointStore(run_dir).path(step)
-    folder.mkdir(parents=True)
-    write_manifest(folder, Manifest(step, ()))
+from tests.launch.conftest import FACTS, checkpoint
 
 
 def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
