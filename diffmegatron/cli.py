@@ -14,7 +14,7 @@ from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.operations.commands import app as attempt_app
-from diffmegatron.operations.commands import status
+from diffmegatron.operations.commands import launch, status
 
 app = typer.Typer(
     name="diffmegatron",
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(launch)
 app.command()(status)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(attempt_app, name="attempt")

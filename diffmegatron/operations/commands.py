@@ -1,4 +1,4 @@
-"""``diffmegatron attempt``, which ``launch/slurm.sh`` calls around srun, and ``status``."""
+"""``diffmegatron launch`` and ``status``, and ``attempt``, which the job calls around srun."""
 
 import sys
 import time
@@ -65,3 +65,33 @@ def status(
             raise typer.Exit(found.exit_status)
         time.sleep(watch)
         console.clear()
+
+
+def launch(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
+    ] = None,
+    *,
+    nodes: Annotated[int, typer.Option(min=1, help="How many")],
+    cluster: Annotated[
+        Path, typer.Option(metavar="FILE", help="Such as configs/clusters/example.yaml")
+    ],
+    dependency: Annotated[str | None, typer.Option(help="As of sbatch, such as afterok:17")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the file for sbatch and submit nothing")
+    ] = False,
+) -> None:
+    """Check a recipe for the ranks of so many nodes, and submit it to Slurm as a job.
+
+    The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
+    """
+    from diffmegatron.operations.launch import prepare_launch, submit, summary
+
+    found = prepare_launch(config, overrides or [], nodes, cluster, dependency)
+    for line in (*summary(found), *(f"warning: {remark}" for remark in found.remarks)):
+        print(line, file=sys.stderr)
+    if dry_run:
+        print(found.text, end="")
+    else:
+        print(f"submitted job {submit(found)}: {found.path}")

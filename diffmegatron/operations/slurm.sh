@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train under Slurm, one task per GPU; requeues itself at the time limit, on preemption and after
-# a crash or a hang:
+# Train under Slurm, one task per GPU; requeues itself at the time limit, and after a crash or a hang:
 #   sbatch --nodes=4 launch/slurm.sh configs/diff_3b_350b.yaml [KEY=VALUE ...]
+# diffmegatron launch writes what is above "set" anew, for a cluster of its own.
 #SBATCH --job-name=diffmegatron
 #SBATCH --gpus-per-node=8
 #SBATCH --ntasks-per-node=8
@@ -10,18 +10,26 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@600
+within=()        # a command in front of this package's, which enters a container
+srun_options=()
 set -uo pipefail
+# Of an array SLURM_JOB_ID may be the number of all of it.
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+job="${job:-$SLURM_JOB_ID}"
 nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"
 # Exit status 2, a mistake in the recipe, ends the job here.
-settings="$(diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
+settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
 eval "$settings"
 # Slurm before 23.02 does not tell a job when it ends.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
-  SLURM_JOB_END_TIME="$(date +%s -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)")" &&
+  SLURM_JOB_END_TIME="$(date +%s -d "$(squeue --noheader --jobs="$job" --format=%e)")" &&
     export SLURM_JOB_END_TIME
 fi
 # srun does not take over --cpus-per-task by itself since 22.05.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+# At the time limit Slurm requeues nothing, and a save that has not ended by then is lost; the run
+# is not. A job that somebody cancels ends.
+trap '[ "$(date +%s)" -lt "${SLURM_JOB_END_TIME:-0}" ] || scontrol requeue "$job"; exit 1' TERM
 
 # One rank. A rank that asks for nothing more (it has saved, 75) ends with 0, else srun ends the
 # others in the middle of their last words; what counts is what each has written. For one that
@@ -30,7 +38,7 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 rank='
   trap : TERM USR1 INT  # for the training alone; the shell waits for what it makes of them
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
-  diffmegatron train "$@"
+  "$@"
   status=$?
   end=$(printf "%s/rank_%05d.json" "$DIFFMEGATRON_ATTEMPT" "$RANK")
   if [ ! -e "$end" ]; then
@@ -38,13 +46,17 @@ rank='
       "$status" "$SLURMD_NODENAME" "$(date +%s)" >"$end.tmp" && mv "$end.tmp" "$end"
   fi
   [ "$status" -eq 75 ] || exit "$status"'
+# All that the ranks say is in ranks.log, with the rank in front; here only what rank 0 and srun do.
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
-srun --kill-on-bad-exit=1 bash -c "$rank" rank "$@" &
+env | grep -E '^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)' | sort >"$DIFFMEGATRON_ATTEMPT/environment"
+srun --kill-on-bad-exit=1 --label --unbuffered "${srun_options[@]}" \
+  bash -c "$rank" rank "${within[@]}" diffmegatron train "$@" 2>&1 |
+  tee "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered '/^ *[1-9][0-9]*: /d; s/^ *0: //' &
 wait $!
 
-diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT"
+"${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT"
 status=$?
 if [ "$status" -eq 75 ]; then
-  exec scontrol requeue "$SLURM_JOB_ID"
+  exec scontrol requeue "$job"
 fi
 exit "$status"

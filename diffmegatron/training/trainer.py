@@ -70,7 +70,7 @@ def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
             the run, ``run_dir`` is gone or the last save failed.
     """
-    launch = read_launch()
+    launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
@@ -80,11 +80,11 @@ def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
-        Watchdog(recipe.watchdog, run_dir) as watchdog,
+        Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as topology,
         ExitStack() as stack,
     ):
-        return Trainer(recipe, topology, stop, watchdog, stack, record or RankRecord()).run()
+        return Trainer(recipe, topology, stop, watchdog, stack, record).run()
 
 
 def _refuse_a_file(run_dir: Path) -> None:

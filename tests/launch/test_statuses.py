@@ -55,7 +55,7 @@ def submit(cluster, folder: Path, script, *overrides: str) -> str:
     recipe.write_text(TINY.format(run_dir=run_dir, corpus=folder / "none"))
     command = [
         *["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"],
-        *["--gpus-per-node=0", "--time=5", f"--output={folder}/log"],
+        *["--gpus-per-node=0", "--time=30", f"--output={folder}/log"],
         *[str(ROOT / "launch/slurm.sh"), str(recipe), *overrides],
     ]
     return cluster.call(*command).strip()
