@@ -12,9 +12,9 @@ import typer
 from diffmegatron.checkpoint.commands import app as checkpoint_app
 from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
-from diffmegatron.errors import MachineError, UserError
+from diffmegatron.errors import UserError
 from diffmegatron.operations.commands import app as attempt_app
-from diffmegatron.operations.commands import launch, status
+from diffmegatron.operations.commands import launch, preflight, status
 
 app = typer.Typer(
     name="diffmegatron",
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(launch)
+app.command()(preflight)
 app.command()(status)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(attempt_app, name="attempt")
@@ -186,7 +187,9 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
 
-    1: a fault that another start may not meet: ranks that did not arrive, a crash, a hang.
+    69: ranks that did not arrive, which another start may find.
+
+    1: a crash, or a hang that the watchdog ended.
     """
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
@@ -282,4 +285,4 @@ def main() -> None:
         print(
             f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr
         )
-        sys.exit(1 if isinstance(error, MachineError) else 2)
+        sys.exit(error.exit_status)

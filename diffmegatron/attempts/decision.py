@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diffmegatron.attempts.ends import EXIT_STOPPED, End
+from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-EXIT_MISTAKE = 2
 _SIGNAL = 128
 # What people, Slurm and srun end a rank with that has no handler yet: asked to stop, no fault.
 _ASKED = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
@@ -41,11 +41,13 @@ class Decision:
         cause: the kind.
         reason: in one sentence.
         hosts: of the ranks that are to blame, where that can be told.
+        unfit: those of them that are known to be no good, by the checks before the run.
     """
 
     cause: Cause
     reason: str
     hosts: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
 
 
 def decide(
@@ -61,29 +63,37 @@ def decide(
             of its own.
 
     In this order: a mistake of any rank is one, whatever it did to the others; a rank that says 75
-    has saved together with all others, so that nothing after it matters; a rank that failed of
-    itself is a fault; ranks without an end are, unless the job was killed; ranks that a signal
-    ended before they could save were asked to stop.
+    has saved together with all others, so that nothing after it matters; a node that is not fit is
+    a fault, and so is a rank that failed of itself, or that left no end unless the job was killed;
+    ranks that a signal ended before they could save were asked to stop.
     """
     if was_killed:  # and its ranks with it, some of whose shells outlived them by a moment
         ends = _with(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
-    mistakes = _with(ends, lambda end: end.status == EXIT_MISTAKE)
+    mistakes = _with(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
         return Decision(Cause.MISTAKE, _said(mistakes, "a mistake that it could not say"))
     stopped = _with(ends, lambda end: end.status == EXIT_STOPPED)
     if stopped:
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "asked to stop, and saved")
-    failed = _with(ends, lambda end: end.status != 0 and end.status not in _ASKED)
-    if failed:
-        return _fault(failed, ranks)
+    unfit = _with(ends, lambda end: end.status == UnfitNodeError.exit_status)
+    if unfit:
+        hosts = _hosts(unfit)
+        return Decision(Cause.FAULT, _said(unfit, "its node is not fit"), hosts, hosts)
     missing = [rank for rank in range(ranks) if rank not in ends]
+    absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
+    failed = _with(ends, lambda end: end.status != 0 and end.status not in _ASKED)
+    unmet = _with(failed, lambda end: end.status == MachineError.exit_status)
+    if unmet and unmet == failed:
+        # Who says so was there; who is not has left nothing.
+        return Decision(Cause.FAULT, _said(unmet, ""), absent if 2 * len(missing) <= ranks else ())
+    if failed:
+        return _fault({rank: failed[rank] for rank in failed if rank not in unmet}, ranks)
     if was_killed and missing:
         return Decision(Cause.LOST, f"the job was gone before {_named(missing)} had ended")
     if missing:
-        hosts = tuple(sorted({host_of(rank) for rank in missing} - {""}))
         reason = f"{_named(missing)} left no end: killed, or the node is gone"
-        return Decision(Cause.FAULT, reason, hosts if len(missing) < ranks else ())
+        return Decision(Cause.FAULT, reason, absent if len(missing) < ranks else ())
     asked = _with(ends, lambda end: end.status in _ASKED)
     if asked:
         name = signal.Signals(next(iter(asked.values())).status - _SIGNAL).name
@@ -107,9 +117,9 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     alike = [rank for rank in failed if order(rank)[0] == kind]
     if kind == 2:
         alike = [first]
-    hosts = sorted({failed[rank].host for rank in alike} - {""})
+    hosts = _hosts({rank: failed[rank] for rank in alike})
     # Where most ranks ended alike none of them is to blame: all waited for something.
-    blamed = tuple(hosts) if 2 * len(alike) <= ranks or ranks == 1 else ()
+    blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
     return Decision(Cause.FAULT, _said({first: failed[first]}, _silent(failed[first])), blamed)
 
 
@@ -123,6 +133,10 @@ def _silent(end: End) -> str:
 
 def _with(ends: Mapping[int, End], holds: Callable[[End], bool]) -> dict[int, End]:
     return {rank: ends[rank] for rank in sorted(ends) if holds(ends[rank])}
+
+
+def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
+    return tuple(sorted({end.host for end in ends.values()} - {""}))
 
 
 def _said(ends: Mapping[int, End], otherwise: str) -> str:

@@ -10,11 +10,13 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from diffmegatron.errors import MachineError, UserError
+from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown, write_durably
 from diffmegatron.section import Section
 
@@ -120,6 +122,15 @@ class RankRecord:
         except OSError as error:  # no reason to end a run
             log.warning("cannot write %s: %s", shown(self.folder / name), error)
 
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Around what comes before the run: it leaves an end only if it fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(*_status_of(error))
+            raise
+
     def __enter__(self) -> Self:
         return self
 
@@ -136,10 +147,8 @@ def _status_of(error: BaseException | None) -> tuple[int, str]:
     """The exit status that an exception becomes, and the sentence of it."""
     if error is None:
         return 0, ""
-    if isinstance(error, MachineError):
-        return 1, str(error)
     if isinstance(error, UserError):
-        return 2, str(error)
+        return error.exit_status, str(error)
     code = getattr(error, "exit_code", None)  # of typer's Exit
     if isinstance(code, int):
         return code, ""

@@ -27,6 +27,8 @@ MAX_FAULTS = 10
 """Faults in a row, without a checkpoint between them, after which a job ends."""
 # A host is as good as any other after that many attempts without it.
 _REMEMBERED = 10
+# One fault may be anything's.
+_BAD = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
 
@@ -64,6 +66,7 @@ class Attempt(Section):
         cause: of its end.
         reason: of it, a sentence.
         hosts: of the ranks that were to blame.
+        unfit: those of them that the checks before the run found no good.
         first_step: with which it began, in its last stage.
         last_step: that it reached, in its last stage.
         saved: as ``saved_at_start``, at the end.
@@ -82,6 +85,7 @@ class Attempt(Section):
     cause: Cause | None = None
     reason: str = ""
     hosts: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
     saved: int = 0
@@ -208,6 +212,7 @@ class Ledger:
             "cause": decision.cause,
             "reason": decision.reason,
             "hosts": decision.hosts,
+            "unfit": decision.unfit,
             "saved": saved,
             "faults": faults + (decision.cause == Cause.FAULT),
         }
@@ -230,6 +235,13 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
     """Hosts whose ranks were to blame for a fault in the last attempts, and how often."""
     recent = [host for attempt in attempts[-_REMEMBERED:] for host in attempt.hosts]
     return dict(Counter(recent).most_common())
+
+
+def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
+    """Hosts without which the next attempt shall run: unfit in the last, or to blame twice."""
+    unfit = set(attempts[-1].unfit) if attempts else set()
+    twice = {host for host, count in suspects(attempts).items() if count >= _BAD}
+    return sorted(unfit | twice)
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:

@@ -9,9 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import diffmegatron
-from diffmegatron.attempts.decision import EXIT_MISTAKE, Cause
+from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ends import ATTEMPT, EXIT_STOPPED
-from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Facts, Ledger, ledger_of
+from diffmegatron.attempts.ledger import (
+    MAX_FAULTS,
+    Attempt,
+    Facts,
+    Ledger,
+    bad_hosts,
+    ledger_of,
+)
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
@@ -75,13 +82,18 @@ def end(folder: Path) -> tuple[Attempt, int]:
     return ended, status_of(ended)
 
 
+def bad(folder: Path) -> list[str]:
+    """Hosts that the next attempt shall do without."""
+    return bad_hosts(Ledger(folder.parent.parent).attempts())
+
+
 def status_of(attempt: Attempt) -> int:
     """The exit status of a job whose last attempt has ended."""
     if not attempt.is_over:
         return EXIT_STOPPED
     if attempt.cause == Cause.FINISHED:
         return 0
-    return EXIT_MISTAKE if attempt.cause == Cause.MISTAKE else _EXIT_FAULT
+    return UserError.exit_status if attempt.cause == Cause.MISTAKE else _EXIT_FAULT
 
 
 def sentence(attempt: Attempt) -> str:

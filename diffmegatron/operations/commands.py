@@ -26,7 +26,7 @@ def begin(
 
 @app.command()
 def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
-    """Decide from the ends of the ranks what becomes of the job, and say why.
+    """Decide from the ends of the ranks what becomes of the job, say why, and print bad hosts.
 
     Exit status 0: finished. 2: a mistake. 75: to be requeued. 1: too many faults in a row.
     """
@@ -34,6 +34,7 @@ def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
 
     ended, status = attempt.end(folder)
     print(attempt.sentence(ended), file=sys.stderr)
+    print(",".join(attempt.bad(folder)))
     raise typer.Exit(status)
 
 
@@ -95,3 +96,24 @@ def launch(
         print(found.text, end="")
     else:
         print(f"submitted job {submit(found)}: {found.path}")
+
+
+def preflight(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
+    ] = None,
+) -> None:
+    """Check every node of a job in less than a minute, before it trains; as ranks, or alone.
+
+    Exit status 71: this node is not fit for what the others are fit for. 2: none is.
+    """
+    from diffmegatron.attempts.ends import RankRecord
+    from diffmegatron.training.signals import stopping_at_once
+
+    record = RankRecord.of_environment()
+    with record.failures(), stopping_at_once(record):
+        from diffmegatron.config.load import load_stages
+        from diffmegatron.operations.preflight import check_nodes
+
+        check_nodes(load_stages(config, overrides or []), record.folder)

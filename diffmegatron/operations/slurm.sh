@@ -31,32 +31,51 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # is not. A job that somebody cancels ends.
 trap '[ "$(date +%s)" -lt "${SLURM_JOB_END_TIME:-0}" ] || scontrol requeue "$job"; exit 1' TERM
 
-# One rank. A rank that asks for nothing more (it has saved, 75) ends with 0, else srun ends the
-# others in the middle of their last words; what counts is what each has written. For one that
-# could not write any more its shell does.
+# One rank, in the checks and then in the training. It ends with 0 where it has saved (75), else srun
+# ends the others in the middle of their last words; what counts is what each has written. For one
+# that could not write any more its shell does.
 # shellcheck disable=SC2016  # the ranks' shells shall expand it
 rank='
-  trap : TERM USR1 INT  # for the training alone; the shell waits for what it makes of them
+  trap : TERM USR1 INT  # for the command alone; the shell waits for what it makes of them
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
   "$@"
   status=$?
   end=$(printf "%s/rank_%05d.json" "$DIFFMEGATRON_ATTEMPT" "$RANK")
-  if [ ! -e "$end" ]; then
+  if [ ! -e "$end" ] && [ "$PHASE$status" != preflight0 ]; then
     printf "{\"status\": %d, \"host\": \"%s\", \"time\": %d}\n" \
       "$status" "$SLURMD_NODENAME" "$(date +%s)" >"$end.tmp" && mv "$end.tmp" "$end"
   fi
   [ "$status" -eq 75 ] || exit "$status"'
-# All that the ranks say is in ranks.log, with the rank in front; here only what rank 0 and srun do.
+# All that the ranks say is in ranks.log, with the rank in front; here what rank 0 and srun do.
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
-env | grep -E '^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)' | sort >"$DIFFMEGATRON_ATTEMPT/environment"
-srun --kill-on-bad-exit=1 --label --unbuffered "${srun_options[@]}" \
-  bash -c "$rank" rank "${within[@]}" diffmegatron train "$@" 2>&1 |
-  tee "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered '/^ *[1-9][0-9]*: /d; s/^ *0: //' &
-wait $!
+ranks() {
+  PHASE="$1" srun --kill-on-bad-exit=1 --label --unbuffered "${srun_options[@]}" \
+    bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
+    tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered '/^ *[1-9][0-9]*: /d; s/^ *0: //' &
+  wait $!
+}
+described='^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
+env | grep -E "$described" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
+ranks preflight "$@"
+compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || ranks train "$@"
 
-"${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT"
+bad="$("${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT")"
 status=$?
-if [ "$status" -eq 75 ]; then
-  exec scontrol requeue "$job"
+if [ "$status" -ne 75 ]; then
+  exit "$status"
 fi
-exit "$status"
+# The nodes to do without can be named once the job is pending again, and a requeue ends this
+# script with a SIGTERM. So many nodes must be left that the job can start.
+trap '' TERM
+scontrol requeue "$job" || exit
+if [ -n "$bad" ]; then
+  already="$(squeue --noheader --jobs="$job" --format=%x)"
+  without="$(scontrol show hostnames "$bad${already:+,$already}" | sort -u)"
+  left="$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" \
+    --states=idle,allocated,mixed,completing --format=%N | sort -u | grep -cvxF "$without")"
+  if [ "$left" -ge "$SLURM_JOB_NUM_NODES" ]; then
+    scontrol update JobId="$job" ExcNodeList="$(paste -sd, <<<"$without")"
+  else
+    echo "cannot do without $bad: $left nodes would be left of the partition" >&2
+  fi
+fi

@@ -25,8 +25,9 @@ from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.topology import Topology, default_group, process_groups
+from diffmegatron.parallel.topology import Topology, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start

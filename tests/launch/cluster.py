@@ -73,7 +73,7 @@ class Cluster:
         nodes: how many.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+    def __init__(self, folder: Path, nodes: int) -> None:
         self._folder, self._stack = folder, ExitStack()
         self.nodes = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
@@ -124,7 +124,7 @@ class Cluster:
         pairs = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
-    def wait(self, number: str, seconds: float = 60.0) -> dict[str, str]:
+    def wait(self, number: str, seconds: float = 200.0) -> dict[str, str]:
         """A job, once it has ended for good."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         self._until(
@@ -188,7 +188,7 @@ class Cluster:
         )
         return result.stdout.split() == ["idle"] * len(self.nodes)
 
-    def _until(self, what: str, holds, seconds: float = 30.0) -> None:
+    def _until(self, what: str, holds, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"

@@ -20,12 +20,12 @@ FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; skips with the reason where Slurm is not installed."""
+    """Three nodes; skips with the reason where Slurm is not installed."""
     if reason := missing():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
-        with Cluster(folder) as running:
+        with Cluster(folder, nodes=3) as running:
             commands = folder / "bin"
             commands.mkdir()
             stand_in(commands / "diffmegatron")
@@ -37,10 +37,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 def stand_in(path: Path) -> None:
-    """The command line, but that ``train`` is ``tests/launch/rank.py``, which imports nothing."""
+    """The command line, but that ranks are ``tests/launch/rank.py``, which imports nothing."""
     path.write_text(
         "#!/bin/sh\n"
-        f'[ "$1" = train ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
+        f'[ -n "$RANK" ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
         f'exec {sys.executable} -m diffmegatron "$@"\n'
     )
     path.chmod(0o755)

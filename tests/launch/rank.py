@@ -1,7 +1,8 @@
 """A stand-in for a rank: does what ``RUN_DIR/script.json`` says for this attempt and rank.
 
 The script is a list with a mapping for each attempt, from the rank's number to what it does, with
-`` | `` between; a rank that is not in there ends with 0. ``end STATUS REASON`` writes an end as a
+`` | `` between; a rank that is not in there ends with 0. Of the checks before the run the key is
+``preflight RANK``; a rank without it leaves nothing. ``end STATUS REASON`` writes an end as a
 rank does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended,
 ``deaf`` hears SIGTERM no more, ``together`` waits until all ranks are there, and ``slurm COMMAND``
 calls it for this job.
@@ -27,7 +28,11 @@ def leave(status: int, reason: str) -> None:
     (attempt / f"rank_{int(rank):05d}.json").write_text(json.dumps(end | {"time": time.time()}))
 
 
-for action in actions.get(rank, "end 0").split(" | "):
+if sys.argv[1] == "preflight":
+    rank_key, otherwise = f"preflight {rank}", "exit 0"
+else:
+    rank_key, otherwise = rank, "end 0"
+for action in actions.get(rank_key, otherwise).split(" | "):
     name, _, rest = action.partition(" ")
     if name == "end":
         status, _, reason = rest.partition(" ")

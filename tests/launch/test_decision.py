@@ -41,6 +41,9 @@ def decided(ends, ranks=4, **options):
         ((143, 143, 139, 143), Cause.FAULT),
         ((143, 143, 138, 130), Cause.STOPPED),
         ((None, None, None, None), Cause.FAULT),
+        ((69, 69, None, 69), Cause.FAULT),
+        ((71, None, None, None), Cause.FAULT),
+        ((71, None, 2, None), Cause.MISTAKE),
     ],
 )
 def test_the_cause(statuses, cause):
@@ -91,3 +94,17 @@ def test_ranks_that_left_nothing_are_named():
 
 def test_a_signal_without_a_name_is_told_by_its_number():
     assert "killed by signal 100" in decided(ended(228, 0, 0, 0)).reason
+
+
+def test_of_ranks_that_did_not_arrive_those_are_to_blame_and_not_who_says_so():
+    reasons = ("rank 3 did not arrive",) * 4
+    assert decided(ended(69, 69, 69, None, reasons=reasons)).hosts == ("n1",)
+    assert decided(ended(69, None, None, None, reasons=reasons)).hosts == ()
+    crashed = decided(ended(69, 69, 139, None, reasons=(*reasons[:2], "", "")))
+    assert (crashed.hosts, crashed.reason) == (("n1",), "rank 2 on n1: killed by SIGSEGV")
+
+
+def test_a_node_that_is_not_fit_is_known_to_be_so():
+    decision = decided(ended(143, 143, 71, 1, reasons=("", "", "its clock", "gone")))
+    assert (decision.hosts, decision.unfit) == (("n1",), ("n1",))
+    assert decision.reason == "rank 2 on n1: its clock"

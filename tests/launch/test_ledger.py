@@ -13,7 +13,7 @@ from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends,
 from diffmegatron.attempts.ledger import MAX_FAULTS
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
-from diffmegatron.operations.attempt import end, status_of
+from diffmegatron.operations.attempt import bad, end, status_of
 from tests.launch.conftest import FACTS, checkpoint
 
 
@@ -56,6 +56,27 @@ def test_the_last_fault_that_a_job_may_have(attempt):
 
 def test_thirty_time_limits_are_no_fault(attempt):
     assert {status_of(attempt(75)) for _ in range(30)} == {EXIT_STOPPED}
+
+
+def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
+    def ends(*statuses: int) -> list[str]:
+        begun = attempt(None)
+        for rank, status in enumerate(statuses):
+            end = End(status=status, host=FACTS.nodes[rank // 2])
+            (ledger.folder(begun.number) / f"rank_{rank:05d}.json").write_text(
+                end.model_dump_json()
+            )
+        ledger.end(begun)
+        return bad(ledger.folder(begun.number))
+
+    assert ends(143, 143, 139, 143) == [], "once may be anything"
+    assert ends(75, 75, 75, 75) == []
+    assert ends(143, 143, 143, 137) == ["n1"]
+    assert ends(71, 143, 143, 143) == ["n0", "n1"], "unfit once is enough"
+    assert ends(0, 0, 0, 0) == ["n1"]
+    for _ in range(8):
+        ends(75, 75, 75, 75)
+    assert ends(75, 75, 75, 75) == [], "ten attempts without it"
 
 
 def test_the_next_attempt_writes_the_end_of_one_that_was_killed(ledger, attempt):

@@ -99,7 +99,7 @@ def test_an_environment_that_is_of_no_use_is_refused(name, recipe, tmp_path):
 
 def test_ranks_that_cannot_meet_are_refused(recipe):
     here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29517", "LOCAL_RANK": "0"}
-    line = refused("train", recipe, status=1, **here, MASTER_ADDR="no.such.host.invalid")
+    line = refused("train", recipe, status=69, **here, MASTER_ADDR="no.such.host.invalid")
     assert "MASTER_ADDR 'no.such.host.invalid', which cannot be resolved" in line
 
 
