@@ -97,6 +97,11 @@ class Attempt(Section):
         return (self.ended or time.time()) - self.began
 
     @property
+    def has_trained(self) -> bool:
+        """Whether it went beyond the step that it began with."""
+        return (self.last_step or 0) > (self.first_step or 0)
+
+    @property
     def is_over(self) -> bool:
         """Whether no other attempt follows by itself."""
         if self.cause == Cause.FAULT:

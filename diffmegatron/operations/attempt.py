@@ -26,6 +26,8 @@ from diffmegatron.files import clipped, shown
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
 # Of a job that has met as many faults in a row as it may.
 _EXIT_FAULT = 1
+# Of one that need not leave its nodes.
+_EXIT_AGAIN = 69
 
 
 def begin(config: Path, overrides: Sequence[str], nodes: Sequence[str]) -> str:
@@ -67,8 +69,9 @@ def end(folder: Path) -> tuple[Attempt, int]:
         folder: that ``begin`` named.
 
     Returns:
-        The line of the ledger, and the exit status for the job: 0 and 2 end it, 75 asks for a
-        requeue, and 1 ends it after the last fault that it may have.
+        The line of the ledger, and what the job is to do, as an exit status: 0 and 2 end it, 1
+        ends it after the last fault that it may have, 75 asks for a requeue, and 69 for the next
+        attempt at once.
 
     Raises:
         UserError: the attempt is not there.
@@ -79,7 +82,7 @@ def end(folder: Path) -> tuple[Attempt, int]:
     if attempt is None:
         raise UserError(f"{shown(folder)} is no directory of an attempt that has begun")
     ended = ledger.end(attempt)
-    return ended, status_of(ended)
+    return ended, status_of(ended, bad(folder))
 
 
 def bad(folder: Path) -> list[str]:
@@ -87,10 +90,15 @@ def bad(folder: Path) -> list[str]:
     return bad_hosts(Ledger(folder.parent.parent).attempts())
 
 
-def status_of(attempt: Attempt) -> int:
-    """The exit status of a job whose last attempt has ended."""
+def status_of(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
+    """What a job is to do whose last attempt has ended, as :func:`end` says.
+
+    Only a run that was in the middle of training goes on at once. What fails while it starts is
+    better given the time that a requeue takes: Slurm finds a dead node within minutes.
+    """
     if not attempt.is_over:
-        return EXIT_STOPPED
+        at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
+        return _EXIT_AGAIN if at_once else EXIT_STOPPED
     if attempt.cause == Cause.FINISHED:
         return 0
     return UserError.exit_status if attempt.cause == Cause.MISTAKE else _EXIT_FAULT

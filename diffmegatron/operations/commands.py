@@ -28,7 +28,8 @@ def begin(
 def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
     """Decide from the ends of the ranks what becomes of the job, say why, and print bad hosts.
 
-    Exit status 0: finished. 2: a mistake. 75: to be requeued. 1: too many faults in a row.
+    Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
+    faults in a row.
     """
     from diffmegatron.operations import attempt
 

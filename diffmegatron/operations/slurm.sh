@@ -17,9 +17,6 @@ set -uo pipefail
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 job="${job:-$SLURM_JOB_ID}"
 nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"
-# Exit status 2, a mistake in the recipe, ends the job here.
-settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
-eval "$settings"
 # Slurm before 23.02 does not tell a job when it ends.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
   SLURM_JOB_END_TIME="$(date +%s -d "$(squeue --noheader --jobs="$job" --format=%e)")" &&
@@ -49,18 +46,23 @@ rank='
 # All that the ranks say is in ranks.log, with the rank in front; here what rank 0 and srun do.
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
 ranks() {
-  PHASE="$1" srun --kill-on-bad-exit=1 --label --unbuffered "${srun_options[@]}" \
+  PHASE="$1" srun --kill-on-bad-exit=1 --label "${srun_options[@]}" \
     bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
     tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered '/^ *[1-9][0-9]*: /d; s/^ *0: //' &
   wait $!
 }
 described='^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
-env | grep -E "$described" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
-ranks preflight "$@"
-compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || ranks train "$@"
-
-bad="$("${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT")"
-status=$?
+status=69
+while [ "$status" -eq 69 ]; do  # after a fault in the middle of training: again, on these nodes
+  # Exit status 2, a mistake in the recipe, ends the job here.
+  settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
+  eval "$settings"
+  env | grep -E "$described" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
+  ranks preflight "$@"
+  compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || ranks train "$@"
+  bad="$("${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT")"
+  status=$?
+done
 if [ "$status" -ne 75 ]; then
   exit "$status"
 fi

@@ -2,10 +2,10 @@
 
 The script is a list with a mapping for each attempt, from the rank's number to what it does, with
 `` | `` between; a rank that is not in there ends with 0. Of the checks before the run the key is
-``preflight RANK``; a rank without it leaves nothing. ``end STATUS REASON`` writes an end as a
-rank does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended,
-``deaf`` hears SIGTERM no more, ``together`` waits until all ranks are there, and ``slurm COMMAND``
-calls it for this job.
+``preflight RANK``; a rank without it leaves nothing. ``end STATUS REASON`` writes an end as a rank
+does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended, ``train``
+says that it has gone from step 3 to 7, ``deaf`` hears SIGTERM no more, ``together`` waits until all
+ranks are there, and ``slurm COMMAND`` calls it for this job.
 """
 
 import json
@@ -50,5 +50,8 @@ for action in actions.get(rank_key, otherwise).split(" | "):
         (attempt / f"together_{rank}").touch()
         while len(list(attempt.glob("together_*"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.02)
+    if name == "train":
+        beat = {"time": time.time(), "run_dir": "run", "first_step": 3, "step": 7}
+        (attempt / "heartbeat.json").write_text(json.dumps(beat))
     if name == "slurm":
         subprocess.run([*rest.split(), os.environ["SLURM_JOB_ID"]], check=True)

@@ -54,6 +54,19 @@ def test_the_last_fault_that_a_job_may_have(attempt):
     assert status_of(attempt(1)) == 1
 
 
+def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, attempt):
+    begun = attempt(None)
+    record = RankRecord(ledger.folder(1))
+    record.at(3, "run")
+    assert status_of(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
+    record.at(4, "run")
+    record.end(1, "so")
+    fault = ledger.end(begun)
+    assert (fault.cause, status_of(fault), status_of(fault, ["n1"])) == ("fault", 69, 75)
+    record.end(EXIT_STOPPED)
+    assert status_of(ledger.end(begun)) == EXIT_STOPPED
+
+
 def test_thirty_time_limits_are_no_fault(attempt):
     assert {status_of(attempt(75)) for _ in range(30)} == {EXIT_STOPPED}
 

@@ -22,6 +22,7 @@ SCRIPTS = {
     ],
     "a mistake that every rank finds": [{str(rank): "end 2 no such key" for rank in range(4)}],
     "asked to stop, and saved": [STOPPED],
+    "killed in the middle of training": [WAITING | {"3": "train | together | kill"}],
     "killed": [WAITING | {"3": "together | kill"}],
     "hung, and ended by the watchdog": [WAITING | {"2": "together | exit 1"}],
     "ranks that do not arrive": [
@@ -113,6 +114,14 @@ def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):
     assert (first.cause, first.faults, first.hosts) == (cause, faults, hosts)
     assert first.reason.startswith(reason)
     assert second.cause == "finished"
+
+
+def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
+    status, (first, second) = the(jobs, "killed in the middle of training")
+    assert (status, first.cause, second.cause) == ("0:0", "fault", "finished")
+    assert (first.first_step, first.last_step) == (3, 7)
+    assert jobs["killed in the middle of training"][0]["Restarts"] == "0"
+    assert jobs["killed"][0]["Restarts"] == "1"
 
 
 def test_a_node_that_is_not_fit_is_left_out_of_the_next_attempt(jobs):
