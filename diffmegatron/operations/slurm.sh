@@ -17,16 +17,20 @@ set -uo pipefail
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 job="${job:-$SLURM_JOB_ID}"
 nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"
-# Slurm before 23.02 does not tell a job when it ends.
-if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
-  SLURM_JOB_END_TIME="$(date +%s -d "$(squeue --noheader --jobs="$job" --format=%e)")" &&
-    export SLURM_JOB_END_TIME
+# Slurm before 23.02 does not tell a job when it ends; without a limit it has no date for it.
+end_date="$(squeue --noheader --jobs="$job" --format=%e)"
+if [ -z "${SLURM_JOB_END_TIME:-}" ] && [[ "$end_date" == 20??-*T* ]]; then
+  SLURM_JOB_END_TIME="$(date +%s --date="$end_date")"
+  export SLURM_JOB_END_TIME
 fi
 # srun does not take over --cpus-per-task by itself since 22.05.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # At the time limit Slurm requeues nothing, and a save that has not ended by then is lost; the run
 # is not. A job that somebody cancels ends.
-trap '[ "$(date +%s)" -lt "${SLURM_JOB_END_TIME:-0}" ] || scontrol requeue "$job"; exit 1' TERM
+trap 'if [ -n "${SLURM_JOB_END_TIME:-}" ] && [ "$(date +%s)" -ge "$SLURM_JOB_END_TIME" ]; then
+  scontrol requeue "$job"
+fi
+exit 1' TERM
 
 # One rank, in the checks and then in the training. It ends with 0 where it has saved (75), else srun
 # ends the others in the middle of their last words; what counts is what each has written. For one
@@ -45,10 +49,11 @@ rank='
   [ "$status" -eq 75 ] || exit "$status"'
 # All that the ranks say is in ranks.log, with the rank in front; here what rank 0 and srun do.
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
+others='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
 ranks() {
   PHASE="$1" srun --kill-on-bad-exit=1 --label "${srun_options[@]}" \
     bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
-    tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered '/^ *[1-9][0-9]*: /d; s/^ *0: //' &
+    tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$others" &
   wait $!
 }
 described='^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'

@@ -32,6 +32,7 @@ SCRIPTS = {
     "asked to stop while it starts": [
         WAITING | {"0": "together | slurm scancel --signal=USR1 | wait"}
     ],
+    "cancelled": [DEAF | {"0": "deaf | together | slurm scancel | wait"}],
     "ended from outside": [DEAF | {"0": "deaf | together | slurm scontrol requeue | wait"}],
 }
 
@@ -122,6 +123,11 @@ def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
     assert (first.first_step, first.last_step) == (3, 7)
     assert jobs["killed in the middle of training"][0]["Restarts"] == "0"
     assert jobs["killed"][0]["Restarts"] == "1"
+
+
+def test_what_somebody_cancels_does_not_come_back(jobs):
+    job, (attempt,) = jobs["cancelled"]
+    assert (job["JobState"], job["Restarts"], attempt.cause) == ("CANCELLED", "0", None)
 
 
 def test_a_node_that_is_not_fit_is_left_out_of_the_next_attempt(jobs):

@@ -10,7 +10,7 @@ import pytest
 from diffmegatron import __version__
 from tests.conftest import TINY
 
-COMMANDS = ["plan", "prepare", "train", "export", "doctor", "status"]
+COMMANDS = ["plan", "prepare", "train", "export", "doctor", "launch", "preflight", "status"]
 
 
 def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
