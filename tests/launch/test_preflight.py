@@ -125,7 +125,7 @@ def test_of_two_nodes_the_one_that_does_not_see_the_data_is_not_fit(tiny_recipe,
         )
         for rank, overrides in enumerate([[], ["data.sources=[{path: nowhere}]"]])
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=250)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 71], said
     assert said[1].startswith("error (rank 1): ") and "nowhere.json" in said[1]
     assert [path.name for path in tmp_path.glob("rank_*")] == ["rank_00001.json"]
