@@ -14,6 +14,8 @@ from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import evaluate
+from diffmegatron.operations.commands import app as attempt_app
+from diffmegatron.operations.commands import launch, preflight, status
 
 app = typer.Typer(
     name="diffmegatron",
@@ -23,7 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(launch)
+app.command()(preflight)
+app.command()(status)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(attempt_app, name="attempt")
 app.add_typer(data_app, name="data")
 app.add_typer(dex_app, name="dex")
 app.command()(evaluate)
@@ -186,18 +192,24 @@ def train(config: Config, overrides: Overrides = None) -> None:
     75: asked to stop by a signal or the job's time limit; saved, to be started again.
 
     2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
+
+    69: ranks that did not arrive, which another start may find.
+
+    1: a crash, or a hang that the watchdog ended.
     """
+    from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
     from diffmegatron.parallel.launcher import read_launch
-    from diffmegatron.training.signals import EXIT_STOPPED
+    from diffmegatron.training.signals import stopping_at_once
 
-    stages = load_stages(config, overrides or [])
-    read_launch()
-    # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
-    from diffmegatron.training.trainer import train_stages
+    with RankRecord.of_environment() as record, stopping_at_once(record):
+        stages = load_stages(config, overrides or [])
+        read_launch()
+        # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
+        from diffmegatron.training.trainer import train_stages
 
-    if not train_stages(stages):
-        raise typer.Exit(EXIT_STOPPED)
+        if not train_stages(stages, record):
+            raise typer.Exit(EXIT_STOPPED)
 
 
 @app.command()
@@ -279,4 +291,4 @@ def main() -> None:
         print(
             f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr
         )
-        sys.exit(2)
+        sys.exit(error.exit_status)

@@ -12,13 +12,15 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from diffmegatron.errors import UserError
+from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import clipped, reason
 from diffmegatron.parallel.launcher import Launch
 
 # Rank 0 judges who is there; the others wait for that as much longer.
 _VERDICT, _MARGIN_SECONDS = "verdict", 15.0
 _SHOWN_RANKS = 16
+# How the one problem begins that another start does not mend.
+_SIZES = "rank 0 was started with WORLD_SIZE"
 
 
 def meet(launch: Launch, seconds: float) -> Store:
@@ -29,8 +31,9 @@ def meet(launch: Launch, seconds: float) -> Store:
         seconds: how long to wait for rank 0, and rank 0 for the others.
 
     Raises:
-        UserError: on every rank that is there; ``MASTER_ADDR`` or ``MASTER_PORT`` is of no use,
-            ranks did not arrive, or were told of another ``WORLD_SIZE``.
+        UserError: on every rank that is there; they were told of another ``WORLD_SIZE``.
+        MachineError: likewise; ``MASTER_ADDR`` or ``MASTER_PORT`` is of no use now, or ranks did
+            not arrive.
     """
     place = _place(launch)
     # Restarted ranks must not find what those before them left in the agent's store. Elsewhere
@@ -42,9 +45,11 @@ def meet(launch: Launch, seconds: float) -> Store:
         store.set(arrivals[launch.rank], str(launch.ranks))
         problem = (_judge if launch.rank == 0 else _ask)(store, arrivals, launch.rank, seconds)
     except DistError:
-        raise UserError(f"rank 0 left {place} before all ranks had arrived") from None
-    if problem:
+        raise MachineError(f"rank 0 left {place} before all ranks had arrived") from None
+    if problem.startswith(_SIZES):
         raise UserError(f"{problem} ({place})")
+    if problem:
+        raise MachineError(f"{problem} ({place})")
     return store
 
 
@@ -90,7 +95,7 @@ def _other_sizes(sizes: Sequence[bytes]) -> str:
     for rank, size in enumerate(sizes):
         if size != sizes[0]:
             return (
-                f"rank 0 was started with WORLD_SIZE {sizes[0].decode()} and rank {rank} with "
+                f"{_SIZES} {sizes[0].decode()} and rank {rank} with "
                 f"{size.decode()}; give all ranks the same"
             )
     return ""
@@ -102,14 +107,14 @@ def _connected(launch: Launch, seconds: float, place: str) -> Store:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise MachineError(
             f"the environment sets MASTER_ADDR {clipped(host)!r}, which cannot be resolved "
             f"({clipped(reason(error))}); give the host of rank 0"
         ) from None
     if launch.rank == 0 and not launch.agent_store:
         return _serve(port, seconds)
     if not _until(lambda: _answers(host, port), seconds):
-        raise UserError(f"rank 0 did not arrive at {place} within {seconds:g} s")
+        raise MachineError(f"rank 0 did not arrive at {place} within {seconds:g} s")
     return _join(host, port, seconds, place)
 
 
@@ -122,7 +127,7 @@ def _serve(port: int, seconds: float) -> Store:
             ("", port), family=family, dualstack_ipv6=both, backlog=socket.SOMAXCONN
         )
     except OSError as error:
-        raise UserError(
+        raise MachineError(
             f"rank 0 cannot listen on MASTER_PORT {port}: {reason(error)}; give a free port"
         ) from None
     return TCPStore(
@@ -156,7 +161,7 @@ def _join(host: str, port: int, seconds: float, place: str) -> Store:
     thread.start()
     thread.join(seconds)
     if not joined:
-        raise UserError(f"what listens at {place} is not rank 0 of a run; give a free port")
+        raise MachineError(f"what listens at {place} is not rank 0 of a run; give a free port")
     return joined[0]
 
 

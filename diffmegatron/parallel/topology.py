@@ -1,8 +1,6 @@
 """Process groups: who this rank is, and which ranks share which part of the work."""
 
 import gc
-import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +15,7 @@ from torch.distributed import ProcessGroup
 from diffmegatron.config.parallel import ParallelConfig
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.cpu import without_cuda
-from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.rendezvous import meet
-
-log = logging.getLogger(__name__)
-
-_TIMEOUT = timedelta(minutes=30)
-_MEETING_SECONDS = 600.0
+from diffmegatron.parallel.default_group import TIMEOUT, default_group, own_device
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ def fail_together(problem: str | None) -> None:
 
 @contextmanager
 def process_groups(
-    parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT
+    parallel: ParallelConfig, seed: int, timeout: timedelta = TIMEOUT
 ) -> Iterator[Topology]:
     """Start the process groups of a layout and end them cleanly.
 
@@ -159,7 +151,7 @@ def process_groups(
         seed: base of Megatron's model-parallel random states.
         timeout: how long a collective may wait.
     """
-    device = _device()
+    device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
         try:
             parallel_state.initialize_model_parallel(
@@ -198,59 +190,6 @@ def _ending_new_groups() -> Iterator[None]:
 def _groups() -> list[ProcessGroup]:
     """Every process group this rank belongs to, in the order of their making; torch lists none."""
     return list(distributed.distributed_c10d._world.pg_map)
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # One hardware queue keeps the order in which Megatron overlaps communication and products.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    local_rank, gpus = read_launch().local_rank, torch.cuda.device_count()
-    if local_rank >= gpus:
-        raise UserError(
-            f"the environment sets LOCAL_RANK {local_rank} where {gpus} GPUs are to be seen; give "
-            f"each rank a GPU of its own, LOCAL_RANK 0 to {gpus - 1}"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-@contextmanager
-def default_group(
-    timeout: timedelta = _TIMEOUT, meeting_seconds: float = _MEETING_SECONDS
-) -> Iterator[None]:
-    """All ranks of the launcher; around several :func:`process_groups` it joins them once.
-
-    Torch cannot start a second default group under ``torchrun``: it would find the first one's
-    keys in the store and wait for ever.
-
-    Args:
-        timeout: how long a collective may wait.
-        meeting_seconds: how long the ranks may take to arrive.
-
-    Raises:
-        UserError: the ranks cannot meet, or there is no GPU for this one.
-    """
-    if distributed.is_initialized():
-        yield
-        return
-    device = _device()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    launch = read_launch()
-    # DeepSpeed asks the environment, also where a launcher leaves it out.
-    os.environ.setdefault("LOCAL_RANK", "0")
-    store = distributed.HashStore() if launch.master is None else meet(launch, meeting_seconds)
-    store.set_timeout(timeout)
-    distributed.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
-    )
-    log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
-    try:
-        yield
-    finally:
-        # Without this gloo now and then aborts at exit.
-        distributed.destroy_process_group()
 
 
 def _topology(device: torch.device) -> Topology:

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_bytes, shown, write_durably
+from diffmegatron.files import open_file, read_bytes, shown, write_durably
 from diffmegatron.training.records import Records, dispensable
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,27 @@ def read_metrics(run_dir: Path) -> list[Entry]:
     if len(entries) < len(lines):
         log.warning("%s has %d damaged lines", shown(path), len(lines) - len(entries))
     return entries
+
+
+def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
+    """The last entries of a run, oldest first, however long it has been; damaged ones not.
+
+    Args:
+        run_dir: of the run.
+        max_bytes: of the end of the file that is read, some hundred entries.
+
+    Raises:
+        UserError: there is something of that name that cannot be read.
+    """
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    with open_file(path, buffering=0) as stream:
+        beginning = max(0, os.fstat(stream.fileno()).st_size - max_bytes)
+        stream.seek(beginning)
+        lines = stream.read(max_bytes).split(b"\n")[:-1]
+    whole = lines[1:] if beginning else lines
+    return [entry for line in whole if (entry := _parsed(line)) is not None]
 
 
 def _drop_after(path: Path, last_step: int) -> None:

@@ -4,21 +4,41 @@ import logging
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
+from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
 from diffmegatron.parallel.launcher import read_launch
 
 log = logging.getLogger(__name__)
 
-# EX_TEMPFAIL of sysexits.h, "try again later": launch scripts turn it into a requeue.
-EXIT_STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Slurm signals every process of a step, a terminal every process of a job, and torchrun passes on
 # to its ranks what it gets: one request arrives several times. What comes later is a second one.
 _ONE_REQUEST_SECONDS = 5.0
 _ONE_INTERRUPT_SECONDS = 1.0  # somebody waits at the keyboard
+
+
+@contextmanager
+def stopping_at_once(record: RankRecord) -> Iterator[None]:
+    """A run that has not begun, and is asked to stop, has nothing to save: exit status 75.
+
+    Around the imports of torch and all that follows, until :class:`StopRequest` is there.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        record.end(EXIT_STOPPED, f"{signal.Signals(number).name} before the run had begun")
+        # Not by an exception: what is imported may catch it.
+        os._exit(EXIT_STOPPED)
+
+    previous = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

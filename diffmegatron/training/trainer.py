@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
@@ -24,8 +25,9 @@ from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.topology import Topology, default_group, process_groups
+from diffmegatron.parallel.topology import Topology, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start
@@ -51,12 +53,16 @@ from diffmegatron.training.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe) -> bool:
+def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
     """Run a recipe on the ranks the launcher started, or on this process alone.
 
     Writes ``run_dir`` with ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``checkpoints/``
     and, if there is cause, ``events/`` and ``stacks/``; goes on from the newest good checkpoint
     there if the recipe says so.
+
+    Args:
+        recipe: of the run.
+        record: is told every step.
 
     Returns:
         Whether the run is finished; otherwise it was asked to stop, and has saved.
@@ -65,7 +71,7 @@ def train(recipe: Recipe) -> bool:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
             the run, ``run_dir`` is gone or the last save failed.
     """
-    launch = read_launch()
+    launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
@@ -75,11 +81,11 @@ def train(recipe: Recipe) -> bool:
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
-        Watchdog(recipe.watchdog, run_dir) as watchdog,
+        Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as topology,
         ExitStack() as stack,
     ):
-        return Trainer(recipe, topology, stop, watchdog, stack).run()
+        return Trainer(recipe, topology, stop, watchdog, stack, record).run()
 
 
 def _refuse_a_file(run_dir: Path) -> None:
@@ -89,7 +95,7 @@ def _refuse_a_file(run_dir: Path) -> None:
         )
 
 
-def train_stages(recipes: Sequence[Recipe]) -> bool:
+def train_stages(recipes: Sequence[Recipe], record: RankRecord | None = None) -> bool:
     """Run the stages of a recipe one after the other; a finished one has nothing left to do.
 
     Returns:
@@ -102,7 +108,7 @@ def train_stages(recipes: Sequence[Recipe]) -> bool:
     for recipe in recipes:
         recipe.data_parallel(ranks)
     with default_group():
-        return all(train(recipe) for recipe in recipes)
+        return all(train(recipe, record) for recipe in recipes)
 
 
 class Trainer:
@@ -115,9 +121,10 @@ class Trainer:
         stop: StopRequest,
         watchdog: Watchdog,
         stack: ExitStack,
+        record: RankRecord,
     ) -> None:
         self.recipe, self.topology = recipe, topology
-        self.stop, self.watchdog = stop, watchdog
+        self.stop, self.watchdog, self.record = stop, watchdog, record
         self.store = CheckpointStore(Path(recipe.run_dir))
         verify_sources(recipe.data, topology, watchdog.patience)
         start = starting_checkpoint(self.store, recipe, topology)
@@ -290,6 +297,7 @@ class Trainer:
                 losses.append(agreed.loss)
                 self.stopping = agreed.stop and self.doubt is None
                 self.watchdog.progress()
+                self.record.at(self.step, self.recipe.run_dir)
         if len(losses) == training.eval_batches:
             loss = sum(losses) / len(losses)
             self._write_metrics({"valid/loss": loss})
@@ -341,6 +349,7 @@ class Trainer:
     def _stand_at(self, step: int) -> None:
         self.step = step
         self.network.at_step(step)
+        self.record.at(step, self.recipe.run_dir)
 
     def _position(self) -> Position:
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())

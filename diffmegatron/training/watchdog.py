@@ -21,15 +21,15 @@ class Watchdog:
 
     The clock is faulthandler's, a thread in C: one in Python would wait for the interpreter's lock
     with everything else where a call into a library hangs while it holds it. When time is up,
-    the stacks of all threads go to ``run_dir/stacks/rank_XXXXX.txt`` and the process exits with
+    the stacks of all threads go to ``folder/stacks/rank_XXXXX.txt`` and the process exits with
     status 1. The launcher then ends the other ranks by SIGTERM, upon which they write theirs.
     Where no file can be made there the stacks go to standard error.
     """
 
-    def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
+    def __init__(self, config: WatchdogConfig, folder: Path) -> None:
         self._config = config
         # The launcher's word for it: the clock runs while the ranks still meet.
-        self._path = run_dir / STACKS / f"rank_{read_launch().rank:05d}.txt"
+        self._path = folder / STACKS / f"rank_{read_launch().rank:05d}.txt"
         self._limit = config.startup_seconds
 
     def __enter__(self) -> Self:

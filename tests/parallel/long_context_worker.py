@@ -15,7 +15,8 @@ from torch import distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
-from diffmegatron.parallel.topology import Topology, default_group, process_groups
+from diffmegatron.parallel.default_group import default_group
+from diffmegatron.parallel.topology import Topology, process_groups
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.step import summed_loss
 from tests.parallel.allocated import AllocatedTensors, living_storages

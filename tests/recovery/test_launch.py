@@ -1,4 +1,4 @@
-"""The launch scripts: what they make of the exit status of a run."""
+"""launch/torchrun.sh: what it makes of the exit status of a run."""
 
 import json
 import os
@@ -14,30 +14,6 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.mark.parametrize(
-    ("status", "restarts", "requeued"),
-    [(0, 0, False), (2, 0, False), (75, 50, True), (1, 0, True), (137, 9, True), (1, 10, False)],
-)
-def test_slurm_requeues_what_is_to_go_on(status, restarts, requeued, tmp_path):
-    """With stand-ins for Slurm's commands, which are not here."""
-    for name, script in {
-        "srun": f"exit {status}",
-        "scontrol": f'[ "$1" = show ] && echo host1 || echo "$@" > {tmp_path}/requeued',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "host[1-2]",
-        "SLURM_JOB_ID": "17",
-        "SLURM_NTASKS": "16",
-        "SLURM_RESTART_COUNT": str(restarts),
-    }
-    result = subprocess.run([ROOT / "launch/slurm.sh", "recipe.yaml"], env=environment, check=False)
-    assert (tmp_path / "requeued").exists() == requeued
-    assert result.returncode == (0 if requeued else status)
 
 
 def a_signal_to_the_script(script: subprocess.Popen) -> None:

@@ -14,9 +14,11 @@ PACKAGE = Path(__file__).parent.parent.parent / "diffmegatron"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"operations"},
     {"plan", "doctor"},
     {"evaluation", "dex"},
     {"training", "hf"},
+    {"attempts"},
     {"checkpoint", "optim", "data"},
     {"model"},
     {"attention", "parallel"},

@@ -11,6 +11,7 @@ from diffmegatron import __version__
 from tests.conftest import TINY
 
 COMMANDS = ["plan", "prepare", "train", "export", "evaluate", "doctor"]
+COMMANDS += ["launch", "preflight", "status"]
 
 
 def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -24,10 +25,10 @@ def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def refused(*arguments: str, **environment: str) -> str:
+def refused(*arguments: str, status: int = 2, **environment: str) -> str:
     """The one sentence a mistake ends in."""
     result = diffmegatron(*arguments, **environment)
-    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.returncode == status, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
@@ -99,7 +100,7 @@ def test_an_environment_that_is_of_no_use_is_refused(name, recipe, tmp_path):
 
 def test_ranks_that_cannot_meet_are_refused(recipe):
     here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29517", "LOCAL_RANK": "0"}
-    line = refused("train", recipe, **here, MASTER_ADDR="no.such.host.invalid")
+    line = refused("train", recipe, status=69, **here, MASTER_ADDR="no.such.host.invalid")
     assert "MASTER_ADDR 'no.such.host.invalid', which cannot be resolved" in line
 
 

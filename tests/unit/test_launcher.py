@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from diffmegatron.errors import UserError
+from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import Launch, read_launch
-from diffmegatron.parallel.topology import default_group
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 OTHERS = (

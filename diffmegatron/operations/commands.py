@@ -1,0 +1,120 @@
+"""``diffmegatron launch`` and ``status``, and ``attempt``, which the job calls around srun."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Called by launch/slurm.sh: the ledger of a job's starts.", no_args_is_help=True
+)
+
+
+@app.command()
+def begin(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    nodes: Annotated[str, typer.Option(help="Host names of the job, with commas")] = "",
+) -> None:
+    """Check the recipe, write a new attempt, and print what the shell sets for its ranks."""
+    from diffmegatron.operations import attempt
+
+    print(attempt.begin(config, overrides or [], [name for name in nodes.split(",") if name]))
+
+
+@app.command()
+def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
+    """Decide from the ends of the ranks what becomes of the job, say why, and print bad hosts.
+
+    Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
+    faults in a row.
+    """
+    from diffmegatron.operations import attempt
+
+    ended, status = attempt.end(folder)
+    print(attempt.sentence(ended), file=sys.stderr)
+    print(",".join(attempt.bad(folder)))
+    raise typer.Exit(status)
+
+
+def status(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Of a job; with stages, of all of them")
+    ],
+    watch: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Print it anew every so often")
+    ] = None,
+) -> None:
+    """Say where a job stands: progress, speed, last checkpoint, and its attempts.
+
+    Exit status 0: it runs, or is finished.
+
+    1: it waits for its next attempt, or is gone without a word.
+
+    2: it is over and unfinished, or there is none.
+    """
+    from rich.console import Console
+
+    from diffmegatron.operations.status import examine, print_status
+
+    console = Console()
+    while True:
+        found = examine(run_dir)
+        print_status(found, console)
+        if watch is None or found.attempts[-1].is_over:
+            raise typer.Exit(found.exit_status)
+        time.sleep(watch)
+        console.clear()
+
+
+def launch(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
+    ] = None,
+    *,
+    nodes: Annotated[int, typer.Option(min=1, help="How many")],
+    cluster: Annotated[
+        Path, typer.Option(metavar="FILE", help="Such as configs/clusters/example.yaml")
+    ],
+    dependency: Annotated[str | None, typer.Option(help="As of sbatch, such as afterok:17")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the file for sbatch and submit nothing")
+    ] = False,
+) -> None:
+    """Check a recipe for the ranks of so many nodes, and submit it to Slurm as a job.
+
+    The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
+    """
+    from diffmegatron.operations.launch import prepare_launch, submit, summary
+
+    found = prepare_launch(config, overrides or [], nodes, cluster, dependency)
+    for line in (*summary(found), *(f"warning: {remark}" for remark in found.remarks)):
+        print(line, file=sys.stderr)
+    if dry_run:
+        print(found.text, end="")
+    else:
+        print(f"submitted job {submit(found)}: {found.path}")
+
+
+def preflight(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
+    ] = None,
+) -> None:
+    """Check every node of a job in less than a minute, before it trains; as ranks, or alone.
+
+    Exit status 71: this node is not fit for what the others are fit for. 2: none is.
+    """
+    from diffmegatron.attempts.ends import RankRecord
+    from diffmegatron.training.signals import stopping_at_once
+
+    record = RankRecord.of_environment()
+    with record.failures(), stopping_at_once(record):
+        from diffmegatron.config.load import load_stages
+        from diffmegatron.operations.preflight import check_nodes
+
+        check_nodes(load_stages(config, overrides or []), record.folder)

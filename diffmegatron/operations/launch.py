@@ -1,0 +1,238 @@
+"""``diffmegatron launch``: everything that can be wrong is told before a job is submitted."""
+
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffmegatron.attempts.decision import Cause
+from diffmegatron.attempts.ledger import Ledger, ledger_of
+from diffmegatron.config.load import load_stages
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.manifest import read_manifest
+from diffmegatron.data.verify import check_sizes
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_text, reason, shown, write_durably
+from diffmegatron.operations.cluster import Cluster, load_cluster
+from diffmegatron.operations.job import Job, job_file
+from diffmegatron.operations.status import examine
+from diffmegatron.plan import Plan, plan_recipe
+from diffmegatron.training.metrics import newest_entries
+
+JOB_FILE = "job.sh"
+JOB_NUMBER = "job_number"
+# Slurm may send the signal up to a minute early, never late.
+_SIGNAL_SECONDS = 600
+_SLACK_SECONDS = 60
+_ANSWER_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job that may be submitted.
+
+    Attributes:
+        job: what was asked for.
+        text: of the file.
+        path: where it is kept.
+        plans: of every stage; empty where the cluster names no GPU.
+        remarks: sentences for whoever submits it.
+    """
+
+    job: Job
+    text: str
+    path: Path
+    plans: tuple[Plan, ...]
+    remarks: tuple[str, ...]
+
+
+def prepare_launch(
+    config: Path,
+    overrides: Sequence[str],
+    nodes: int,
+    cluster_file: Path,
+    dependency: str | None = None,
+) -> Launch:
+    """Check a recipe and a cluster against each other, and write nothing.
+
+    Raises:
+        UserError: the recipe, the cluster's file, the data, the layout or the container are not
+            what they should be, or a job is at work in ``run_dir``.
+    """
+    recipes = load_stages(config, overrides)
+    cluster = load_cluster(cluster_file)
+    ranks = nodes * cluster.ranks
+    _check_ranks(recipes, ranks, nodes)
+    gpus = [] if cluster.gpu is None else [cluster.gpu]
+    plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
+    for recipe in recipes:
+        for source in recipe.data.sources:
+            check_sizes(source.path, read_manifest(source.path))
+    container = cluster.container
+    if container is not None and container.is_file and not Path(container.image).exists():
+        raise UserError(f"container image {clipped(container.image)} is not there; build it first")
+    ledger = ledger_of(recipes)
+    _check_free(ledger)
+    folder = ledger.run_dir.absolute()
+    save, step = _measured(recipes)
+    job = Job(
+        name=folder.name,
+        nodes=nodes,
+        cluster=cluster,
+        arguments=(str(config), *overrides),
+        folder=Path.cwd(),
+        log=folder / "job_%j.log",
+        signal_seconds=_signal_seconds(save, step, cluster),
+        dependency=dependency,
+    )
+    remarks = _remarks(save, recipes, job, plans)
+    return Launch(job, job_file(job), folder / JOB_FILE, plans, remarks)
+
+
+def submit(launch: Launch) -> str:
+    """Write the job's file into ``run_dir`` and submit it.
+
+    Returns:
+        The job's number.
+
+    Raises:
+        UserError: it cannot be written, there is no Slurm here, or it refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "there is no sbatch on this machine; go to a login node, or give --dry-run and submit "
+            "what it prints, or start launch/torchrun.sh on a machine without Slurm"
+        )
+    try:
+        launch.path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(launch.path, launch.text.encode())
+        number = _sbatch(launch.path)
+        write_durably(launch.path.with_name(JOB_NUMBER), f"{number}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot write in {shown(launch.path.parent)}: {reason(error)}") from None
+    return number
+
+
+def _check_ranks(recipes: Sequence[Recipe], ranks: int, nodes: int) -> None:
+    for recipe in recipes:
+        try:
+            recipe.num_microbatches(ranks)
+        except UserError as error:
+            raise UserError(
+                f"--nodes {nodes} means {ranks} ranks on this cluster: {error}"
+            ) from None
+
+
+def _check_free(ledger: Ledger) -> None:
+    """Refuse a ``run_dir`` in which a job is at work or is going to be."""
+    if ledger.attempts():
+        found = examine(ledger.run_dir)
+        last = found.attempts[-1]
+        if last.cause == Cause.FINISHED:
+            raise UserError(f"{shown(ledger.run_dir)} is finished; give another run_dir")
+        if found.exit_status == 0:
+            raise UserError(
+                f"{shown(ledger.run_dir)} has a job at work, {last.facts.job or 'unknown'}: "
+                f"{found.state}; let it end, or give another run_dir"
+            )
+    path = ledger.run_dir / JOB_NUMBER
+    if path.exists() and shutil.which("squeue") is not None:
+        number = read_text(path, max_bytes=100).strip()
+        state = _output("squeue", "--noheader", f"--jobs={number}", "--format=%T") or ""
+        if state.strip():
+            raise UserError(
+                f"{shown(ledger.run_dir)} has job {clipped(number)}, {state.split()[0].lower()}; "
+                f"let it end, scancel it, or give another run_dir"
+            )
+
+
+def _measured(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
+    """Seconds of the longest save that the newest metrics tell of, and of a step."""
+    entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
+    saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
+    steps = [
+        recipe.training.tokens_per_step / entry["perf/tokens_per_second"]
+        for recipe in recipes[-1:]
+        for entry in entries
+        if entry.get("perf/tokens_per_second", 0) > 0
+    ]
+    return max(saves, default=None), statistics.median(steps) if steps else 0.0
+
+
+def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
+    """Two saves and two steps before the end; ten minutes while none has been measured."""
+    measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
+    return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)
+
+
+def _remarks(
+    save: float | None, recipes: Sequence[Recipe], job: Job, plans: Sequence[Plan]
+) -> tuple[str, ...]:
+    remarks = [warning for plan in plans for warning in plan.warnings]
+    margin = max(recipe.checkpoint.time_limit_margin for recipe in recipes)
+    if margin > job.cluster.seconds / 2:
+        remarks.append(
+            f"checkpoint.time_limit_margin {margin:g} is more than half of the time limit "
+            f"{job.cluster.time_limit}"
+        )
+    wait = _kill_wait()
+    if save is not None and wait is not None and save > wait:
+        remarks.append(
+            f"a save has taken {save:.0f} s, and {wait} s after a SIGTERM Slurm kills (KillWait): "
+            "to stop the job use scancel --signal=USR1, never scancel alone"
+        )
+    return tuple(remarks)
+
+
+def _kill_wait() -> int | None:
+    if shutil.which("scontrol") is None:
+        return None
+    said = _output("scontrol", "show", "config") or ""
+    found = [line.split("=")[1].split()[0] for line in said.splitlines() if "KillWait" in line]
+    return int(found[0]) if found and found[0].isdecimal() else None
+
+
+def _sbatch(path: Path) -> str:
+    command = ["sbatch", "--parsable", str(path)]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"Slurm has not answered within {_ANSWER_SECONDS} s; see sinfo") from None
+    if result.returncode:
+        said = result.stderr.strip().splitlines() or ["no reason given"]
+        raise UserError(
+            f"Slurm refuses the job: {clipped(said[-1].removeprefix('sbatch: error: '))}"
+        )
+    return result.stdout.strip().split(";")[0]
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None: it failed, which here is an answer as well."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_ANSWER_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout
+
+
+def summary(launch: Launch) -> list[str]:
+    """What the job takes, a line each."""
+    job, lines = launch.job, []
+    for plan in launch.plans:
+        attempts = plan.time.days * 86_400 / job.cluster.seconds
+        lines.append(
+            f"{plan.run_dir}: {job.nodes} nodes, {job.ranks} ranks, "
+            f"{plan.heaviest.total / 2**30:.1f} GiB per rank; an estimate of {plan.time.days:.1f} "
+            f"days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, in {attempts:.0f} "
+            f"attempts of {job.cluster.time_limit}"
+        )
+    if not launch.plans:
+        lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU's name")
+    lines.append(f"SIGUSR1 {job.signal_seconds} s before the time limit")
+    return lines

@@ -1,0 +1,179 @@
+"""``diffmegatron status``: where a job of many attempts stands, for a person and for cron."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diffmegatron.attempts.decision import Cause
+from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
+from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.files import shown
+from diffmegatron.training.metrics import Entry, newest_entries
+
+_SHOWN_ATTEMPTS = 12
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a job stands.
+
+    Attributes:
+        state: in one sentence.
+        exit_status: 0: it runs, or is finished. 1: it waits for its next attempt, or is gone.
+            2: it is over, and a person has to look.
+        run_dir: of the present stage.
+        step: that was reached; None: none yet.
+        steps: of the run or stage.
+        seconds_left: of the run or stage, at the speed of the newest metrics; None: not known.
+        values: the newest of every metric.
+        checkpoint: the newest one of the run or stage; None: there is none.
+        attempts: the ledger.
+        suspects: hosts, and how many of the last attempts failed because of them.
+    """
+
+    state: str
+    exit_status: int
+    run_dir: str
+    step: int | None
+    steps: int
+    seconds_left: float | None
+    values: dict[str, float]
+    checkpoint: Path | None
+    attempts: tuple[Attempt, ...]
+    suspects: dict[str, int]
+
+
+def examine(run_dir: Path) -> Status:
+    """Read all of it from ``run_dir``; nothing is asked of Slurm.
+
+    Raises:
+        UserError: there has been no attempt.
+    """
+    ledger = Ledger(run_dir)
+    attempts = ledger.attempts()
+    if not attempts:
+        raise UserError(f"{shown(ledger.directory)} has no attempts; give the run_dir of a job")
+    last = attempts[-1]
+    heartbeat = read_heartbeat(ledger.folder(last.number))
+    stage = _present_stage(last, heartbeat)
+    entries = newest_entries(Path(stage))
+    state, exit_status = _state(last, heartbeat, time.time())
+    values = {name: value for entry in entries for name, value in entry.items()}
+    step = heartbeat.step if heartbeat is not None else None
+    if step is None and "step" in values:
+        step = int(values["step"])
+    return Status(
+        state=state,
+        exit_status=exit_status,
+        run_dir=stage,
+        step=step,
+        steps=last.stages[stage],
+        seconds_left=_seconds_left(entries, step, last.stages[stage]),
+        values=values,
+        checkpoint=CheckpointStore(Path(stage)).latest(),
+        attempts=tuple(attempts),
+        suspects=suspects(attempts),
+    )
+
+
+def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str:
+    if heartbeat is not None and heartbeat.run_dir in attempt.stages:
+        return heartbeat.run_dir
+    begun = [run_dir for run_dir in attempt.stages if CheckpointStore(Path(run_dir)).steps()]
+    return begun[-1] if begun else next(iter(attempt.stages))
+
+
+def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
+    name = f"attempt {attempt.number}"
+    if attempt.cause == Cause.FINISHED:
+        return f"finished with {name}", 0
+    if attempt.is_over:
+        kind = "a mistake" if attempt.cause == Cause.MISTAKE else f"{MAX_FAULTS} faults in a row"
+        return f"ended by {kind} in {name}: {attempt.reason}", 2
+    if attempt.cause is not None:
+        return f"waits for the attempt after {attempt.number}, {attempt.cause}: {attempt.reason}", 1
+    heard, patience = attempt.began, attempt.startup_seconds
+    if heartbeat is not None:
+        heard, patience = heartbeat.time, attempt.step_seconds
+    ago = f"last heard of {_duration(now - heard)} ago"
+    if now - heard > patience:
+        return f"{name} is gone or hangs: {ago}", 1
+    return f"{name} {'runs' if heartbeat else 'starts'}: {ago}", 0
+
+
+def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int) -> float | None:
+    """By the newest entries without a gap that is longer than ten of their usual ones."""
+    marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
+    paces = [
+        (time_after - time_before) / (step_after - step_before)
+        for (step_before, time_before), (step_after, time_after) in pairwise(marks)
+        if step_after > step_before
+    ]
+    if step is None or not paces:
+        return None
+    usual = sorted(paces)[len(paces) // 2]
+    # A requeue lies between two entries as well.
+    usable = [pace for pace in paces if pace <= 10 * usual]
+    return (steps - step) * sum(usable) / len(usable)
+
+
+def print_status(status: Status, console: Console) -> None:
+    """As lines and a table of the newest attempts."""
+    console.print(Text(f"{status.run_dir}: {status.state}"), soft_wrap=True)
+    for name, text in _lines(status):
+        console.print(Text(f"  {name:<16}{text}"), soft_wrap=True)
+    table = Table("attempt", "began", "took", "nodes", "steps", "saved", "cause", "why")
+    for attempt in status.attempts[-_SHOWN_ATTEMPTS:]:
+        steps = "" if attempt.last_step is None else f"{attempt.first_step}-{attempt.last_step}"
+        table.add_row(
+            str(attempt.number),
+            f"{datetime.fromtimestamp(attempt.began):%Y-%m-%d %H:%M}",
+            _duration(attempt.seconds),
+            str(len(attempt.facts.nodes)),
+            steps,
+            str(attempt.saved) if attempt.cause else "",
+            str(attempt.cause or "not ended"),
+            Text(attempt.reason),
+        )
+    console.print(table)
+
+
+def _lines(status: Status) -> list[tuple[str, str]]:
+    values = status.values
+    progress = "none yet"
+    if status.step is not None:
+        share = 100 * status.step / status.steps
+        progress = f"{status.step} of {status.steps} ({share:.1f}%)"
+    left = status.seconds_left
+    checkpoint = "none" if status.checkpoint is None else str(status.checkpoint)
+    last = status.attempts[-1]
+    lines = [
+        ("step", progress),
+        ("left", "not known" if left is None else f"{_duration(left)} of running"),
+        ("tokens/s", _value(values, "perf/tokens_per_second", ",.0f")),
+        ("loss", _value(values, "train/loss", ".4f")),
+        ("held-out loss", _value(values, "valid/loss", ".4f")),
+        ("checkpoint", checkpoint),
+        ("faults in a row", f"{last.faults} of {MAX_FAULTS}"),
+    ]
+    if status.suspects:
+        hosts = ", ".join(f"{host} ({count})" for host, count in status.suspects.items())
+        lines.append(("blamed hosts", hosts))
+    return lines
+
+
+def _value(values: dict[str, float], name: str, form: str) -> str:
+    return format(values[name], form) if name in values else "none yet"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,227 @@
+"""A real Slurm on this machine alone: munged, slurmctld and one slurmd per node, on loopback.
+
+It needs no root and no systemd, and leaves nothing behind. Nodes are called 127.0.0.1, 127.0.0.2,
+..., which are hosts' names everywhere. CPUs are made up, nothing is bound to any.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+# Where Debian keeps daemons, which is not on everybody's PATH.
+SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+# Seconds from SIGTERM to SIGKILL, and the least between a requeue and the next start.
+KILL_WAIT, REQUEUE_DELAY = 2, 5
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire={requeue_delay}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+ReturnToService=2
+KillWait={kill_wait}
+MinJobAge=3600
+SlurmdTimeout=30
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+GresTypes=gpu
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+NODE = (
+    "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=64 RealMemory=8000 "
+    "Gres=gpu:8 State=UNKNOWN\n"
+)
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty: there can."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+    return f"Slurm is not installed: no {', '.join(absent)}" if absent else ""
+
+
+class Cluster:
+    """A context in which Slurm runs.
+
+    Args:
+        folder: for all that it writes; a short path, as a socket is in it.
+        nodes: how many.
+    """
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self.nodes = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        self.environment = inherited | {
+            "PATH": SEARCHED,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
+
+    def __enter__(self) -> Self:
+        self._configure()
+        munge = self._folder / "munge"
+        with self._stack:  # what has begun ends, should the rest not begin
+            self._start(
+                "munged",
+                "--foreground",
+                "--force",
+                f"--socket={munge}/socket",
+                f"--key-file={munge}/key",
+                f"--pid-file={munge}/pid",
+                f"--log-file={munge}/log",
+                f"--seed-file={munge}/seed",
+            )
+            self._until("munged listens", (munge / "socket").exists)
+            self._start("slurmctld", "-D")
+            for node in self.nodes:
+                self._start("slurmd", "-D", "-N", node)
+            self._until("all nodes are idle", self._all_idle)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self.call("scancel", "--state=PENDING", "--state=RUNNING", "--me")
+            self._until("no job is left", lambda: not self.call("squeue", "-h"))
+        self._stack.close()
+        self._end_what_jobs_left()
+
+    def call(self, *command: str) -> str:
+        """What one of Slurm's commands prints."""
+        result = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
+        )
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout
+
+    def job(self, number: str) -> dict[str, str]:
+        """What ``scontrol show job`` says, by its names."""
+        pairs = self.call("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def wait(self, number: str, seconds: float = 200.0) -> dict[str, str]:
+        """A job, once it has ended for good."""
+        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        self._until(
+            f"job {number} has ended", lambda: self.job(number)["JobState"] in ended, seconds
+        )
+        return self.job(number)
+
+    def _configure(self) -> None:
+        for name in ("munge", "state", "log", "gpu", *(f"spool.{node}" for node in self.nodes)):
+            (self._folder / name).mkdir(parents=True)
+        self._folder.chmod(0o755)
+        (self._folder / "munge/key").write_bytes(os.urandom(128))
+        (self._folder / "munge/key").chmod(0o600)
+        controller, *ports = free_ports(1 + len(self.nodes))
+        nodes = [
+            NODE.format(name=name, host=socket.gethostname().split(".")[0], port=port)
+            for name, port in zip(self.nodes, ports, strict=True)
+        ]
+        text = CONFIGURATION.format(
+            folder=self._folder,
+            port=controller,
+            user=self._user(),
+            kill_wait=KILL_WAIT,
+            requeue_delay=REQUEUE_DELAY,
+        )
+        (self._folder / "slurm.conf").write_text(text + "".join(nodes))
+        for number in range(8):  # gres/gpu wants files, whatever they are
+            (self._folder / f"gpu/{number}").touch()
+        (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu/[0-7]\n")
+        # Nothing uses cgroups here, and slurmd loads a plugin for them; "disabled" is of 23.11.
+        release = self._release()
+        plugin = "disabled" if release >= (23, 11) else "cgroup/v1"
+        (self._folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+
+    def _user(self) -> str:
+        return subprocess.run(
+            ["id", "-un"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def _release(self) -> tuple[int, ...]:
+        said = self.call("slurmd", "-V").split()[-1]
+        return tuple(int(part) for part in said.split(".")[:2])
+
+    def _start(self, program: str, *arguments: str) -> None:
+        log = self._stack.enter_context((self._folder / f"log/{program}.out").open("ab"))
+        process = subprocess.Popen(
+            [program, *arguments],
+            env=self.environment,
+            executable=shutil.which(program, path=SEARCHED),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        self._stack.callback(_ended, process)
+
+    def _all_idle(self) -> bool:
+        command = ["sinfo", "-h", "-N", "-o", "%t"]
+        result = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
+        )
+        return result.stdout.split() == ["idle"] * len(self.nodes)
+
+    def _until(self, what: str, holds, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        """The ends of what the daemons have written."""
+        files = sorted((self._folder / "log").iterdir())
+        return "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
+
+    def _end_what_jobs_left(self) -> None:
+        """This cluster's configuration and a job's number are in the environment of such."""
+        ours = f"SLURM_CONF={self._folder}/slurm.conf".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if ours in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that differ and that nobody listens on now."""
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def _ended(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,74 @@
+"""One Slurm for all tests here, and jobs on it whose ranks are stand-ins."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.attempts.ledger import Facts, Ledger
+from diffmegatron.checkpoint.manifest import Manifest, write_manifest
+from diffmegatron.checkpoint.store import CheckpointStore
+from tests.launch.cluster import Cluster, missing
+
+ROOT = Path(__file__).parent.parent.parent
+FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes; skips with the reason where Slurm is not installed."""
+    if reason := missing():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with Cluster(folder, nodes=3) as running:
+            commands = folder / "bin"
+            commands.mkdir()
+            stand_in(commands / "diffmegatron")
+            running.environment["PATH"] = f"{commands}:{running.environment['PATH']}"
+            running.environment["PYTHONPATH"] = str(ROOT)
+            yield running
+    finally:
+        shutil.rmtree(folder)
+
+
+def stand_in(path: Path) -> None:
+    """The command line, but that ranks are ``tests/launch/rank.py``, which imports nothing."""
+    path.write_text(
+        "#!/bin/sh\n"
+        f'[ -n "$RANK" ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
+        f'exec {sys.executable} -m diffmegatron "$@"\n'
+    )
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def ledger(tmp_path) -> Ledger:
+    return Ledger(tmp_path / "run")
+
+
+@pytest.fixture
+def attempt(ledger, tiny_recipe):
+    """Makes attempts whose ranks have ended with a status; None: the job is killed."""
+
+    def make(status: int | None, save: int | None = None):
+        begun = ledger.begin([tiny_recipe()], FACTS)
+        if save is not None:
+            checkpoint(ledger.run_dir, save)
+        if status is None:
+            return begun
+        for rank in range(4):
+            RankRecord(ledger.folder(begun.number), rank).end(status, "so")
+        return ledger.end(begun)
+
+    return make
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    folder = CheckpointStore(run_dir).path(step)
+    folder.mkdir(parents=True)
+    write_manifest(folder, Manifest(step, ()))

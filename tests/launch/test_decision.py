@@ -1,0 +1,110 @@
+"""The decision about an attempt, from the ends of its ranks alone."""
+
+import pytest
+
+from diffmegatron.attempts.decision import Cause, decide
+from diffmegatron.attempts.ends import End
+
+GONE = "connection closed by peer"
+
+
+def ended(*statuses: int | None, at: tuple[float, ...] = (), reasons=()) -> dict[int, End]:
+    """Ends of ranks, two per host; None: the rank left none."""
+    return {
+        rank: End(
+            status=status,
+            host=f"n{rank // 2}",
+            time=at[rank] if at else 0.0,
+            reason=reasons[rank] if reasons else "",
+        )
+        for rank, status in enumerate(statuses)
+        if status is not None
+    }
+
+
+def decided(ends, ranks=4, **options):
+    return decide(ends, ranks, lambda rank: f"n{rank // 2}", **options)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cause"),
+    [
+        ((0, 0, 0, 0), Cause.FINISHED),
+        ((2, 2, 2, 2), Cause.MISTAKE),
+        ((2, None, None, None), Cause.MISTAKE),
+        ((143, 143, 2, 137), Cause.MISTAKE),
+        ((75, 75, 75, 75), Cause.STOPPED),
+        ((75, 143, 75, None), Cause.STOPPED),
+        ((0, 0, 0, 1), Cause.FAULT),
+        ((0, 0, 0, None), Cause.FAULT),
+        ((143, 143, 143, None), Cause.FAULT),
+        ((143, 143, 139, 143), Cause.FAULT),
+        ((143, 143, 138, 130), Cause.STOPPED),
+        ((None, None, None, None), Cause.FAULT),
+        ((69, 69, None, 69), Cause.FAULT),
+        ((71, None, None, None), Cause.FAULT),
+        ((71, None, 2, None), Cause.MISTAKE),
+    ],
+)
+def test_the_cause(statuses, cause):
+    assert decided(ended(*statuses)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cause"),
+    [
+        ((143, None, 143, 143), Cause.LOST),
+        ((None, None, None, None), Cause.LOST),
+        ((137, 137, None, None), Cause.LOST),
+        ((75, 75, None, 75), Cause.STOPPED),
+        ((139, None, None, None), Cause.FAULT),
+        ((143, 143, 143, 143), Cause.STOPPED),
+        ((2, None, None, None), Cause.MISTAKE),
+    ],
+)
+def test_the_cause_where_the_job_was_killed(statuses, cause):
+    assert decided(ended(*statuses), was_killed=True).cause == cause
+
+
+def test_who_died_of_a_signal_is_to_blame_and_not_who_noticed():
+    ends = ended(1, 1, 139, 1, at=(1.0, 1.0, 2.0, 1.0), reasons=(GONE, GONE, "", GONE))
+    decision = decided(ends)
+    assert decision.hosts == ("n1",)
+    assert decision.reason == "rank 2 on n1: killed by SIGSEGV"
+
+
+def test_of_errors_the_first_is_to_blame():
+    ends = ended(1, 1, 1, 1, at=(3.0, 3.0, 3.0, 2.0), reasons=(GONE, GONE, GONE, "CUDA error"))
+    decision = decided(ends)
+    assert (decision.hosts, decision.reason) == (("n1",), "rank 3 on n1: CUDA error")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "hosts"),
+    [((None, 0, 0, 0), ("n0",)), ((None,) * 4, ()), ((1, 1, 1, 0), ()), ((1, 0, 0, 0), ("n0",))],
+)
+def test_where_most_ranks_ended_alike_no_host_is_to_blame(statuses, hosts):
+    assert decided(ended(*statuses)).hosts == hosts
+
+
+def test_ranks_that_left_nothing_are_named():
+    reason = decided(ended(0), ranks=12).reason
+    assert reason.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more left no end")
+
+
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert "killed by signal 100" in decided(ended(228, 0, 0, 0)).reason
+
+
+def test_of_ranks_that_did_not_arrive_those_are_to_blame_and_not_who_says_so():
+    reasons = ("rank 3 did not arrive",) * 4
+    assert decided(ended(69, 69, 69, None, reasons=reasons)).hosts == ("n1",)
+    assert decided(ended(69, None, None, None, reasons=reasons)).hosts == ()
+    crashed = decided(ended(69, 69, 139, None, reasons=(*reasons[:2], "", "")))
+    assert (crashed.hosts, crashed.reason) == (("n1",), "rank 2 on n1: killed by SIGSEGV")
+
+
+def test_a_node_that_is_not_fit_is_known_to_be_so():
+    decision = decided(ended(143, 143, 71, 1, reasons=("", "", "its clock", "gone")))
+    assert (decision.hosts, decision.unfit) == (("n1",), ("n1",))
+    assert decision.reason == "rank 2 on n1: its clock"

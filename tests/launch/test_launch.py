@@ -1,0 +1,245 @@
+"""``diffmegatron launch``: every mistake is told before anything is submitted."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.attempts.ledger import Ledger
+from diffmegatron.errors import UserError
+from diffmegatron.operations.cluster import Cluster, load_cluster, seconds_of
+from diffmegatron.operations.launch import prepare_launch, submit, summary
+from tests.launch.conftest import ROOT
+
+SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
+
+
+@pytest.fixture
+def launched(tiny_recipe, tmp_path, monkeypatch):
+    """Prepares a launch on two nodes of two ranks, or what is given instead."""
+    tiny_recipe()
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides: str, nodes: int = 2, dependency=None, **changes):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(yaml.safe_dump(SMALL | changes))
+        return prepare_launch(tmp_path / "tiny.yaml", overrides, nodes, file, dependency)
+
+    return make
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Makes stand-ins for Slurm's commands; those that are not made are not there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def make(**scripts: str) -> None:
+        for name, script in scripts.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
+
+    return make
+
+
+def sbatch_lines(text: str) -> set[str]:
+    return {line[10:] for line in text.splitlines() if line.startswith("#SBATCH --")}
+
+
+def test_the_file_says_all_that_the_cluster_wants(launched, tmp_path):
+    text = launched(
+        dependency="afterok:17",
+        partition="gpu",
+        account="us",
+        qos="long",
+        constraint="h100&nvme",
+        exclude=["n3", "n5"],
+        exclusive=True,
+        memory="0",
+        gpus_per_node=8,
+        ranks_per_node=2,
+        export="NONE",
+    ).text
+    assert sbatch_lines(text) == {
+        *("job-name=run", f"chdir={tmp_path}", f"output={tmp_path}/run/job_%j.log"),
+        *("open-mode=append", "nodes=2", "ntasks-per-node=2", "cpus-per-task=1"),
+        *("gpus-per-node=8", "mem=0", "time=30", "signal=USR1@600", "partition=gpu"),
+        *("account=us", "qos=long", "constraint=h100&nvme", "exclude=n3,n5"),
+        *("dependency=afterok:17", "export=NONE", "requeue", "exclusive"),
+    }
+    assert text.endswith((ROOT / "launch/slurm.sh").read_text().split("set -uo", 1)[1])
+
+
+def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
+    image = tmp_path / "an image.sif"
+    image.touch()
+    text = launched(
+        "run_dir=runs/a $(touch oops)",
+        setup=["module load cuda"],
+        environment={"NCCL_SOCKET_IFNAME": "ib0 'x'"},
+        container={"kind": "apptainer", "image": str(image), "mounts": ["/data"]},
+    ).text
+    beginning = text.split("set -uo")[0].replace("module load cuda", "true")
+    script = beginning + 'printf "%s\\n" "$@" "${within[@]}" "$NCCL_SOCKET_IFNAME"'
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        str(tmp_path / "tiny.yaml"),
+        "run_dir=runs/a $(touch oops)",
+        *("apptainer", "exec", "--nv", "--bind=/data", str(image), "ib0 'x'"),
+    ]
+    assert "module load cuda\n" in text
+
+
+def test_pyxis_takes_options_of_srun(launched):
+    text = launched(
+        container={"kind": "pyxis", "image": "nvcr.io#a/b", "mounts": ["/a", "/b"]}
+    ).text
+    assert (
+        "srun_options=(--container-image=nvcr.io#a/b --no-container-mount-home "
+        "--container-mounts=/a:/a,/b:/b)"
+    ).replace("--container-image=nvcr.io#a/b", "'--container-image=nvcr.io#a/b'") in text
+    assert "within=()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "sentence"),
+    [
+        (["training.stepz=3"], {}, "did you mean 'steps'"),
+        (["parallel.tensor=2"], {"ranks_per_node": 3, "nodes": 1}, "--nodes 1 means 3 ranks"),
+        (["training.global_batch_size=6"], {}, "--nodes 2 means 4 ranks on this cluster: "),
+        ([], {"partitoin": "gpu"}, "unknown key 'partitoin'; known keys are account, constraint"),
+        ([], {"time_limit": "soon"}, "time_limit is 'soon': .*give minutes, H:MM:SS"),
+        ([], {"partition": "a b"}, "partition is 'a b'"),
+        ([], {"environment": {"A-B": "1"}}, "environment"),
+        ([], {"setup": ["a\nb"]}, "setup.0 is"),
+        ([], {"gpu": "H1000"}, "hardware 'H1000' is not known"),
+        (
+            [],
+            {"container": {"kind": "apptainer", "image": "/no/such.sif"}},
+            "container image /no/such.sif is not there",
+        ),
+        (["data.sources=[{path: nowhere}]"], {}, "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence(overrides, changes, sentence, launched, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        launched(*overrides, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_key_that_a_cluster_must_give(tmp_path):
+    (tmp_path / "c.yaml").write_text("gpus_per_node: 8\n")
+    with pytest.raises(UserError, match="key 'time_limit' is missing"):
+        load_cluster(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("- 8\n")
+    with pytest.raises(UserError, match="must be a mapping of keys, not list"):
+        load_cluster(tmp_path / "c.yaml")
+
+
+def test_the_example_is_a_cluster():
+    found = load_cluster(ROOT / "configs/clusters/example.yaml")
+    assert (found.ranks, found.seconds, found.memory) == (8, 86_400, "0")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("24:00:00", 86_400),
+        ("2-0", 172_800),
+        ("1-02:30", 95_400),
+        ("1-02:30:05", 95_405),
+    ],
+)
+def test_times_as_slurm_writes_them(text, seconds):
+    assert seconds_of(text) == seconds
+    assert Cluster(gpus_per_node=1, time_limit=text).seconds == seconds
+
+
+def test_a_run_that_is_at_work_or_finished_is_left_alone(launched, attempt, tmp_path):
+    attempt(75)
+    launched()
+    begun = attempt(None)
+    with pytest.raises(UserError, match=r"has a job at work, 17: attempt 2 starts: .*let it end"):
+        launched()
+    for rank in range(4):
+        RankRecord(tmp_path / f"run/attempts/{begun.number:04d}", rank).end(0)
+    Ledger(tmp_path / "run").end(begun)
+    with pytest.raises(UserError, match="is finished; give another run_dir"):
+        launched()
+
+
+def test_a_job_that_waits_in_the_queue_is_told(launched, commands, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/job_number").write_text("23\n")
+    commands(squeue='[ "$2" = --jobs=23 ] && echo PENDING')
+    with pytest.raises(UserError, match="has job 23, pending; let it end, scancel it"):
+        launched()
+    commands(squeue="echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
+    launched()
+
+
+def test_no_slurm(launched, commands, tmp_path):
+    commands()
+    with pytest.raises(UserError, match="there is no sbatch on this machine; go to a login node"):
+        submit(launched())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_slurm_refuses(launched, commands):
+    commands(sbatch="echo 'sbatch: error: Batch job submission failed: no such thing' >&2; exit 1")
+    with pytest.raises(UserError, match="refuses the job: Batch job submission failed: no"):
+        submit(launched())
+
+
+def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, commands, tmp_path):
+    (tmp_path / "run").mkdir()
+    commands(scontrol='echo "KillWait                = 30 sec"')
+    assert launched(time_limit="60").job.signal_seconds == 600
+    entries = [
+        {"step": 1, "time": 1.0, "perf/tokens_per_second": 51.2},
+        {"step": 1, "time": 1.0, "ckpt/total_seconds": 40.0},
+    ]
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (tmp_path / "run/metrics.jsonl").write_text(lines)
+    found = launched(time_limit="60")
+    # Steps of 8 x 64 tokens take 10 seconds.
+    assert found.job.signal_seconds == 2 * 40 + 2 * 10 + 60
+    (remark,) = found.remarks
+    assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
+
+
+def test_an_estimate_where_the_gpu_is_known(launched):
+    found = launched(gpu="H100", time_limit="24:00:00")
+    line = summary(found)[0]
+    assert "2 nodes, 4 ranks" in line and "GPU-hours" in line
+
+
+def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
+    cluster, launched, tmp_path, monkeypatch
+):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/script.json").write_text(json.dumps([{"0": "end 75 so"}, {}]))
+    with pytest.raises(UserError, match=r"refuses the job: .*Invalid partition"):
+        submit(launched(partition="nowhere"))
+    path = f"PATH={os.environ['PATH']}"
+    found = launched(export="NONE", setup=[f"export {path}", f"export PYTHONPATH={ROOT}"])
+    command = ["python", "-m", "diffmegatron", "launch", "tiny.yaml", "--nodes=2", "--dry-run"]
+    printed = subprocess.run(
+        [*command, "--cluster=cluster.yaml"], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.replace("tiny.yaml", "X") == found.text.replace(str(tmp_path / "tiny.yaml"), "X")
+    number = submit(found)
+    assert cluster.wait(number)["ExitCode"] == "0:0"
+    first, second = Ledger(tmp_path / "run").attempts()
+    assert (first.cause, second.cause) == ("stopped", "finished")
+    assert Path(tmp_path / f"run/job_{number}.log").exists()
+    assert Path(tmp_path / "run/job.sh").read_text() == found.text

@@ -1,0 +1,182 @@
+"""The ledger of a job's starts: what is counted, what is not, and what nobody could write."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends, read_heartbeat
+from diffmegatron.attempts.ledger import MAX_FAULTS
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.operations.attempt import bad, end, status_of
+from tests.launch.conftest import FACTS, checkpoint
+
+
+def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
+    begun = attempt(None)
+    assert ledger.attempts() == [begun]
+    assert (begun.number, begun.facts, begun.stages) == (1, FACTS, {str(ledger.run_dir): 20})
+    for rank in range(4):
+        record = RankRecord(ledger.folder(1), rank)
+        record.at(5, "run")
+        record.at(6, "run")
+        record.end(EXIT_STOPPED, "")
+    checkpoint(ledger.run_dir, 6)
+    ended, status = end(ledger.folder(1))
+    assert (status, ended.cause, ended.saved, ended.faults) == (EXIT_STOPPED, "stopped", 6, 0)
+    assert (ended.first_step, ended.last_step) == (5, 6)
+    assert ledger.attempts() == [ended]
+    assert attempt(0).checkpoint == str(CheckpointStore(ledger.run_dir).path(6))
+
+
+def test_faults_in_a_row_are_counted_and_nothing_else(attempt):
+    counted = [attempt(status).faults for status in (1, 137, 75, 1, 143)]
+    assert counted == [1, 2, 2, 3, 3]
+    attempt(None)  # lost with its node
+    assert attempt(1).faults == 4
+
+
+def test_a_new_checkpoint_begins_the_count_anew(attempt):
+    counted = [attempt(1, save=save).faults for save in (None, None, 10, None, 5, 20, None)]
+    # The save of step 5, after a rollback, is no progress.
+    assert counted == [1, 2, 1, 2, 3, 1, 2]
+
+
+def test_the_last_fault_that_a_job_may_have(attempt):
+    for _ in range(MAX_FAULTS - 1):
+        assert status_of(attempt(1)) == EXIT_STOPPED
+    assert status_of(attempt(75)) == EXIT_STOPPED
+    assert status_of(attempt(1)) == 1
+
+
+def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, attempt):
+    begun = attempt(None)
+    record = RankRecord(ledger.folder(1))
+    record.at(3, "run")
+    assert status_of(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
+    record.at(4, "run")
+    record.end(1, "so")
+    fault = ledger.end(begun)
+    assert (fault.cause, status_of(fault), status_of(fault, ["n1"])) == ("fault", 69, 75)
+    record.end(EXIT_STOPPED)
+    assert status_of(ledger.end(begun)) == EXIT_STOPPED
+
+
+def test_more_time_limits_than_faults_are_no_fault(attempt):
+    assert {status_of(attempt(75)) for _ in range(MAX_FAULTS + 2)} == {EXIT_STOPPED}
+
+
+def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
+    def ends(*statuses: int) -> list[str]:
+        begun = attempt(None)
+        for rank, status in enumerate(statuses):
+            end = End(status=status, host=FACTS.nodes[rank // 2])
+            (ledger.folder(begun.number) / f"rank_{rank:05d}.json").write_text(
+                end.model_dump_json()
+            )
+        ledger.end(begun)
+        return bad(ledger.folder(begun.number))
+
+    assert ends(143, 143, 139, 143) == [], "once may be anything"
+    assert ends(75, 75, 75, 75) == []
+    assert ends(143, 143, 143, 137) == ["n1"]
+    assert ends(71, 143, 143, 143) == ["n0", "n1"], "unfit once is enough"
+    assert ends(0, 0, 0, 0) == ["n1"]
+    for _ in range(8):
+        ends(75, 75, 75, 75)
+    assert ends(75, 75, 75, 75) == [], "ten attempts without it"
+
+
+def test_the_next_attempt_writes_the_end_of_one_that_was_killed(ledger, attempt):
+    attempt(None)
+    RankRecord(ledger.folder(1), 2).end(0)
+    attempt(None)
+    first, second = ledger.attempts()
+    assert (first.cause, first.reason) == (
+        "lost",
+        "the job was gone before ranks 0, 1, 3 had ended",
+    )
+    assert first.ended == pytest.approx(read_ends(ledger.folder(1))[2].time)
+    assert second.ended is None
+
+
+def test_what_nobody_can_read_is_passed_over(ledger, attempt, caplog):
+    attempt(0)
+    attempt(None)
+    (ledger.directory / "0001.json").write_text("{")
+    (ledger.folder(2) / "rank_00000.json").write_text("{}")
+    assert [each.number for each in ledger.attempts()] == [2]
+    assert read_ends(ledger.folder(2)) == {}
+    assert "0001.json is damaged" in caplog.text and "rank_00000.json is damaged" in caplog.text
+
+
+def test_a_disk_that_is_full_ends_no_run(ledger, attempt, monkeypatch, caplog):
+    begun = attempt(None)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diffmegatron.attempts.ends.write_durably", full)
+    monkeypatch.setattr("diffmegatron.attempts.ledger.write_durably", full)
+    record = RankRecord(ledger.folder(1), 0)
+    record.at(1, "run")
+    record.end(0)
+    assert ledger.end(begun).cause == "fault"
+    assert caplog.text.count("cannot write") == 4
+
+
+def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    record = RankRecord(tmp_path, 0)
+    seen = []
+    for step in range(13):
+        record.at(step, "run/a" if step < 8 else "run/b")
+        beat = read_heartbeat(tmp_path)
+        seen.append((beat.step, beat.first_step, beat.run_dir))
+        now[0] += 1.0
+    assert [step for step, _, _ in seen] == [0, 0, 0, 0, 0, 5, 5, 5, 8, 8, 8, 8, 8]
+    assert seen[7:9] == [(5, 0, "run/a"), (8, 8, "run/b")]
+    record.end(0)
+    assert read_heartbeat(tmp_path).step == 12
+    RankRecord(tmp_path, 1).at(99, "run/b")
+    assert read_heartbeat(tmp_path).step == 12, "rank 0 alone writes it"
+
+
+def test_no_directory_of_an_attempt(tmp_path):
+    with pytest.raises(UserError, match="is no directory of an attempt"):
+        end(tmp_path / "attempts/0003")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_torch_is_imported_is_no_fault(number, tiny_recipe, tmp_path):
+    tiny_recipe()
+    command = [sys.executable, "-m", "diffmegatron", "train", str(tmp_path / "tiny.yaml")]
+    environment = {
+        "DIFFMEGATRON_ATTEMPT": str(tmp_path),
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+    }
+    process = subprocess.Popen(command, env=os.environ | environment)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == EXIT_STOPPED
+    said = read_ends(tmp_path)[0]
+    assert isinstance(said, End) and said.status == EXIT_STOPPED
+    assert said.reason == f"{signal.Signals(number).name} before the run had begun"
+
+
+def test_an_error_is_an_end_with_its_sentence(tmp_path):
+    command = [sys.executable, "-m", "diffmegatron", "train", "nowhere.yaml"]
+    environment = {"DIFFMEGATRON_ATTEMPT": str(tmp_path), "RANK": "3"}
+    subprocess.run(command, env=os.environ | environment, check=False, capture_output=True)
+    said = read_ends(tmp_path)[3]
+    assert (said.status, said.step) == (2, None)
+    assert said.reason == "cannot read nowhere.yaml: No such file or directory"

@@ -1,0 +1,134 @@
+"""The checks before a run: each reason for which a node is not fit, or no node is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffmegatron.errors import UnfitNodeError, UserError
+from diffmegatron.operations import preflight
+from diffmegatron.operations.preflight import Findings, check_nodes, judge
+from tests.launch.cluster import free_ports
+
+GOOD = Findings(
+    host="n",
+    product_seconds=0.010,
+    write_rate=1e9,
+    space=1 << 40,
+    clock=1000.0,
+    versions={"torch": "2.9", "commit": "abc"},
+    reduce_rate=1e10,
+)
+SPACE = 1 << 39
+
+
+def four(**changes) -> list[Findings]:
+    """Of four ranks, of which the third is unlike the others."""
+    return [GOOD, GOOD, GOOD.model_copy(update=changes), GOOD]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"problem": "cannot read words.bin"}, "cannot read words.bin"),
+        ({"memory_free": 0.5}, "50% of its GPU's memory are free; another process is on it"),
+        (
+            {"product_seconds": 0.021},
+            "a matrix product takes 21.0 ms, and 10.0 ms on the others",
+        ),
+        ({"clock": 994.0}, "its clock is -6.0 s off the others'"),
+        (
+            {"space": 1 << 38},
+            "run_dir run has 256.0 GiB free, and the next saves take 512.0",
+        ),
+        (
+            {"versions": {"torch": "2.8", "commit": "abc"}},
+            "torch is 2.8, and 2.9 on the others",
+        ),
+        (
+            {"versions": {"torch": "2.9"}},
+            "commit is not there, and abc on the others",
+        ),
+    ],
+)
+def test_a_node_that_is_unlike_the_others_is_named(changes, sentence):
+    assert judge(four(**changes), SPACE, "run") == {2: sentence}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"memory_free": 0.95}, {"product_seconds": 0.019}, {"clock": 1004.0}]
+)
+def test_a_small_difference_is_none(changes):
+    assert judge(four(**changes), SPACE, "run") == {}
+
+
+def test_one_machine_tells_what_it_can_do(tiny_recipe, tmp_path, capsys):
+    check_nodes([tiny_recipe()], tmp_path)
+    (found,) = json.loads((tmp_path / "preflight.json").read_text())
+    assert found["problem"] == "" and found["versions"]["torch"]
+    assert min(found[name] for name in ("product_seconds", "write_rate", "space", "clock")) > 0
+    assert capsys.readouterr().out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
+    assert list((tmp_path / "run").iterdir()) == [], "what it wrote is gone"
+
+
+def test_what_is_wrong_everywhere_is_a_mistake(tiny_recipe, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"nowhere\.json") as raised:
+        check_nodes([tiny_recipe("data.sources=[{path: nowhere}]")], None)
+    assert not isinstance(raised.value, UnfitNodeError)
+    with pytest.raises(UserError, match="cannot write in run_dir /proc/run"):
+        check_nodes([tiny_recipe("run_dir=/proc/run")], None)
+    monkeypatch.setattr(
+        preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})
+    )
+    with pytest.raises(UserError, match=r"has 0\.0 GiB free, and the next saves take 0\.0"):
+        check_nodes([tiny_recipe()], None)
+
+
+def test_the_next_saves_are_two_or_one_where_older_ones_go(tiny_recipe, tmp_path):
+    from diffmegatron.model.accounting import count_parameters
+    from tests.launch.conftest import checkpoint
+
+    recipe = tiny_recipe("checkpoint.keep_last=2")
+    one = 12 * count_parameters(recipe.model).total
+    assert preflight._space(recipe) == 2 * one
+    checkpoint(tmp_path / "run", 10)
+    assert preflight._space(recipe) == one
+    assert preflight._space(tiny_recipe()) == 2 * one
+
+
+def test_a_gpu_that_is_gone_is_told_before_the_ranks_meet(tiny_recipe, monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    with pytest.raises(UnfitNodeError, match="no GPU for LOCAL_RANK 3: n7 shows 0 GPUs"):
+        check_nodes([tiny_recipe()], None)
+
+
+def test_of_two_nodes_the_one_that_does_not_see_the_data_is_not_fit(tiny_recipe, tmp_path):
+    tiny_recipe()
+    environment = os.environ | {
+        "DIFFMEGATRON_ATTEMPT": str(tmp_path),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "WORLD_SIZE": "2",
+    }
+    command = [sys.executable, "-m", "diffmegatron", "preflight", str(tmp_path / "tiny.yaml")]
+    ranks = [
+        subprocess.Popen(
+            [*command, *overrides],
+            env=environment | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, overrides in enumerate([[], ["data.sources=[{path: nowhere}]"]])
+    ]
+    said = [rank.communicate(timeout=250)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 71], said
+    assert said[1].startswith("error (rank 1): ") and "nowhere.json" in said[1]
+    assert [path.name for path in tmp_path.glob("rank_*")] == ["rank_00001.json"]
+    assert [each["host"] for each in json.loads((tmp_path / "preflight.json").read_text())] == [
+        "n0",
+        "n1",
+    ]

@@ -1,0 +1,143 @@
+"""What a job becomes on a real Slurm, two nodes with two ranks each, however its ranks end."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.attempts.ledger import Attempt, Ledger
+from tests.conftest import TINY
+from tests.launch.conftest import ROOT
+
+DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
+WAITING = {str(rank): "together | wait" for rank in range(4)}
+STOPPED = {str(rank): "end 75 SIGUSR1: saved step 7" for rank in range(4)}
+# What the ranks of each attempt do; all others end with 0.
+SCRIPTS = {
+    "finished": [{}],
+    "rank 0 finds a mistake and the others hang": [
+        WAITING | {"0": "together | end 2 no such key", "1": "deaf | together | wait"}
+    ],
+    "a mistake that every rank finds": [{str(rank): "end 2 no such key" for rank in range(4)}],
+    "asked to stop, and saved": [STOPPED],
+    "killed in the middle of training": [WAITING | {"3": "train | together | kill"}],
+    "killed": [WAITING | {"3": "together | kill"}],
+    "hung, and ended by the watchdog": [WAITING | {"2": "together | exit 1"}],
+    "ranks that do not arrive": [
+        WAITING | {"0": "together | end 69 of the 4 ranks of WORLD_SIZE, rank 3 did not arrive"}
+    ],
+    "a node that is not fit": [{"preflight 2": "end 71 its clock is +9.0 s off the others'"}],
+    "asked to stop while it starts": [
+        WAITING | {"0": "together | slurm scancel --signal=USR1 | wait"}
+    ],
+    "cancelled": [DEAF | {"0": "deaf | together | slurm scancel | wait"}],
+    "ended from outside": [DEAF | {"0": "deaf | together | slurm scontrol requeue | wait"}],
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, tmp_path_factory):
+    """Every script as a job, side by side: its name to what Slurm says and its ledger."""
+    numbers, folders = {}, {}
+    for name, script in SCRIPTS.items():
+        folder = folders[name] = tmp_path_factory.mktemp("job")
+        numbers[name] = submit(cluster, folder, script)
+    return {
+        name: (cluster.wait(number), Ledger(folders[name] / "run").attempts())
+        for name, number in numbers.items()
+    }
+
+
+def submit(cluster, folder: Path, script, *overrides: str) -> str:
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    (run_dir / "script.json").write_text(json.dumps(script))
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(TINY.format(run_dir=run_dir, corpus=folder / "none"))
+    command = [
+        *["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"],
+        *["--gpus-per-node=0", "--time=30", f"--output={folder}/log"],
+        *[str(ROOT / "launch/slurm.sh"), str(recipe), *overrides],
+    ]
+    return cluster.call(*command).strip()
+
+
+def the(jobs, name: str) -> tuple[str, list[Attempt]]:
+    job, attempts = jobs[name]
+    return job["ExitCode"], attempts
+
+
+def test_finished(jobs):
+    status, (attempt,) = the(jobs, "finished")
+    assert status == "0:0"
+    assert (attempt.cause, attempt.facts.nodes) == ("finished", ("127.0.0.1", "127.0.0.2"))
+
+
+@pytest.mark.parametrize(
+    "name", ["rank 0 finds a mistake and the others hang", "a mistake that every rank finds"]
+)
+def test_a_mistake_ends_the_job_with_2(name, jobs):
+    status, (attempt,) = the(jobs, name)
+    assert status == "2:0"
+    assert attempt.cause == "mistake"
+    assert attempt.reason.endswith(": no such key")
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "faults", "hosts", "reason"),
+    [
+        ("asked to stop, and saved", "stopped", 0, (), "SIGUSR1: saved step 7"),
+        ("killed", "fault", 1, ("127.0.0.2",), "rank 3 on 127.0.0.2: killed by SIGKILL"),
+        (
+            "hung, and ended by the watchdog",
+            "fault",
+            1,
+            ("127.0.0.2",),
+            "rank 2 on 127.0.0.2: ended with status 1 and could not say why, as the watchdog ends "
+            "a hung rank",
+        ),
+        (
+            "ranks that do not arrive",
+            "fault",
+            1,
+            (),
+            "rank 0 on 127.0.0.1: of the 4 ranks of WORLD_SIZE, rank 3 did not arrive",
+        ),
+        ("asked to stop while it starts", "stopped", 0, (), "SIGUSR1 ended ranks 0, 1, 2, 3"),
+        ("ended from outside", "lost", 0, (), "the job was gone before ranks 0, 1, 2, 3"),
+    ],
+)
+def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):
+    status, (first, second) = the(jobs, name)
+    assert status == "0:0", "the second attempt finished"
+    assert (first.cause, first.faults, first.hosts) == (cause, faults, hosts)
+    assert first.reason.startswith(reason)
+    assert second.cause == "finished"
+
+
+def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
+    status, (first, second) = the(jobs, "killed in the middle of training")
+    assert (status, first.cause, second.cause) == ("0:0", "fault", "finished")
+    assert (first.first_step, first.last_step) == (3, 7)
+    assert jobs["killed in the middle of training"][0]["Restarts"] == "0"
+    assert jobs["killed"][0]["Restarts"] == "1"
+
+
+def test_what_somebody_cancels_does_not_come_back(jobs):
+    job, (attempt,) = jobs["cancelled"]
+    assert (job["JobState"], job["Restarts"], attempt.cause) == ("CANCELLED", "0", None)
+
+
+def test_a_node_that_is_not_fit_is_left_out_of_the_next_attempt(jobs):
+    status, (first, second) = the(jobs, "a node that is not fit")
+    assert (status, first.unfit) == ("0:0", ("127.0.0.2",))
+    assert first.reason == "rank 2 on 127.0.0.2: its clock is +9.0 s off the others'"
+    assert first.facts.nodes == ("127.0.0.1", "127.0.0.2")
+    assert second.facts.nodes == ("127.0.0.1", "127.0.0.3")
+
+
+def test_a_mistyped_key_ends_the_job_before_any_rank_starts(cluster, tmp_path):
+    number = submit(cluster, tmp_path, [{}], "training.stepz=3")
+    assert cluster.wait(number)["ExitCode"] == "2:0"
+    assert not (tmp_path / "run/attempts").exists()
+    assert "did you mean 'steps'" in (tmp_path / "log").read_text()
