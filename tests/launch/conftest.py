@@ -12,9 +12,12 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.store import CheckpointStore
+from tests.conftest import TINY
 from tests.launch.cluster import Cluster, missing
 
 ROOT = Path(__file__).parent.parent.parent
+# Each of four data-parallel ranks has a microbatch.
+FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")
 FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
 
 

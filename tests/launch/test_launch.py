@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,21 @@ from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.errors import UserError
 from diffmegatron.operations.cluster import Cluster, load_cluster, seconds_of
 from diffmegatron.operations.launch import prepare_launch, submit, summary
-from tests.launch.conftest import ROOT
+from tests.launch.conftest import FOUR, ROOT
 
 SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 
 
 @pytest.fixture
-def launched(tiny_recipe, tmp_path, monkeypatch):
+def launched(corpus, tmp_path, monkeypatch):
     """Prepares a launch on two nodes of two ranks, or what is given instead."""
-    tiny_recipe()
+    (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=tmp_path / "run", corpus=corpus))
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides: str, nodes: int = 2, dependency=None, **changes):
         file = tmp_path / "cluster.yaml"
         file.write_text(yaml.safe_dump(SMALL | changes))
-        return prepare_launch(tmp_path / "tiny.yaml", overrides, nodes, file, dependency)
+        return prepare_launch(tmp_path / "four.yaml", overrides, nodes, file, dependency)
 
     return make
 
@@ -88,7 +89,7 @@ def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
     script = beginning + 'printf "%s\\n" "$@" "${within[@]}" "$NCCL_SOCKET_IFNAME"'
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [
-        str(tmp_path / "tiny.yaml"),
+        str(tmp_path / "four.yaml"),
         "run_dir=runs/a $(touch oops)",
         *("apptainer", "exec", "--nv", "--bind=/data", str(image), "ib0 'x'"),
     ]
@@ -232,11 +233,19 @@ def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
         submit(launched(partition="nowhere"))
     path = f"PATH={os.environ['PATH']}"
     found = launched(export="NONE", setup=[f"export {path}", f"export PYTHONPATH={ROOT}"])
-    command = ["python", "-m", "diffmegatron", "launch", "tiny.yaml", "--nodes=2", "--dry-run"]
+    command = [
+        sys.executable,
+        "-m",
+        "diffmegatron",
+        "launch",
+        "four.yaml",
+        "--nodes=2",
+        "--dry-run",
+    ]
     printed = subprocess.run(
         [*command, "--cluster=cluster.yaml"], capture_output=True, text=True, check=True
     ).stdout
-    assert printed.replace("tiny.yaml", "X") == found.text.replace(str(tmp_path / "tiny.yaml"), "X")
+    assert printed.replace("four.yaml", "X") == found.text.replace(str(tmp_path / "four.yaml"), "X")
     number = submit(found)
     assert cluster.wait(number)["ExitCode"] == "0:0"
     first, second = Ledger(tmp_path / "run").attempts()

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.attempts.ledger import Attempt, Ledger
-from tests.conftest import TINY
-from tests.launch.conftest import ROOT
+from tests.launch.conftest import FOUR, ROOT
 
 DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
 WAITING = {str(rank): "together | wait" for rank in range(4)}
@@ -53,7 +52,7 @@ def submit(cluster, folder: Path, script, *overrides: str) -> str:
     run_dir.mkdir()
     (run_dir / "script.json").write_text(json.dumps(script))
     recipe = folder / "tiny.yaml"
-    recipe.write_text(TINY.format(run_dir=run_dir, corpus=folder / "none"))
+    recipe.write_text(FOUR.format(run_dir=run_dir, corpus=folder / "none"))
     command = [
         *["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"],
         *["--gpus-per-node=0", "--time=30", f"--output={folder}/log"],
