@@ -18,7 +18,10 @@ from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "base")
+# What recipes extend, and clusters, are none.
+FILES = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "clusters")
+)
 NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
 
 # Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10: hidden size, layers,
