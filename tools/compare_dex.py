@@ -20,6 +20,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ PLAIN = ["model.baseline=true"]
 ALL = [*PLAIN, "optimizer.trainable=null"]
 # Words of the table, and overrides. A LoRA of rank 66 trains as much of SmolLM2-135M as DEX.
 ARMS: dict[str, tuple[str, list[str]]] = {
+    "control": ("W_K, W_V, W_O without the term", PLAIN),
     "dex-entropy": ("DEX, heads by entropy", []),
     "dex-gradient": (
         "DEX, heads by gradient",
         ["model.attention.selected_heads={work}/gradient.yaml"],
     ),
-    "control": ("W_K, W_V, W_O without the term", PLAIN),
     "lora": ("LoRA of rank 66", [*ALL, "model.lora={{rank: 66, alpha: 132}}"]),
     "full": ("everything, at 1e-5", [*ALL, "optimizer.lr=1e-5"]),
 }
@@ -97,11 +98,15 @@ def main() -> None:
         "seq_length": LENGTH,
     }
     if arguments.part in ("arms", "both"):
-        report["arms"] = compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2))
+        for found in compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2)):
+            report["arms"] = found
+            write(report, arguments.out)
     if arguments.part in ("starts", "both"):
         seeds = range(1, 1 + arguments.seeds)
-        report["starts"] = compare(work, "starts", STARTS, arguments.start_steps, 1, seeds)
-    write(report, arguments.out)
+        for found in compare(work, "starts", STARTS, arguments.start_steps, 1, seeds):
+            report["starts"] = found
+            write(report, arguments.out)
+    print(arguments.out.with_suffix(".md").read_text())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -148,23 +153,22 @@ def compare(
     steps: int,
     batch: int,
     seeds: range,
-) -> dict[str, Any]:
-    """Run the arms over seeds, those of a seed one after the other."""
+) -> Iterator[dict[str, Any]]:
+    """Run the arms over seeds, those of a seed one after the other; what is there after each."""
     recipe = work / f"{part}.yaml"
     recipe.write_text(
         RECIPE.format(work=work, steps=steps, length=LENGTH, batch=batch, held_out=16 // batch)
     )
-    results: dict[str, Any] = {
-        name: {"words": words, "runs": []} for name, (words, _) in arms.items()
-    }
+    results: dict[str, Any] = {}
     for seed in seeds:
-        for name, (_, overrides) in arms.items():
+        for name, (words, overrides) in arms.items():
             run_dir = work / "runs" / f"{part}-{name}-{steps}-{seed}"
             chosen = [each.format(work=work, half=steps // 2) for each in overrides]
             given = [f"run_dir={run_dir}", f"training.seed={seed}", *chosen]
             diffmegatron("train", recipe, *given)
-            results[name]["runs"].append({"seed": seed} | outcome(run_dir))
-    return {"steps": steps, "tokens": steps * LENGTH * batch, "arms": results}
+            arm = results.setdefault(name, {"words": words, "runs": []})
+            arm["runs"].append({"seed": seed} | outcome(run_dir))
+            yield {"steps": steps, "tokens": steps * LENGTH * batch, "arms": results}
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -191,8 +195,6 @@ def write(report: dict[str, Any], out: Path) -> None:
     parts = [part for part in ("arms", "starts") if part in report]
     out.with_suffix(".md").write_text("\n".join(table(report[part]) for part in parts))
     draw([report[part] for part in parts], out.with_suffix(".png"))
-    print(out.with_suffix(".md").read_text())
-    print(f"wrote {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}")
 
 
 def gains(part: dict[str, Any], name: str) -> list[float]:
