@@ -291,15 +291,15 @@ class Dex(Softmax):
 
     def current_lambda(self, layer: Layer) -> "Tensor":
         """lambda of a layer at its step, a 0-dim float32 tensor."""
-        learnt = layer.parameter(LAMBDA_LEARN)[0]
-        return self._lambda(layer.layer_number, layer.step, learnt)
+        learned = layer.parameter(LAMBDA_LEARN)[0]
+        return self._lambda(layer.layer_number, layer.step, learned)
 
-    def _lambda(self, layer: int, step: int, learnt: "Tensor") -> "Tensor":
+    def _lambda(self, layer: int, step: int, learned: "Tensor") -> "Tensor":
         if self.annealing_steps is None:
-            return learnt
+            return learned
         passed = step / self.annealing_steps
         share = min(1.0, passed)
-        return (1 - share) * passed * LambdaInit().of_layer(layer) + share * learnt
+        return (1 - share) * passed * LambdaInit().of_layer(layer) + share * learned
 
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
@@ -313,9 +313,9 @@ class Dex(Softmax):
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
 
-        def fold(weight: "Tensor", projection: "Tensor", learnt: "Tensor") -> tuple["Tensor", ...]:
+        def fold(weight: "Tensor", projection: "Tensor", learned: "Tensor") -> tuple["Tensor", ...]:
             by_head = weight.double().unflatten(1, (-1, d)).clone()
-            change = self._lambda(layer, step, learnt).double() * projection.double()
+            change = self._lambda(layer, step, learned).double() * projection.double()
             for head in selected:
                 by_head[:, head] -= by_head[:, head] @ change.T
             return (by_head.flatten(1),)

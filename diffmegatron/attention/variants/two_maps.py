@@ -182,6 +182,6 @@ class TwoMaps(Variant):
 
         signal, noise = maps.split((self.num_heads, self.noise_heads))
         q1, k1, q2, k2 = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
-        learnt = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum())
-        lambda_ = learnt + attention.lambda_init
+        learned = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum())
+        lambda_ = learned + attention.lambda_init
         return signal - lambda_ * noise.repeat_interleave(self.ratio, dim=0)
