@@ -10,7 +10,9 @@ where it was stopped. Beside OUT.json it writes OUT.md and OUT.png.
 
 The part ``arms`` compares what is trained: DEX with heads by entropy and by gradient, its keys,
 values and output projections without the term, LoRA of as many parameters, everything. The part
-``starts`` compares how the term starts, over seeds.
+``starts`` compares how the term starts, over seeds. The part ``throughput`` times the arms by turns
+in short runs, and the exported DEX model beside the one it extends; it wants a quiet machine. What
+OUT.json has of other parts it keeps.
 """
 
 import argparse
@@ -69,6 +71,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "lora": ("LoRA of rank 66", [*ALL, "model.lora={{rank: 66, alpha: 132}}"]),
     "full": ("everything, at 1e-5", [*ALL, "optimizer.lr=1e-5"]),
 }
+PARTS = ("arms", "starts", "throughput")
 NORMAL = ["model.attention.projection_init={{kind: normal, scale: 0.02}}"]
 STARTS: dict[str, tuple[str, list[str]]] = {
     "control": ("without the term", PLAIN),
@@ -97,15 +100,26 @@ def main() -> None:
         "model": arguments.model.name,
         "seq_length": LENGTH,
     }
-    if arguments.part in ("arms", "both"):
+    if arguments.out.exists():
+        kept = json.loads(arguments.out.read_text())
+        if any(kept[key] != value for key, value in report.items()):
+            sys.exit(f"compare_dex: {arguments.out} is of another model or machine; name another")
+        report = kept
+    if arguments.part in ("arms", "all"):
         for found in compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2)):
             report["arms"] = found
             write(report, arguments.out)
-    if arguments.part in ("starts", "both"):
+    if arguments.part in ("starts", "all"):
         seeds = range(1, 1 + arguments.seeds)
         for found in compare(work, "starts", STARTS, arguments.start_steps, 1, seeds):
             report["starts"] = found
             write(report, arguments.out)
+    if arguments.part in ("throughput", "all"):
+        turns = range(1, 1 + arguments.seeds)
+        for found in compare(work, "throughput", ARMS, arguments.timed_steps, 2, turns):
+            report["throughput"] = found
+        report["inference"] = inference(arguments.model, work, arguments.timed_steps)
+        write(report, arguments.out)
     print(arguments.out.with_suffix(".md").read_text())
 
 
@@ -116,10 +130,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="what prepare reads")
-    parser.add_argument("--part", choices=("arms", "starts", "both"), default="both")
+    parser.add_argument("--part", choices=("arms", "starts", "all"), default="all")
     parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, of every arm")
     parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, of every start")
-    parser.add_argument("--seeds", type=int, default=3, help="of every start")
+    parser.add_argument("--timed-steps", type=int, default=8, help="of every timed run")
+    parser.add_argument("--seeds", type=int, default=3, help="of every start and timed arm")
     parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
     return parser.parse_args()
@@ -188,13 +203,30 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
+    """Tokens per second of the exported DEX model over those of the model it extends."""
+    run_dir = work / "runs" / f"throughput-dex-entropy-{steps}-1"
+    if not (export := run_dir / "hf").exists():
+        diffmegatron("export", run_dir / "checkpoints" / f"step_{steps:08}", export)
+    out, context = work / "inference", f"throughput.context={LENGTH}"
+    asked = ["--suite", "throughput", "--set", context]
+    diffmegatron("evaluate", model, export, *asked, "--out", out)
+    results = json.loads((out / "results.json").read_text())
+    ratios: dict[str, float] = results["suites"]["throughput"]["across"]
+    return {name.split(":")[0]: ratio for name, ratio in ratios.items()}
+
+
 def write(report: dict[str, Any], out: Path) -> None:
     """The report as JSON, its tables, and a picture of the held-out losses."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    parts = [part for part in ("arms", "starts") if part in report]
-    out.with_suffix(".md").write_text("\n".join(table(report[part]) for part in parts))
-    draw([report[part] for part in parts], out.with_suffix(".png"))
+    parts = [report[part] for part in ("arms", "starts") if part in report]
+    tables = [table(part) for part in parts]
+    if "throughput" in report:
+        tables.append(speeds(report["throughput"], report["inference"]))
+    out.with_suffix(".md").write_text("\n".join(tables))
+    if parts:
+        draw(parts, out.with_suffix(".png"))
 
 
 def gains(part: dict[str, Any], name: str) -> list[float]:
@@ -208,23 +240,43 @@ def table(part: dict[str, Any]) -> str:
     lines = [
         f"{part['tokens']:,} tokens in {part['steps']} steps; "
         f"{len(part['arms']['control']['runs'])} seeds. Held-out loss in nats.\n",
-        "| trained | before | after | below the control | lambda at the end | tokens/s |",
-        "|---|---|---|---|---|---|",
+        "| trained | before | after | below the control | lambda at the end |",
+        "|---|---|---|---|---|",
     ]
     for name, arm in part["arms"].items():
         below = gains(part, name)
         spread = f" ± {statistics.stdev(below):.4f}" if len(below) > 1 else ""
         means = {
             key: statistics.mean(run[key] for run in arm["runs"])
-            for key in ("loss_before", "loss_after", "tokens_per_second")
+            for key in ("loss_before", "loss_after")
         }
         lambdas = [run["lambda_mean"] for run in arm["runs"] if run["lambda_mean"] is not None]
         end = f"{statistics.mean(lambdas):.3f}" if lambdas else ""
         lines.append(
             f"| {arm['words']} | {means['loss_before']:.4f} | {means['loss_after']:.4f} | "
-            f"{statistics.mean(below):+.4f}{spread} | {end} | {means['tokens_per_second']:.0f} |"
+            f"{statistics.mean(below):+.4f}{spread} | {end} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def speeds(part: dict[str, Any], inference: dict[str, float]) -> str:
+    """Training speeds over that of full fine-tuning in the same turn, and the export's, as text."""
+    arms = part["arms"]
+    rates = {name: [run["tokens_per_second"] for run in arms[name]["runs"]] for name in arms}
+    lines = [
+        f"Tokens per second in {part['steps']} steps, over everything's in the same turn; "
+        f"{len(rates['full'])} turns.\n",
+        "| trained | median | least | most |",
+        "|---|---|---|---|",
+    ]
+    for name, arm in arms.items():
+        over = [mine / full for mine, full in zip(rates[name], rates["full"], strict=True)]
+        lines.append(
+            f"| {arm['words']} | {statistics.median(over):.2f} | {min(over):.2f} | "
+            f"{max(over):.2f} |"
+        )
+    served = ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in inference.items())
+    return "\n".join(lines) + f"\n\nThe export over the model it extends: {served}.\n"
 
 
 def draw(parts: list[dict[str, Any]], path: Path) -> None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare_dex
 import pytest
 from bench_data import in_process
 
+from diffmegatron.cli import app
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from tests.pretrained import write_pretrained
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
@@ -144,3 +147,53 @@ def test_bench_data_tokenise(tmp_path):
 def test_what_a_measured_process_says_reaches_the_user():
     with pytest.raises(UserError, match="'none' is neither 'bytes' nor"):
         in_process(load_tokenizer, "none")
+
+
+def test_compare_dex(tmp_path, monkeypatch):
+    """Every part on a tiny model, its commands in this process; then parts that are kept."""
+    commands = []
+
+    def in_this_process(*arguments: object) -> None:
+        commands.append(arguments[0])
+        app([str(each) for each in arguments], standalone_mode=False)
+
+    monkeypatch.setattr(compare_dex, "diffmegatron", in_this_process)
+    monkeypatch.setattr(compare_dex, "LENGTH", 64)
+    monkeypatch.setattr(
+        compare_dex, "ARMS", pick(compare_dex.ARMS, "control", "dex-entropy", "full")
+    )
+    monkeypatch.setattr(compare_dex, "STARTS", pick(compare_dex.STARTS, "control", "zero-30-half"))
+    model = write_pretrained(tmp_path / "model", "llama 2")
+    texts = tmp_path / "texts.jsonl"
+    lines = ({"text": f"document {n} says that {n} and 1 are {n + 1}"} for n in range(60))
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out" / "report.json"
+    given = [model, texts, f"--work={tmp_path / 'work'}", f"--out={out}", "--seeds=2"]
+
+    def compare(part: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["", *map(str, given), "--part", part])
+        compare_dex.main()
+        return json.loads(out.read_text())
+
+    given += ["--steps=2", "--start-steps=2", "--timed-steps=2"]
+    report = compare("all")
+    assert commands.count("train") == 3 + 2 * 2 + 3 * 2
+    losses = {name: arm["runs"][0]["loss_before"] for name, arm in report["arms"]["arms"].items()}
+    assert len(set(losses.values())) == 1, "all arms begin with the model"
+    assert report["inference"].keys() == {"prefill", "decoding", "training"}
+    written = out.with_suffix(".md").read_text()
+    starts = report["starts"]["arms"]
+    gains = [
+        before["loss_after"] - after["loss_after"]
+        for before, after in zip(*(arm["runs"] for arm in starts.values()), strict=True)
+    ]
+    assert f"{sum(gains) / 2:+.4f} ±" in written
+    speeds = [run["tokens_per_second"] for run in report["throughput"]["arms"]["control"]["runs"]]
+    full = [run["tokens_per_second"] for run in report["throughput"]["arms"]["full"]["runs"]]
+    assert f"{min(map(float.__truediv__, speeds, full)):.2f} |" in written
+    assert out.with_suffix(".png").stat().st_size > 1000
+    assert compare("starts") == report
+
+
+def pick(arms: dict, *names: str) -> dict:
+    return {name: arms[name] for name in names}
