@@ -7,12 +7,12 @@ have raised an error, never one that works, and all end with the context: what e
 process (``transformers`` building a model on the meta device, say) must find torch as it is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 _CPU = torch.device("cpu")
 
@@ -23,6 +23,8 @@ def without_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     stream = _Stream()
@@ -34,6 +36,9 @@ def without_cuda() -> Iterator[None]:
             (torch.cuda, "current_stream", lambda *_: stream),
             (torch.cuda, "default_stream", lambda *_: stream),
             (torch.cuda, "stream", lambda *_: nullcontext()),
+            (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+            (schedules, "torch", _TorchOnCpu()),
+            (rope_utils, "torch", _TorchOnCpu()),
             # Megatron's tracker of model-parallel random states keeps the CPU's instead.
             (torch.cuda, "manual_seed", torch.manual_seed),
             (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -41,27 +46,26 @@ def without_cuda() -> Iterator[None]:
             (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         ):
             stack.enter_context(_replaced(owner, name, replacement))
-        stack.enter_context(_OnCpu())
         yield
 
 
-class _OnCpu(TorchFunctionMode):
-    """Takes ``device="cuda"``, ``pin_memory`` and ``Tensor.cuda`` as the CPU's."""
+class _TorchOnCpu:
+    """``torch`` for Megatron's modules that make tensors on ``cuda`` by name, or pinned.
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        # Every operation of a step comes by here, and most have no keywords.
-        if not kwargs:
-            return func(*args)
-        kwargs = dict(kwargs)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
+    In their names only: a ``TorchFunctionMode`` would see every operation of a step, a seventh of
+    the time of a small one.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, data: Any, *, pin_memory: bool = False, **keywords: Any) -> Tensor:
+        """``torch.tensor``, never pinned."""
+        return torch.tensor(data, **keywords)
+
+    def zeros(self, *size: Any, device: Any = None, **keywords: Any) -> Tensor:
+        """``torch.zeros`` on the CPU."""
+        return torch.zeros(*size, **keywords)
 
 
 class _Stream:
