@@ -215,16 +215,24 @@ def train(config: Config, overrides: Overrides = None) -> None:
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Such as RUN_DIR/checkpoints/step_00001000")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Such as RUN_DIR/checkpoints/step_00001000; of a RUN_DIR its newest",
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
     from diffmegatron.checkpoint.manifest import read_manifest
+    from diffmegatron.checkpoint.store import CheckpointStore
     from diffmegatron.parallel.launcher import read_launch
 
     read_launch()
+    if (newest := CheckpointStore(checkpoint).latest()) is not None:
+        checkpoint = newest
+        print(f"exporting {checkpoint}")
     read_manifest(checkpoint)
     from diffmegatron.hf.from_checkpoint import export_checkpoint
 

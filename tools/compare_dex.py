@@ -207,7 +207,7 @@ def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
     """Tokens per second of the exported DEX model over those of the model it extends."""
     run_dir = work / "runs" / f"throughput-dex-entropy-{steps}-1"
     if not (export := run_dir / "hf").exists():
-        diffmegatron("export", run_dir / "checkpoints" / f"step_{steps:08}", export)
+        diffmegatron("export", run_dir, export)
     out, context = work / "inference", f"throughput.context={LENGTH}"
     asked = ["--suite", "throughput", "--set", context]
     diffmegatron("evaluate", model, export, *asked, "--out", out)

@@ -43,8 +43,7 @@ def main() -> None:
         chosen = [*overrides(arguments.overrides), *attention(choice), f"run_dir={RUNS}/{name}"]
         run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
     for name in names:
-        checkpoint = max((RUNS / name / "checkpoints").glob("step_????????"))
-        run(seconds, f"export {name}", *CLI, "export", str(checkpoint), f"{RUNS}/{name}/hf")
+        run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
     started = announce("report")
     write_report(RUNS, [Run(n, RUNS / n, RUNS / n / "hf") for n in names], seconds, started)
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")

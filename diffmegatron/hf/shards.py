@@ -55,8 +55,12 @@ class ShardWriter:
         self._shards.append(list(self._pending))
         path = self._path(len(self._shards))
         try:
+            path.touch()
+            mode = path.stat().st_mode
             # Older transformers refuse a file whose metadata does not name the framework.
             save_file(self._pending, path, metadata={"format": "pt"})
+            # Which safetensors lets the owner alone read, whatever the umask is.
+            path.chmod(mode)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {path}: {error}") from error
         self._pending.clear()

@@ -179,9 +179,12 @@ def test_an_export_names_the_checkpoints_that_there_are(tmp_path):
     (tmp_path / "checkpoints" / "step_00000020").mkdir()
     (tmp_path / "file").write_text("")
     there = "checkpoints has step_00000010, step_00000020"
-    for given, kind in [("checkpoints/step_00000030", "does not exist"), (".", "has no manifest")]:
-        line = refused("export", str(tmp_path / given), str(tmp_path / "out"))
-        assert there in line and kind in line
+    line = refused("export", str(tmp_path / "checkpoints/step_00000030"), str(tmp_path / "out"))
+    assert there in line and "does not exist" in line
+    result = diffmegatron("export", str(tmp_path), str(tmp_path / "out"))
+    *passed_over, line = result.stderr.splitlines()
+    assert there in line and "has no manifest" in line
+    assert len(passed_over) == 2 and all("step_000000" in each for each in passed_over)
     assert "it is a file" in refused("export", str(tmp_path / "file"), str(tmp_path / "out"))
 
 

@@ -102,6 +102,7 @@ def test_configuration_and_ids(tmp_path: Path) -> None:
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (12, 4)
     assert (config["max_position_embeddings"], config["vocab_size"]) == (64, 264)
     assert (config["bos_token_id"], config["eos_token_id"]) == (END, END)
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "that of the umask"
     generation = json.loads((out / "generation_config.json").read_text())
     assert {generation[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")} == {END}
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
