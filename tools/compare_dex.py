@@ -84,6 +84,10 @@ STARTS: dict[str, tuple[str, list[str]]] = {
         "W_D zero, 100 times the rate, T all steps",
         ["optimizer.lr_multipliers={{'*.dex_projection': 100, '*.lambda_learn': 100}}"],
     ),
+    "zero-300": (
+        "W_D zero, 300 times the rate, T all steps",
+        ["optimizer.lr_multipliers={{'*.dex_projection': 300, '*.lambda_learn': 300}}"],
+    ),
     "normal-30": ("W_D normal 0.02, 30 times the rate, T all steps", NORMAL),
 }
 
