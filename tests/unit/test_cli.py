@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diffmegatron import __version__
+from diffmegatron.cli import main
+from diffmegatron.optim.zero import import_deepspeed
 from tests.conftest import TINY
 
 COMMANDS = ["plan", "prepare", "train", "export", "evaluate", "doctor"]
@@ -29,10 +32,34 @@ def refused(*arguments: str, status: int = 2, **environment: str) -> str:
     """The one sentence a mistake ends in."""
     result = diffmegatron(*arguments, **environment)
     assert result.returncode == status, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    (line,) = result.stderr.strip().splitlines()
+    return the_sentence(result.stderr)
+
+
+def the_sentence(errors: str) -> str:
+    assert "Traceback" not in errors
+    (line,) = errors.strip().splitlines()
     assert line.startswith("error: ")
     return line
+
+
+@pytest.fixture
+def refused_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """As :func:`refused`, in this process: of commands that import for seconds."""
+
+    def run(*arguments: str, status: int = 2, **environment: str) -> str:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["diffmegatron", *arguments])
+        import_deepspeed()  # whose compiler's complaints come once a process
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == status
+        return the_sentence(capfd.readouterr().err)
+
+    return run
 
 
 def test_help_names_every_command():
@@ -98,34 +125,36 @@ def test_an_environment_that_is_of_no_use_is_refused(name, recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_cannot_meet_are_refused(recipe):
+def test_ranks_that_cannot_meet_are_refused(recipe, refused_here):
     here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29517", "LOCAL_RANK": "0"}
-    line = refused("train", recipe, status=69, **here, MASTER_ADDR="no.such.host.invalid")
+    line = refused_here("train", recipe, status=69, **here, MASTER_ADDR="no.such.host.invalid")
     assert "MASTER_ADDR 'no.such.host.invalid', which cannot be resolved" in line
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/run", "{tmp_path}/file/run"])
-def test_a_run_dir_that_cannot_be_written_is_refused(run_dir, recipe, tmp_path):
+def test_a_run_dir_that_cannot_be_written_is_refused(run_dir, recipe, tmp_path, refused_here):
     (tmp_path / "file").write_text("")
-    line = refused("train", recipe, "run_dir=" + run_dir.format(tmp_path=tmp_path))
+    line = refused_here("train", recipe, "run_dir=" + run_dir.format(tmp_path=tmp_path))
     assert "cannot write in run_dir" in line
 
 
-def test_a_missing_corpus_is_refused(recipe, tmp_path):
-    line = refused("train", recipe, f"data.sources=[{{path: {tmp_path}/nothing}}]")
+def test_a_missing_corpus_is_refused(recipe, tmp_path, refused_here):
+    line = refused_here("train", recipe, f"data.sources=[{{path: {tmp_path}/nothing}}]")
     assert f"{tmp_path}/nothing" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(recipe, tmp_path):
-    line = refused("train", recipe, "model.vocab_size=256")
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(recipe, tmp_path, refused_here):
+    line = refused_here("train", recipe, "model.vocab_size=256")
     assert "256 is too small" in line
     assert "257" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_do_not_fill_the_layout_are_refused(recipe):
-    assert "1 ranks do not fill parallel.tensor 2" in refused("train", recipe, "parallel.tensor=2")
+def test_ranks_that_do_not_fill_the_layout_are_refused(recipe, refused_here):
+    assert "1 ranks do not fill parallel.tensor 2" in refused_here(
+        "train", recipe, "parallel.tensor=2"
+    )
 
 
 def test_a_search_names_its_own_gpus(recipe):
@@ -157,10 +186,12 @@ def test_a_stage_that_cannot_follow_is_refused_before_the_first_is_trained(recip
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(recipe, tmp_path):
+def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(
+    recipe, tmp_path, refused_here
+):
     stages = "stages: [{name: a}, {name: b, parallel: {tensor: 2}}]"
     Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
-    assert "1 ranks do not fill parallel.tensor 2" in refused("train", recipe)
+    assert "1 ranks do not fill parallel.tensor 2" in refused_here("train", recipe)
     assert not (tmp_path / "run").exists()
 
 
