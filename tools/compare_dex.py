@@ -56,10 +56,11 @@ optimizer:
     - "*.self_attention.linear_proj.weight"
     - "*.dex_projection"
     - "*.lambda_learn"
-  lr_multipliers: {{"*.dex_projection": 30, "*.lambda_learn": 30}}
+  lr_multipliers: {{"*.dex_projection": 100, "*.lambda_learn": 100}}
 """
 PLAIN = ["model.baseline=true"]
 ALL = [*PLAIN, "optimizer.trainable=null"]
+THIRTY = ["optimizer.lr_multipliers={{'*.dex_projection': 30, '*.lambda_learn': 30}}"]
 # Words of the table, and overrides. A LoRA of rank 66 trains as much of SmolLM2-135M as DEX.
 ARMS: dict[str, tuple[str, list[str]]] = {
     "control": ("W_K, W_V, W_O without the term", PLAIN),
@@ -68,6 +69,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
         "DEX, heads by gradient",
         ["model.attention.selected_heads={work}/gradient.yaml"],
     ),
+    "dex-entropy-30": ("DEX, heads by entropy, 30 times the rate", THIRTY),
     "lora": ("LoRA of rank 66", [*ALL, "model.lora={{rank: 66, alpha: 132}}"]),
     "full": ("everything, at 1e-5", [*ALL, "optimizer.lr=1e-5"]),
 }
@@ -75,20 +77,17 @@ PARTS = ("arms", "starts", "throughput")
 NORMAL = ["model.attention.projection_init={{kind: normal, scale: 0.02}}"]
 STARTS: dict[str, tuple[str, list[str]]] = {
     "control": ("without the term", PLAIN),
-    "zero-30": ("W_D zero, 30 times the rate, T all steps", []),
+    "zero-30": ("W_D zero, 30 times the rate, T all steps", THIRTY),
     "zero-30-half": (
         "W_D zero, 30 times the rate, T half of the steps",
-        ["model.attention.annealing_steps={half}"],
+        [*THIRTY, "model.attention.annealing_steps={half}"],
     ),
-    "zero-100": (
-        "W_D zero, 100 times the rate, T all steps",
-        ["optimizer.lr_multipliers={{'*.dex_projection': 100, '*.lambda_learn': 100}}"],
-    ),
+    "zero-100": ("W_D zero, 100 times the rate, T all steps", []),
     "zero-300": (
         "W_D zero, 300 times the rate, T all steps",
         ["optimizer.lr_multipliers={{'*.dex_projection': 300, '*.lambda_learn': 300}}"],
     ),
-    "normal-30": ("W_D normal 0.02, 30 times the rate, T all steps", NORMAL),
+    "normal-30": ("W_D normal 0.02, 30 times the rate, T all steps", [*THIRTY, *NORMAL]),
 }
 
 
