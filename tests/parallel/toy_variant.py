@@ -74,7 +74,8 @@ class Gained(Variant):
         return []
 
 
-if __name__ == "__main__":
-    from diffmegatron.cli import main
+# Which settles what kinds a recipe can have.
+from diffmegatron.cli import main  # noqa: E402
 
+if __name__ == "__main__":
     main()
