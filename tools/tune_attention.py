@@ -6,7 +6,7 @@ a GPU the rest are timed beside the default, and their results compared with it;
 the compiler says of a chip is listed, with an estimate of a Hopper's tensor-core cycles. Best
 first. Writes NAME.json to benchmarks/results/; `triton/blocks.py` is where a better choice goes.
 
-    python tools/tune_attention.py --head-dim 64 --kernels key_value_one_pass
+    python tools/tune_attention.py --head-dim 64 --kernels dkdv_one_pass
     python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json --best 8
 
 Compiling everything takes minutes: the last command tries the best of an earlier listing alone.
@@ -33,7 +33,7 @@ from diffmegatron.attention.kernels.triton import attention as triton_attention
 from diffmegatron.attention.kernels.triton import launch
 from diffmegatron.attention.kernels.triton.blocks import Blocks
 
-KERNELS = ("forward", "key_value", "key_value_one_pass", "query")
+KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
 # Multiply-adds per pair in units of d, and how many loops of the machine code have them all: one
 # with masks and one without, or one alone.
 COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
@@ -94,7 +94,7 @@ def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
 
 def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
     """What the kernel takes on the chip; None where it does not fit or wgmma is serialised."""
-    one_pass = kernel == "key_value_one_pass"
+    one_pass = kernel == "dkdv_one_pass"
     capability = arguments.capability
     with chosen(kernel, blocks):
         try:
@@ -124,7 +124,7 @@ def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[
             *inputs,
             softmax_scale=width**-0.5,
             mask=mask,
-            one_pass=kernel == "key_value_one_pass",
+            one_pass=kernel == "dkdv_one_pass",
         )
         return [out]
 

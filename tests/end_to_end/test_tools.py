@@ -88,15 +88,15 @@ def test_bench_layer(tmp_path):
 def test_tune_attention(tmp_path):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     run(
-        "tune_attention.py", "--kernels", "query", "--head-dim", 64, "--rows", 128, "--keys", 64,
+        "tune_attention.py", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
         "--warps", 8, "--stages", 2, "--name", tmp_path / "report",
     )  # fmt: skip
-    (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["query"]
+    (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["dq"]
     assert row["work"] == 1
     assert row["shared_bytes"] > 64 * 1024
-    listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "query")
+    listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "dq")
     run("tune_attention.py", *listed, "--name", tmp_path / "again")
-    (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["query"]
+    (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["dq"]
     assert [again[name] for name in ("M", "N")] == [128, 64]
 
 

@@ -23,10 +23,10 @@ from diffmegatron.attention.kernels.triton import blocks as triton_blocks
 BF16, FP32 = torch.bfloat16, torch.float32
 
 # Multiply-adds per pair in units of d; every loop has them.
-COUNTS = {"forward": 6, "key_value": 8, "key_value one-pass": 10, "query": 6}
+COUNTS = {"forward": 6, "dkdv": 8, "dkdv one-pass": 10, "dq": 6}
 COUNTS_OF_ONE_MAP = {
-    "grouped": {"forward": 3, "key_value": 6, "key_value one-pass": 7, "query": 4},
-    "softmax": {"forward": 2, "key_value": 4, "key_value one-pass": 5, "query": 3},
+    "grouped": {"forward": 3, "dkdv": 6, "dkdv one-pass": 7, "dq": 4},
+    "softmax": {"forward": 2, "dkdv": 4, "dkdv one-pass": 5, "dq": 3},
 }
 
 
@@ -37,33 +37,33 @@ NOTHING = (0, 0)
 RECORDED = {
     (90, BF16, 128, "split", "norm"): {
         "forward": (176, 3),
-        "key_value": (56, 4),
-        "query": (24, 10),
+        "dkdv": (56, 4),
+        "dq": (24, 10),
     },
-    (90, BF16, 128, "split", "documents"): {"key_value": (64, 7)},
+    (90, BF16, 128, "split", "documents"): {"dkdv": (64, 7)},
     (90, BF16, 128, "split", "grouped"): {},
     (90, BF16, 128, "split", "softmax"): {},
-    (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "key_value": (176, 16)},
-    (90, BF16, 96, "split", "plain"): {"key_value": (56, 4), "query": (24, 10)},
-    (90, BF16, 64, "one-pass", "norm"): {"key_value": (128, 18)},
-    (90, BF16, 64, "split", "plain"): {"key_value": (48, 5)},
-    (90, BF16, 64, "split", "documents"): {"key_value": (48, 6)},
-    (80, BF16, 128, "split", "norm"): {"key_value": (16, 0)},
-    (80, BF16, 128, "one-pass", "plain"): {"key_value": (136, 0)},
+    (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "dkdv": (176, 16)},
+    (90, BF16, 96, "split", "plain"): {"dkdv": (56, 4), "dq": (24, 10)},
+    (90, BF16, 64, "one-pass", "norm"): {"dkdv": (128, 18)},
+    (90, BF16, 64, "split", "plain"): {"dkdv": (48, 5)},
+    (90, BF16, 64, "split", "documents"): {"dkdv": (48, 6)},
+    (80, BF16, 128, "split", "norm"): {"dkdv": (16, 0)},
+    (80, BF16, 128, "one-pass", "plain"): {"dkdv": (136, 0)},
     (80, BF16, 64, "one-pass", "norm"): {},
     (80, BF16, 64, "split", "plain"): {},
     (80, BF16, 128, "split", "softmax"): {},
     (89, BF16, 64, "one-pass", "softmax"): {},
-    (80, FP32, 128, "split", "plain"): {"key_value": (48, 0)},
-    (89, BF16, 128, "split", "norm"): {"key_value": (56, 0), "query": (40, 0)},
-    (89, BF16, 128, "one-pass", "plain"): {"key_value": (120, 0)},
-    (89, FP32, 128, "split", "plain"): {"query": (24, 0)},
-    (100, BF16, 128, "split", "norm"): {"query": (40, 2)},
-    (100, BF16, 64, "one-pass", "norm"): {"key_value": (8, 0)},
+    (80, FP32, 128, "split", "plain"): {"dkdv": (48, 0)},
+    (89, BF16, 128, "split", "norm"): {"dkdv": (56, 0), "dq": (40, 0)},
+    (89, BF16, 128, "one-pass", "plain"): {"dkdv": (120, 0)},
+    (89, FP32, 128, "split", "plain"): {"dq": (24, 0)},
+    (100, BF16, 128, "split", "norm"): {"dq": (40, 2)},
+    (100, BF16, 64, "one-pass", "norm"): {"dkdv": (8, 0)},
     (120, BF16, 128, "split", "norm"): {
         "forward": (48, 6),
-        "key_value": (112, 0),
-        "query": (48, 4),
+        "dkdv": (112, 0),
+        "dq": (48, 4),
     },
     (120, BF16, 64, "one-pass", "norm"): {"forward": (32, 14)},
 }
@@ -71,8 +71,8 @@ RECORDED = {
 
 CHOICE = {
     "forward": triton_blocks.forward_blocks,
-    "key_value": triton_blocks.key_value_blocks,
-    "query": triton_blocks.query_blocks,
+    "dkdv": triton_blocks.dkdv_blocks,
+    "dq": triton_blocks.dq_blocks,
 }
 
 
@@ -87,13 +87,13 @@ def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
         capability, dtype, head_dim, one_pass=form == "one-pass", variant=variant
     )
     usages = {kernel: usage_of(launch) for kernel, launch in launches.items()}
-    kernels = {"forward", "key_value"} | ({"query"} if form == "split" else set())
-    assert set(usages) - {"row_sums"} == kernels
-    assert "row_sums" not in usages or usages["row_sums"].stack == 0
+    kernels = {"forward", "dkdv"} | ({"dq"} if form == "split" else set())
+    assert set(usages) - {"preprocess"} == kernels
+    assert "preprocess" not in usages or usages["preprocess"].stack == 0
     counts = COUNTS_OF_ONE_MAP.get(variant, COUNTS)
     for kernel in kernels:
         # With documents, and for dK and dV, all blocks are masked; else some, in a loop apart.
-        loops = 1 if variant == "documents" or kernel == "key_value" else 2
+        loops = 1 if variant == "documents" or kernel == "dkdv" else 2
         usage = usages[kernel]
         stack, spills = recorded.get(kernel, NOTHING)
         assert usage.stack <= stack, kernel
@@ -106,8 +106,8 @@ def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
             assert capability == 100, kernel
             continue
         # More than the pairs of a block need would be a product that warps compute twice.
-        is_one_pass = kernel == "key_value" and form == "one-pass"
-        count = counts["key_value one-pass" if is_one_pass else kernel]
+        is_one_pass = kernel == "dkdv" and form == "one-pass"
+        count = counts["dkdv one-pass" if is_one_pass else kernel]
         target = triton_blocks.target_of(dtype, divmod(capability, 10))
         blocks = CHOICE[kernel](head_dim, dtype, target)
         columns = 64 if head_dim <= 64 else 128
@@ -149,7 +149,7 @@ def test_blocks_are_loaded_two_ahead_and_never_over_one_in_use(head_dim, form):
     read, and these must have been waited for.
     """
     launches = compile_launches(90, BF16, head_dim, one_pass=form == "one-pass")
-    code = launches["key_value"].asm
+    code = launches["dkdv"].asm
     load, product, wait = "async_tma_copy_global_to_local", "warp_group_dot ", "warp_group_dot_wait"
     events = re.findall(rf"scf\.for|{load}|{product}|{wait}.*pendings = 0", code["ttgir"])
     *_, before, in_loop = "\n".join(events).split("scf.for")

@@ -101,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
         dpair = travelling.arrived_home().to(pair.dtype)
         dlambda = None
         if lambda_ is not None:
-            dlambda = -whole.row_sums(grad, lambda_)[1].sum().to(lambda_.dtype)
+            dlambda = -whole.deltas(grad, lambda_)[1].sum().to(lambda_.dtype)
         return query_grad.to(query.dtype), dpair, dlambda, None
 
 

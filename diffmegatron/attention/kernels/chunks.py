@@ -1,8 +1,8 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
 The forward gives each map's part with its log-sum-exp, to be merged with the other chunks' by
-`merge_maps`. The backward of a chunk needs no forward of its own: with the log-sum-exps and the row
-sums D of the *whole* attention, a map's weights are exp(scores - lse), and the chunks' gradients
+`merge_maps`. The backward of a chunk needs no forward of its own: with the log-sum-exps and the
+delta of the *whole* attention, a map's weights are exp(scores - lse), and the chunks' gradients
 add up (Liu et al., arXiv 2310.01889, section 3). Both maps meet there, as in the unbroken backward:
 10d multiply-adds per pair and head (14d where a backend's form says so) instead of the 20d of
 differentiating each map's part.
@@ -76,7 +76,7 @@ def chunk_gradients(
 ) -> Maps:
     """What a chunk of keys adds to the gradients. Not differentiable, and no matter to autocast.
 
-    That of lambda is not among them: it is minus the sum of `whole.row_sums(...)[1]`.
+    That of lambda is not among them: it is minus the sum of `whole.deltas(...)[1]`.
 
     Args:
         grad: `[b, s, h, e]`, of `whole.out`; it and `whole` may be of any floating-point dtype.

@@ -100,7 +100,7 @@ class WholeAttention(NamedTuple):
         )
         return first, second
 
-    def row_sums(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
+    def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
         """D of each map `[b, s, its heads]`, in the log-sum-exps' dtype.
 
         D1 is rowsum(grad * out1), and D2 the sum of rowsum(grad * out2) over the signal heads that

@@ -99,7 +99,7 @@ def chunk_gradients(
     grad_ = group_queries(grad, kv_heads)
     rows_of = [
         [group_queries(x.unsqueeze(-1), kv_heads) for x in of_each_map]
-        for of_each_map in (whole.lses, whole.row_sums(grad, lambda_))
+        for of_each_map in (whole.lses, whole.deltas(grad, lambda_))
     ]
     factors = map_factors(lambda_, like=v_)
     dqs, dks = [torch.zeros_like(q) for q in queries], [torch.zeros_like(k) for k in keys]
@@ -108,18 +108,18 @@ def chunk_gradients(
         dout = grad_[heads, :, rows].flatten(1, 2)
         dmap = dout @ v_[heads, seen].mT
         combined = torch.zeros_like(dmap)
-        for q, k, lse, sums, factor, dq, dk in zip(
+        for q, k, lse, of_map, factor, dq, dk in zip(
             queries, keys, *rows_of, factors, dqs, dks, strict=True
         ):
             q_block, k_block = q[heads, :, rows], k[heads, seen]
             scores = block_scores(q_block, k_block, mask, rows, seen)
-            row_lse, row_sums = (x[heads, :, rows].flatten(1, 2) for x in (lse, sums))
+            row_lse, delta = (x[heads, :, rows].flatten(1, 2) for x in (lse, of_map))
             # A row that sees no key at all has -inf here, and so have its scores.
             weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             weights.mul_(factor)
             shared, repeats = q.shape[1], queries[0].shape[1] // q.shape[1]
             by_noise_head(combined, shared, repeats).add_(by_noise_head(weights, shared))
-            dscores = weights.mul_(sum_over_signal_heads(dmap, shared, repeats) - row_sums)
+            dscores = weights.mul_(sum_over_signal_heads(dmap, shared, repeats) - delta)
             product = dscores @ k_block
             dq[heads, :, rows] = product.view_as(q_block)
             dk[heads, seen].baddbmm_(dscores.mT, q_block.flatten(1, 2))
@@ -188,8 +188,8 @@ class _BlockedDiffAttention(torch.autograd.Function):
                 dv[heads, keys].baddbmm_(combined.mT, dout)
                 dscores1, _ = _softmax_backward(map1, dmap)
                 dmap2 = sum_over_signal_heads(dmap, shared, repeats)
-                dscores2, row_sums2 = _softmax_backward(map2, dmap2)
-                dlambda -= row_sums2.sum()
+                dscores2, delta2 = _softmax_backward(map2, dmap2)
+                dlambda -= delta2.sum()
                 dscores2.mul_(-weight)
                 for dscores, q, k, dq, dk in (
                     (dscores1, q1_, k1_, dq1, dk1),
@@ -249,5 +249,5 @@ class _BlockedSoftmaxAttention(torch.autograd.Function):
 def _softmax_backward(attention_map: Tensor, dmap: Tensor) -> tuple[Tensor, Tensor]:
     """(dS, D) with D = rowsum(P * dP) and dS = P * (dP - D)."""
     product = attention_map * dmap
-    row_sums = product.sum(-1, keepdim=True)
-    return product.addcmul_(attention_map, row_sums, value=-1.0), row_sums
+    delta = product.sum(-1, keepdim=True)
+    return product.addcmul_(attention_map, delta, value=-1.0), delta

@@ -69,7 +69,7 @@ def chunk_gradients(
     """
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
-    sums = whole.row_sums(grad, lambda_)
+    deltas = whole.deltas(grad, lambda_)
     # Rows that see no key anywhere: exp of their -inf would be inf, and NaN in the gradients.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
@@ -78,11 +78,11 @@ def chunk_gradients(
     with torch.enable_grad():
         values = torch.einsum("bshe,bthe->bhst", grad.to(dtype), _repeat_kv(v, grad.shape[2]))
         total = torch.zeros((), dtype=dtype, device=grad.device)
-        for q, k, lse, row_sums, factor in zip(queries, keys, lses, sums, factors, strict=True):
+        for q, k, lse, delta, factor in zip(queries, keys, lses, deltas, factors, strict=True):
             scores, empty = _masked_scores(q, k, softmax_scale, mask)
             weights = (scores - lse.transpose(1, 2)[..., None]).exp().masked_fill(empty, 0.0)
             shared = values.unflatten(1, (q.shape[2], -1)).sum(2)
-            of_row = shared - row_sums.transpose(1, 2)[..., None]
+            of_row = shared - delta.transpose(1, 2)[..., None]
             total = total + (factor * weights * of_row).sum()
     gradients = [g.to(maps.v.dtype) for g in torch.autograd.grad(total, leaves)]
     return Maps(tuple(gradients[:count]), tuple(gradients[count:-1]), gradients[-1])

@@ -21,7 +21,7 @@ from .launch import (
     by_head,
     launch_backward,
     launch_forward,
-    launch_row_sums,
+    launch_preprocess,
     problem_of,
     row_values,
     same_strides,
@@ -97,7 +97,7 @@ def chunk_gradients(
     """As `api.chunk_gradients`."""
     problem = problem_of(maps.queries[0], softmax_scale, mask, None, None)
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
-    return _gradients(grad, maps, lambda_, lses, whole.row_sums(grad, lambda_), problem)
+    return _gradients(grad, maps, lambda_, lses, whole.deltas(grad, lambda_), problem)
 
 
 class _BothMaps(torch.autograd.Function):
@@ -136,13 +136,13 @@ class _BothMaps(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight = ctx.saved_tensors
         (grad,) = same_strides(grad)
-        grad_out, sums, dweight = launch_row_sums(
+        grad_out, deltas, dweight = launch_preprocess(
             grad, out, out2, lambda_, (norm_weight, ctx.norm_eps, ctx.norm_scale)
         )
         (dq1, dq2), (dk1, dk2), dv = launch_backward(
-            (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), sums, ctx.problem
+            (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), deltas, ctx.problem
         )
-        dlambda = -sums[1].sum().to(lambda_.dtype)
+        dlambda = -deltas[1].sum().to(lambda_.dtype)
         return dq1, dk1, dq2, dk2, dv, dlambda, dweight, None, None, None
 
 
@@ -169,9 +169,9 @@ class _SeparateMaps(torch.autograd.Function):
         count = len(of_maps) // 3
         lses, queries, keys = (tuple(of_maps[i * count : (i + 1) * count]) for i in range(3))
         rows = tuple(lse.transpose(1, 2) for lse in lses)
-        sums = WholeAttention(out, out2, rows).row_sums(grad, lambda_)
-        found = _gradients(grad, Maps(queries, keys, v), lambda_, lses, sums, ctx.problem)
-        dlambda = None if lambda_ is None else -sums[1].sum().to(lambda_.dtype)
+        deltas = WholeAttention(out, out2, rows).deltas(grad, lambda_)
+        found = _gradients(grad, Maps(queries, keys, v), lambda_, lses, deltas, ctx.problem)
+        dlambda = None if lambda_ is None else -deltas[1].sum().to(lambda_.dtype)
         return None, dlambda, found.v, *found.queries, *found.keys
 
 
@@ -189,26 +189,26 @@ def _gradients(
     maps: Maps,
     lambda_: Tensor | None,
     lses: Sequence[Tensor],
-    sums: tuple[Tensor, ...],
+    deltas: tuple[Tensor, ...],
     problem: Problem,
 ) -> Maps:
-    """From log2-sum-exp2s `[b, heads, s]` and row sums `[b, s, heads]` of each map."""
+    """From log2-sum-exp2s `[b, heads, s]` and deltas `[b, s, heads]` of each map."""
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]
     if lambda_ is not None and first.shape == last.shape:
         (q1, q2), (k1, k2) = same_strides(*maps.queries), same_strides(*maps.keys)
         (grad,) = same_strides(grad.to(v.dtype))
-        sums1, sums2 = (by_head(x) for x in sums)
+        delta1, delta2 = (by_head(x) for x in deltas)
         return launch_backward(
-            (q1, k1, q2, k2, v), grad, lambda_, (lses[0], lses[1]), (sums1, sums2), problem
+            (q1, k1, q2, k2, v), grad, lambda_, (lses[0], lses[1]), (delta1, delta2), problem
         )
     factors = [1.0] if lambda_ is None else [1.0, -lambda_.detach()]
     found = []
-    for q, k, of_map, lse, row_sums, factor in zip(
-        *maps[:2], map_gradients(grad, lambda_, last.shape[2]), lses, sums, factors, strict=True
+    for q, k, of_map, lse, delta, factor in zip(
+        *maps[:2], map_gradients(grad, lambda_, last.shape[2]), lses, deltas, factors, strict=True
     ):
         q, k, of_map = (same_strides(x)[0] for x in (q, k, of_map.to(v.dtype)))
-        rows = ((lse, None), (by_head(factor * row_sums), None))
+        rows = ((lse, None), (by_head(factor * delta), None))
         found.append(launch_backward((q, k, q, k, v), of_map, None, *rows, problem))
     dqs, dks = (tuple(x for of_map in found for x in of_map[i]) for i in (0, 1))
     dv, *others = (of_map.v for of_map in found)

@@ -43,7 +43,7 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """What to compile for on a chip of this compute capability; SMALL for unknown ones.
 
     fp32 tiles through descriptors spill kilobytes in the backward. Blackwell (10.x) takes plain
-    pointers: its pipeliner stops the process at `tiles.forget` in a loop that loads ahead.
+    pointers: its pipeliner stops the process at `tiles.opaque` in a loop that loads ahead.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -60,8 +60,8 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
     return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def key_value_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Blocks of `key_value_kernel`."""
+def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `dkdv_kernel`."""
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
@@ -72,8 +72,8 @@ def key_value_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Block
     return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
 
 
-def query_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Blocks of `query_kernel`."""
+def dq_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+    """Blocks of `dq_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:

@@ -9,7 +9,7 @@ goes to memory first (the backward wants it there) and is read again when the fi
 import triton
 import triton.language as tl
 
-from .tiles import forget, keys_of_rows, load_tile, multiply, store_rows, store_tile
+from .tiles import keys_of_rows, load_tile, multiply, opaque, store_rows, store_tile
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def forward_kernel(
             width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
-        first_row = forget(first_row, INTERPRETED)
+        first_row = opaque(first_row, INTERPRETED)
     out = _one_map(
         q1, k1, v, lse1_ptr, batch, head, kv_head, first_row, heads,
         query_length, key_length, shift, row_start_ptr, row_stop_ptr,

@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..costs import default_one_pass
 from ..maps import Maps
 from ..masks import AttentionMask
-from .blocks import Blocks, Target, forward_blocks, key_value_blocks, query_blocks, target_of
+from .backward_dkdv import dkdv_kernel
+from .backward_dq import dq_kernel
+from .backward_preprocess import preprocess_kernel
+from .blocks import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks, target_of
 from .forward import forward_kernel
-from .key_value import key_value_kernel
-from .query import query_kernel
-from .row_sums import row_sums_kernel
 
 LOG2_E = math.log2(math.e)
 ROW_SUMS_ROWS = 32
@@ -93,33 +93,33 @@ def launch_forward(
         )  # fmt: skip
 
 
-def launch_row_sums(
+def launch_preprocess(
     grad: Tensor,
     out: Tensor,
     out2: Tensor,
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """(gradient of `out`, row sums of both maps `[b, h, s]`, gradient of the norm's weight)."""
+    """(gradient of `out`, delta of both maps `[b, h, s]`, gradient of the norm's weight)."""
     norm_weight, norm_eps, norm_scale = norm
-    sums1, sums2 = row_values(out), row_values(out)
+    delta1, delta2 = row_values(out), row_values(out)
     batch, length, heads, width = out.shape
     grid = (triton.cdiv(length, ROW_SUMS_ROWS), batch * heads)
     grad_out, weight_parts = grad, None
     if norm_weight is not None:
         grad_out = torch.empty_like(out)
-        weight_parts = sums1.new_empty(grid[0] * grid[1], width)
+        weight_parts = delta1.new_empty(grid[0] * grid[1], width)
     with on_device(out):
-        row_sums_kernel[grid](
+        preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
-            sums1, sums2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
+            delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
             value_width=width, M=ROW_SUMS_ROWS, DV=triton.next_power_of_2(width), MAPS=2,
             NORM=norm_weight is not None, ACCUMULATE=accumulate(out), num_warps=8,
         )  # fmt: skip
     weight_grad = None
     if norm_weight is not None and weight_parts is not None:
         weight_grad = weight_parts.sum(0).to(norm_weight.dtype)
-    return grad_out, (sums1, sums2), weight_grad
+    return grad_out, (delta1, delta2), weight_grad
 
 
 def launch_backward(
@@ -127,7 +127,7 @@ def launch_backward(
     grad: Tensor,
     lambda_: Tensor | None,
     lses: tuple[Tensor, Tensor | None],
-    sums: tuple[Tensor, Tensor | None],
+    deltas: tuple[Tensor, Tensor | None],
     problem: Problem,
 ) -> Maps:
     """The gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
@@ -136,9 +136,9 @@ def launch_backward(
     key_length, kv_heads = k1.shape[1:3]
     maps = 1 if lambda_ is None else 2
     # A lone map has lambda 0, which the kernel reads but does not use.
-    lambda_ = sums[0].new_zeros(()) if lambda_ is None else lambda_
+    lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
     if problem.one_pass:
-        dqs = [sums[0].new_zeros(q1.shape) for _ in range(maps)]
+        dqs = [deltas[0].new_zeros(q1.shape) for _ in range(maps)]
     else:
         dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
     dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
@@ -152,10 +152,10 @@ def launch_backward(
         problem.softmax_scale, problem.softmax_scale * LOG2_E,
     )  # fmt: skip
     with on_device(q1):
-        blocks = key_value_blocks(width, q1.dtype, problem.target)
+        blocks = dkdv_blocks(width, q1.dtype, problem.target)
         summed = [*dqs, *absent] if problem.one_pass else none
-        key_value_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
-            *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
+        dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
+            *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
             *dks, *absent, dv, *summed,
             *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
             ONE_PASS=problem.one_pass, **_constants(q1, v, blocks, problem, maps),
@@ -163,9 +163,9 @@ def launch_backward(
         if problem.one_pass:
             dqs = [dq.mul_(problem.softmax_scale).to(q1.dtype) for dq in dqs]
         else:
-            blocks = query_blocks(width, q1.dtype, problem.target)
-            query_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *sums,
+            blocks = dq_blocks(width, q1.dtype, problem.target)
+            dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
+                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
                 *dqs, *absent,
                 *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
                 **_constants(q1, v, blocks, problem, maps),

@@ -94,7 +94,7 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def forget(x, INTERPRETED: tl.constexpr):
+def opaque(x, INTERPRETED: tl.constexpr):
     """The integer x, opaque to the compiler, so that what depends on it is computed anew.
 
     Else the addresses of two accesses to the same rows are computed once and kept in registers

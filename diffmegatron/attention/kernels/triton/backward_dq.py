@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (a kernel's parameters are the compiler's values: no Python type says what they are)
-"""Triton backward: dQ by query block, second half of the split form (see `key_value`)."""
+"""Triton backward: dQ by query block, second half of the split form (see `backward_dkdv`)."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .tiles import keys_of_rows, load_rows, load_tile, multiply, store_tile
 
 
 @triton.jit
-def _query_block_gradients(
+def _dq_of_block(
     dq1,
     dq2,
     q1,
@@ -20,8 +20,8 @@ def _query_block_gradients(
     v_source,
     lse1,
     lse2,
-    sums1,
-    sums2,
+    delta1,
+    delta2,
     lambda_,
     key_begin,
     key_end,
@@ -65,7 +65,7 @@ def _query_block_gradients(
         weights = tl.exp2(scores * scale_log2 - lse1[:, None])
         if MASKED:
             weights = tl.where(visible, weights, 0.0)
-        dscores = (weights * (dmap - sums1[:, None])).to(k1.dtype)
+        dscores = (weights * (dmap - delta1[:, None])).to(k1.dtype)
         dq1 += multiply(dscores, k1, ACCUMULATE, INTERPRETED)
         if MAPS == 2:
             k2 = load_tile(
@@ -76,13 +76,13 @@ def _query_block_gradients(
             weights = tl.exp2(scores * scale_log2 - lse2[:, None])
             if MASKED:
                 weights = tl.where(visible, weights, 0.0)
-            dscores = (weights * (sums2[:, None] - dmap) * lambda_).to(k2.dtype)
+            dscores = (weights * (delta2[:, None] - dmap) * lambda_).to(k2.dtype)
             dq2 += multiply(dscores, k2, ACCUMULATE, INTERPRETED)
     return dq1, dq2
 
 
 @triton.jit
-def query_kernel(
+def dq_kernel(
     q1,
     k1,
     q2,
@@ -92,8 +92,8 @@ def query_kernel(
     lambda_ptr,
     lse1_ptr,
     lse2_ptr,
-    sums1_ptr,
-    sums2_ptr,
+    delta1_ptr,
+    delta2_ptr,
     dq1_ptr,
     dq2_ptr,
     row_start_ptr,
@@ -149,15 +149,15 @@ def query_kernel(
     )  # fmt: skip
     # Past the end a log-sum-exp of +inf makes every weight zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-    sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
-    q2_tile, lse2, sums2 = q1_tile, lse1, sums1
+    delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    q2_tile, lse2, delta2 = q1_tile, lse1, delta1
     if MAPS == 2:
         q2_tile = load_tile(
             q2, batch, head, first_row, query_length,
             stride_qb, stride_qs, stride_qh, width, M, D, TMA,
         )  # fmt: skip
         lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-        sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+        delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     dq1 = tl.zeros([M, D], dtype=ACCUMULATE)
     dq2 = tl.zeros([M, D], dtype=ACCUMULATE)
@@ -166,14 +166,14 @@ def query_kernel(
     unmasked_end = key_begin
     if not DOCUMENTS:
         unmasked_end = tl.min(row_stop, 0) // N * N
-        dq1, dq2 = _query_block_gradients(
-            dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, sums1, sums2, lambda_,
+        dq1, dq2 = _dq_of_block(
+            dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
             key_begin, unmasked_end, row_start, row_stop, batch, kv_head, key_length,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
             width, value_width, N, D, DV, MAPS, False, TMA, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
-    dq1, dq2 = _query_block_gradients(
-        dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, sums1, sums2, lambda_,
+    dq1, dq2 = _dq_of_block(
+        dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
         unmasked_end, key_end, row_start, row_stop, batch, kv_head, key_length,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
         width, value_width, N, D, DV, MAPS, True, TMA, ACCUMULATE, INTERPRETED,

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (a kernel's parameters are the compiler's values: no Python type says what they are)
-"""Triton backward, first: row sums D1 and D2, through the headwise RMSNorm where it was fused."""
+"""Triton backward, preprocess: delta of both maps, through the headwise RMSNorm if it was fused."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .tiles import load_tile, store_rows, store_tile
 
 
 @triton.jit
-def row_sums_kernel(
+def preprocess_kernel(
     grad_ptr,
     out_ptr,
     out2_ptr,
@@ -17,8 +17,8 @@ def row_sums_kernel(
     norm_weight_ptr,
     grad_out_ptr,
     grad_weight_ptr,
-    sums1_ptr,
-    sums2_ptr,
+    delta1_ptr,
+    delta2_ptr,
     heads,
     query_length,
     stride_gb,
@@ -73,14 +73,14 @@ def row_sums_kernel(
             grad_out_ptr, grad, batch, head, first_row, query_length, heads, value_width, M, DV
         )
         grad = grad.to(grad_out_ptr.dtype.element_ty).to(ACCUMULATE)
-    sums1 = tl.sum(grad * out, 1)
+    delta1 = tl.sum(grad * out, 1)
     if MAPS == 2:
         out2 = load_tile(
             out2_ptr, batch, head, first_row, query_length,
             stride_batch, stride_row, stride_head, value_width, M, DV, False,
         )  # fmt: skip
-        sums2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
+        delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
         # out = out1 - lambda out2, so out1 need not be kept.
-        sums1 += tl.load(lambda_ptr).to(ACCUMULATE) * sums2
-        store_rows(sums2_ptr, sums2, batch, head, first_row, query_length, heads, M)
-    store_rows(sums1_ptr, sums1, batch, head, first_row, query_length, heads, M)
+        delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
+        store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
+    store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)

@@ -7,7 +7,7 @@ With P_i the maps and dP = dO V^T, shared by both:
     D_i = rowsum(dO * O_i)      dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)
     dV = (P1 - lambda P2)^T dO  dQi = dSi Ki            dKi = dSi^T Qi
 
-Split, this kernel and the one of `query` compute the scores and dP twice (14d) and are
+Split, this kernel and the one of `backward_dq` compute the scores and dP twice (14d) and are
 deterministic; the one-pass form adds dQ up in memory from here (10d), in an order that changes
 from run to run. MAPS 1 is the backward of one map alone.
 """
@@ -15,7 +15,7 @@ from run to run. MAPS 1 is the backward of one map alone.
 import triton
 import triton.language as tl
 
-from .tiles import forget, load_rows, load_tile, multiply, queries_of_keys, store_tile
+from .tiles import load_rows, load_tile, multiply, opaque, queries_of_keys, store_tile
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def _key_block_gradients(
     grad_source,
     lse1_ptr,
     lse2_ptr,
-    sums1_ptr,
-    sums2_ptr,
+    delta1_ptr,
+    delta2_ptr,
     dq1_ptr,
     dq2_ptr,
     lambda_,
@@ -93,15 +93,15 @@ def _key_block_gradients(
             # Always true, which the compiler must not know: to a product whose result it sees reach
             # another product it gives all warps along the rows, and with M = 64, as many as one
             # warpgroup multiplies, two of them would both compute the whole block.
-            if first_row < forget(row_end, INTERPRETED):
+            if first_row < opaque(row_end, INTERPRETED):
                 combined, dscores1, dscores2 = _map_gradients(
-                    q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
+                    q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
                     visible, batch, head, first_row, query_length, heads, scale_log2,
                     M, MAPS, TMA, ACCUMULATE, INTERPRETED,
                 )  # fmt: skip
         else:
             combined, dscores1, dscores2 = _map_gradients(
-                q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, lambda_,
+                q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
                 visible, batch, head, first_row, query_length, heads, scale_log2,
                 M, MAPS, TMA, ACCUMULATE, INTERPRETED,
             )  # fmt: skip
@@ -132,8 +132,8 @@ def _map_gradients(
     grad,
     lse1_ptr,
     lse2_ptr,
-    sums1_ptr,
-    sums2_ptr,
+    delta1_ptr,
+    delta2_ptr,
     lambda_,
     visible,
     batch,
@@ -152,16 +152,16 @@ def _map_gradients(
     dmap = _pairs(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Past the end a log-sum-exp of +inf makes every weight zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-    sums1 = load_rows(sums1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+    delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
-    dscores1 = (combined * (dmap - sums1[:, None])).to(q1.dtype)
+    dscores1 = (combined * (dmap - delta1[:, None])).to(q1.dtype)
     dscores2 = dscores1
     if MAPS == 2:
         lse2 = load_rows(lse2_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
-        sums2 = load_rows(sums2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
+        delta2 = load_rows(delta2_ptr, batch, head, first_row, query_length, heads, 0.0, M)
         weights2 = _weights(q2, k2, lse2, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
         weights2 *= lambda_
-        dscores2 = (weights2 * (sums2[:, None] - dmap)).to(q2.dtype)
+        dscores2 = (weights2 * (delta2[:, None] - dmap)).to(q2.dtype)
         combined -= weights2
     return combined.to(q1.dtype), dscores1, dscores2
 
@@ -242,7 +242,7 @@ def _add_dq(
     keys leave no shared memory at d = 128.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
-    rows = forget(first_row, INTERPRETED) + tl.arange(0, M)
+    rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)
     columns = tl.arange(0, D)
     row_index = (tl.cast(batch, tl.int64) * query_length + rows.to(tl.int64)) * heads + head
     inside = (rows < query_length)[:, None] & (columns < width)[None, :]
@@ -251,7 +251,7 @@ def _add_dq(
 
 
 @triton.jit
-def key_value_kernel(
+def dkdv_kernel(
     q1,
     k1,
     q2,
@@ -261,8 +261,8 @@ def key_value_kernel(
     lambda_ptr,
     lse1_ptr,
     lse2_ptr,
-    sums1_ptr,
-    sums2_ptr,
+    delta1_ptr,
+    delta2_ptr,
     dk1_ptr,
     dk2_ptr,
     dv_ptr,
@@ -343,7 +343,7 @@ def key_value_kernel(
     for head in range(kv_head * repeats, (kv_head + 1) * repeats):
         dk1, dk2, dv = _key_block_gradients(
             dk1, dk2, dv, k1_tile, k2_tile, v_tile, q1, q2, grad,
-            lse1_ptr, lse2_ptr, sums1_ptr, sums2_ptr, dq1_ptr, dq2_ptr, lambda_,
+            lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, dq1_ptr, dq2_ptr, lambda_,
             row_begin, row_end, query_start, query_stop, batch, head, heads,
             query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
             scale_log2, width, value_width, M, N, D, DV, MAPS, ONE_PASS, TMA, ACCUMULATE,
