@@ -119,7 +119,7 @@ def main() -> None:
             write(report, arguments.out)
     if arguments.part in ("throughput", "all"):
         turns = range(1, 1 + arguments.seeds)
-        for found in compare(work, "throughput", ARMS, arguments.timed_steps, 2, turns):
+        for found in compare(work, "throughput", ARMS, arguments.timed_steps, 2, turns, 2):
             report["throughput"] = found
         report["inference"] = inference(arguments.model, work, arguments.timed_steps)
         write(report, arguments.out)
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--part", choices=("arms", "starts", "all"), default="all")
     parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, of every arm")
     parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, of every start")
-    parser.add_argument("--timed-steps", type=int, default=8, help="of every timed run")
+    parser.add_argument("--timed-steps", type=int, default=5, help="of every timed run")
     parser.add_argument("--seeds", type=int, default=3, help="of every start and timed arm")
     parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
@@ -171,12 +171,12 @@ def compare(
     steps: int,
     batch: int,
     seeds: range,
+    held_out: int = 16,
 ) -> Iterator[dict[str, Any]]:
     """Run the arms over seeds, those of a seed one after the other; what is there after each."""
     recipe = work / f"{part}.yaml"
-    recipe.write_text(
-        RECIPE.format(work=work, steps=steps, length=LENGTH, batch=batch, held_out=16 // batch)
-    )
+    values = {"steps": steps, "length": LENGTH, "batch": batch, "held_out": held_out // batch}
+    recipe.write_text(RECIPE.format(work=work, **values))
     results: dict[str, Any] = {}
     for seed in seeds:
         for name, (words, overrides) in arms.items():
