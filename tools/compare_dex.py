@@ -133,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="what prepare reads")
-    parser.add_argument("--part", choices=("arms", "starts", "all"), default="all")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, of every arm")
     parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, of every start")
     parser.add_argument("--timed-steps", type=int, default=5, help="of every timed run")
