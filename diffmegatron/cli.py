@@ -149,14 +149,20 @@ def prepare(
     max_reject_share: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable")
     ] = 0.05,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Part K of N alone, for 'diffmegatron data merge'"),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Drop unfinished work of other inputs or settings")
     ] = False,
 ) -> None:
     """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
+    from diffmegatron.data.parts import Part
     from diffmegatron.data.prepare import prepare as prepare_corpus
     from diffmegatron.files import shown
 
+    chosen = None if part is None else Part.parse(part)
     manifest = prepare_corpus(
         inputs,
         output,
@@ -172,9 +178,10 @@ def prepare(
         deduplicate=deduplicate,
         max_document_bytes=max_document_bytes,
         max_reject_share=max_reject_share,
+        part=chosen,
         restart=restart,
     )
-    name = shown(output)
+    name = shown(output if chosen is None else chosen.prefix(output))
     print(
         f"{name}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
         f"tokens of {len(manifest.inputs):,} files; {manifest.rejected:,} rejected"

@@ -1,18 +1,25 @@
 """The ``data`` section of a recipe: tokenizer, sources and their weights, held-out splits."""
 
 import math
-from typing import Literal, Self
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from diffmegatron.files import clipped
 from diffmegatron.section import PathText, Section, Seed, Size
 
 
+def _prefix(path: str) -> str:
+    """PREFIX where ``PREFIX.parts`` is named, the folder of its parts."""
+    named = PurePath(path)
+    return str(named.with_suffix("")) if named.suffix == ".parts" else path
+
+
 class Source(Section):
     """One prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
 
-    path: PathText
+    path: Annotated[PathText, AfterValidator(_prefix)]
     weight: float = Field(default=1.0, ge=0, description="share of the tokens, in any unit")
 
 

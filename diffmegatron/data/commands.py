@@ -1,4 +1,4 @@
-"""``diffmegatron data``: look after prepared corpora."""
+"""``diffmegatron data``: merge parts, look after prepared corpora."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,13 +8,24 @@ import typer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
-app = typer.Typer(help="Verify prepared corpora.", no_args_is_help=True)
+app = typer.Typer(help="Merge and verify prepared corpora.", no_args_is_help=True)
 
 
-# A callback keeps `verify` a command of its own where it is the only one.
-@app.callback()
-def _group() -> None:
-    pass
+@app.command()
+def merge(
+    prefix: Annotated[
+        Path, typer.Argument(metavar="PREFIX", help="As given to prepare with --part K/N")
+    ],
+) -> None:
+    """Make one corpus of all parts of a PREFIX, copying none; reads all tokens once."""
+    from diffmegatron.data.merge import merge as merge_parts
+
+    manifest = merge_parts(prefix)
+    name = shown(prefix)
+    print(
+        f"{name}.idx and .json, of the {len(manifest.parts):,} parts in {name}.parts: "
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+    )
 
 
 @app.command()

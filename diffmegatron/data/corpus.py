@@ -5,6 +5,7 @@ A reader yields bytes; decoding, parsing and tokenising is the workers' part (``
 
 import gzip
 import io
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ _SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
+_ARCHIVES = (".gz", ".zst")
 # What the libraries say of a file that is damaged or breaks off.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
@@ -38,7 +40,8 @@ class Record(NamedTuple):
     """One document as it lies in its file.
 
     Attributes:
-        line: 1-based line, row, or 1 for a file that is one document.
+        line: 1-based line (of a cut: counted from its first), row, or 1 for a file that is one
+            document.
         payload: a JSON line, the document's text, or the columns of a row (strings as bytes).
         problem: why it could not be read, the payload then being empty.
     """
@@ -58,16 +61,27 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One input file, its path as the user would name it, and what it was when it was found."""
+    """One input file, its path as the user would name it, and what it was when it was found.
+
+    Where ``before`` or ``after`` is not 0, it is whole lines of a file that was cut: so many bytes
+    of it belong to others (see :mod:`diffmegatron.data.parts`).
+    """
 
     path: Path
     format: Format
     fingerprint: Fingerprint
+    before: int = 0
+    after: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return self.fingerprint.size
+        """Bytes, of the cut if it is one."""
+        return self.fingerprint.size - self.before - self.after
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Between any two lines."""
+        return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
 
     def check_unchanged(self) -> None:
         """Refuse to use what was read of a file that is another by now.
@@ -124,10 +138,10 @@ def _refuse_folder(error: OSError) -> NoReturn:
 
 
 def _corpus_file(path: Path) -> CorpusFile:
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    name = path.with_suffix("") if path.suffix in _ARCHIVES else path
     with open_file(path) as stream:
         fingerprint = _fingerprint(os.fstat(stream.fileno()))
-    return CorpusFile(path, _SUFFIXES.get(Path(name).suffix, "text"), fingerprint)
+    return CorpusFile(path, _SUFFIXES.get(name.suffix, "text"), fingerprint)
 
 
 def _fingerprint(status: os.stat_result) -> Fingerprint:
@@ -147,39 +161,45 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
     """
     line = 0
     try:
-        for record in _READERS[file.format](file.path, columns, max_bytes):
+        for record in _READERS[file.format](file, columns, max_bytes):
             line = record.line
             yield record
     except _READ_ERRORS as error:
         file.check_unchanged()
         raise UserError(
-            f"corpus file {shown(file.path)} cannot be read beyond document {line}: "
+            f"corpus file {shown(file.path)} cannot be read beyond document {line}"
+            f"{f' after byte {file.before}' if file.before else ''}: "
             f"{clipped(str(error))}; mend it or leave it out, and start again with --restart"
         ) from None
     file.check_unchanged()
 
 
-def _read_lines(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    with _open(path) as stream:
+def _read_lines(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with _open(file.path) as stream:
+        if file.before:
+            stream.seek(file.before)
+        left = file.size if file.after else math.inf
         line = 0
-        while payload := stream.readline(max_bytes + 2):
+        while left > 0 and (payload := stream.readline(max_bytes + 2)):
             line += 1
+            left -= len(payload)
             if len(payload.rstrip(b"\r\n")) <= max_bytes:
                 yield Record(line, payload)
                 continue
             while payload and not payload.endswith(b"\n"):
                 payload = stream.readline(_READ_BYTES)
+                left -= len(payload)
             yield _oversized(line, max_bytes)
 
 
-def _read_text(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    with _open(path) as stream:
+def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with _open(file.path) as stream:
         payload = stream.read(max_bytes + 1)
     yield Record(1, payload) if len(payload) <= max_bytes else _oversized(1, max_bytes)
 
 
-def _read_parquet(path: Path, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    with open_file(path) as stream, pyarrow.parquet.ParquetFile(stream) as table:
+def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with open_file(file.path) as stream, pyarrow.parquet.ParquetFile(stream) as table:
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
@@ -236,7 +256,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         EOFError: on reading; the archive breaks off.
     """
     with open_file(path, buffering=_READ_BYTES) as raw:
-        if path.suffix not in (".gz", ".zst"):
+        if path.suffix not in _ARCHIVES:
             yield raw
             return
         if not raw.peek(1):  # type: ignore[attr-defined]

@@ -31,9 +31,15 @@ class EncodeSettings:
 
 
 class Reject(NamedTuple):
-    """A document that could not be used, and why; ``file`` is :func:`printable`."""
+    """A document that could not be used, and why.
+
+    Attributes:
+        file: its name as :func:`printable`.
+        before: bytes of the file before the line from which lines are counted; 0: all are.
+    """
 
     file: str
+    before: int
     line: int
     id: str | None
     reason: str
@@ -43,7 +49,8 @@ class Reject(NamedTuple):
         return json.dumps(self._asdict()).encode() + b"\n"
 
     def __str__(self) -> str:
-        return f"{self.file} line {self.line}: {self.reason}"
+        start = f" (counted from byte {self.before})" if self.before else ""
+        return f"{self.file} line {self.line}{start}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ def _reject(file: CorpusFile, record: Record, fields: Fields, reason: str) -> Re
         except UnusableError:
             identity = None
     name = None if identity is None else str(identity)
-    return Reject(printable(file.path), record.line, name, clipped(reason))
+    return Reject(printable(file.path), file.before, record.line, name, clipped(reason))
 
 
 class Deduplicator:

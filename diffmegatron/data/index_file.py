@@ -8,7 +8,7 @@ writer keeps all of it in Python lists, which a corpus of a billion documents do
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +65,63 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
         os.fsync(stream.fileno())
 
 
+def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
+    """Write and sync the index of the documents of several, one after the other.
+
+    Args:
+        indexes: of tokens of one type; one without documents is passed over.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    headers = [read_header(index) for index in indexes]
+    opened = [
+        _mapped(index, header)
+        for index, header in zip(indexes, headers, strict=True)
+        if header.documents
+    ]
+    dtype, sequences = headers[0].dtype, sum(header.sequences for header in headers)
+    documents = sum(header.documents for header in headers)
+    with create_file(path) as stream:
+        stream.write(_HEADER.pack(_MAGIC, 1, _TYPE_CODES[dtype], sequences, documents + 1))
+        for lengths, _, _ in opened:
+            for part in _chunks(lengths):
+                stream.write(part.data)
+        before = 0
+        for lengths, pointers, _ in opened:
+            for part in _chunks(pointers):
+                stream.write((part + before).data)
+            before += int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
+        before = 0
+        for lengths, _, boundaries in opened:
+            for part in _chunks(boundaries[:-1]):
+                stream.write((part + before).data)
+            before += len(lengths)
+        stream.write(np.int64(sequences).tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths, byte offsets and boundaries of an index with that header."""
+    place, arrays = _HEADER.size, []
+    for dtype, count in (
+        (np.int32, header.sequences),
+        (np.int64, header.sequences),
+        (np.int64, header.boundaries),
+    ):
+        arrays.append(np.asarray(np.memmap(path, dtype, mode="r", offset=place, shape=(count,))))
+        place += arrays[-1].nbytes
+    lengths, pointers, boundaries = arrays
+    return lengths, pointers, boundaries
+
+
 def read_header(path: Path) -> IndexHeader:
     """Read and check the header of an index against the size and the end of its file.
 
     Raises:
-        UserError: it is missing, is no ordinary file or no index, has no document, or is truncated
-            or damaged at its end.
+        UserError: it is missing, is no ordinary file or no index, or is truncated or damaged at its
+            end.
     """
     with open_file(path) as stream:
         content = stream.read(_HEADER.size)
@@ -84,7 +135,7 @@ def read_header(path: Path) -> IndexHeader:
         )
     _, _, code, sequences, boundaries = _HEADER.unpack(content)
     header = IndexHeader(types[code], sequences, boundaries)
-    if not 1 <= header.documents <= sequences:
+    if not (1 <= header.documents <= sequences or header.documents == sequences == 0):
         raise UserError(
             f"index {shown(path)} says that {sequences} sequences make {header.documents} "
             "documents; copy or prepare it again"

@@ -6,15 +6,16 @@ of files stand in it as :func:`printable` gives them.
 
 import hashlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import open_file, read_json, reason, shown
+from diffmegatron.files import clipped, file_size, open_file, read_json, reason, shown
 from diffmegatron.section import Section
 
 _CHUNK = 1 << 20
@@ -42,29 +43,53 @@ class FileRecord(Section):
     sha256: str
 
 
+class InputRecord(FileRecord):
+    """What was read of a file: ``bytes`` of it, after ``before`` and before ``after`` others."""
+
+    before: Count = 0
+    after: Count = 0
+
+
+class PartRecord(Section):
+    """Which part of an input it is; ``corpus`` is equal for parts of the same input."""
+
+    number: Annotated[int, Field(ge=1)]
+    of: Annotated[int, Field(ge=1)]
+    corpus: str
+
+
 class LengthBin(Section):
     """Documents of ``at_least`` to twice as many tokens less one, end of document counted."""
 
-    at_least: Count
+    at_least: Annotated[Count, Field(ge=1)]
     documents: Count
     tokens: Count
 
 
 class Manifest(Section):
-    """The whole of ``PREFIX.json``; counts are of documents and of tokens in ``PREFIX.bin``."""
+    """The whole of ``PREFIX.json``; counts are of documents and of tokens in ``PREFIX.bin``.
+
+    Attributes:
+        part: which one it is of a preparation in parts (:mod:`diffmegatron.data.parts`); a part
+            may have no document.
+        parts: of a merged corpus (:mod:`diffmegatron.data.merge`), whose ``PREFIX.bin`` is no file
+            but these in ``PREFIX.parts``, one after the other.
+    """
 
     version: Literal[1] = 1
     tokenizer: TokenizerRecord
     settings: dict[str, str | bool | int | None]
-    documents: Annotated[Count, Field(ge=1)]
-    tokens: Annotated[Count, Field(ge=1)]
+    documents: Count
+    tokens: Count
     text_bytes: Count
     rejected: Count
     empty: Count
     duplicates: Count
     lengths: tuple[LengthBin, ...]
-    inputs: tuple[FileRecord, ...]
+    inputs: tuple[InputRecord, ...]
     outputs: tuple[FileRecord, ...]
+    part: PartRecord | None = None
+    parts: tuple[FileRecord, ...] = ()
 
     @field_validator("settings")
     @classmethod
@@ -73,6 +98,12 @@ class Manifest(Section):
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}")
         return settings
 
+    @model_validator(mode="after")
+    def _has_documents(self) -> Self:
+        if self.part is None and not (self.documents and self.tokens):
+            raise ValueError("there must be a document and a token")
+        return self
+
     @property
     def content(self) -> str:
         """Hash of the prepared files: what the caches and the sampling order hang on."""
@@ -80,9 +111,21 @@ class Manifest(Section):
         return hashlib.sha256(joined.encode()).hexdigest()
 
 
+def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names and values of those ``before`` that are others ``now``, for a sentence."""
+    return [
+        f"{name} {clipped(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
+    ]
+
+
 def manifest_path(prefix: str | Path) -> Path:
     """``PREFIX.json``."""
     return Path(f"{prefix}.json")
+
+
+def parts_folder(prefix: str | Path) -> Path:
+    """``PREFIX.parts``, where the parts of a corpus lie that is prepared in parts."""
+    return Path(f"{prefix}.parts")
 
 
 def read_manifest(prefix: str | Path) -> Manifest:
@@ -93,10 +136,10 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path):
-        raise UserError(
-            f"{shown(path)} does not exist; 'diffmegatron prepare INPUT --output "
-            f"{shown(Path(prefix))}' writes it"
-        )
+        command = f"prepare INPUT --output {shown(Path(prefix))}"
+        if parts_folder(prefix).is_dir():
+            command = f"data merge {shown(Path(prefix))}"
+        raise UserError(f"{shown(path)} does not exist; 'diffmegatron {command}' writes it")
     manifest: Manifest = read_json(path, Manifest)
     return manifest
 
@@ -111,14 +154,20 @@ def printable(path: str | Path) -> str:
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
-def hash_file(path: Path) -> str:
-    """sha256 of an ordinary file, read in pieces.
+def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
+    """sha256 of an ordinary file, read in pieces, but for so many bytes at its ends.
 
     Raises:
         UserError: it cannot be read.
     """
-    *_, sha256 = hash_in_parts(path)
-    return sha256
+    digest = hashlib.sha256()
+    left = file_size(path) - before - after if after else sys.maxsize
+    for piece in pieces(path, before):
+        digest.update(piece[:left])
+        left -= len(piece)
+        if left <= 0:
+            break
+    return digest.hexdigest()
 
 
 def hash_in_parts(path: Path) -> Iterator[str]:
@@ -128,22 +177,29 @@ def hash_in_parts(path: Path) -> Iterator[str]:
         UserError: it cannot be read.
     """
     digest, read = hashlib.sha256(), 0
-    with open_file(path, buffering=0) as stream:
-        buffer = memoryview(bytearray(_READ_BYTES))
-        while count := _read_into(stream, buffer, path):
-            digest.update(buffer[:count])
-            read += count
-            if read >= _HASHED_AT_ONCE:
-                read = 0
-                yield digest.hexdigest()
+    for piece in pieces(path):
+        digest.update(piece)
+        read += len(piece)
+        if read >= _HASHED_AT_ONCE:
+            read = 0
+            yield digest.hexdigest()
     yield digest.hexdigest()
 
 
-def _read_into(stream: Any, buffer: memoryview, path: Path) -> int:
-    try:
-        return int(stream.readinto(buffer))
-    except OSError as error:
-        raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
+def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
+    """The bytes of an ordinary file after the first ``before``; each piece until the next is asked.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with open_file(path, buffering=0) as stream:
+        stream.seek(before)
+        buffer = memoryview(bytearray(_READ_BYTES))
+        try:
+            while count := stream.readinto(buffer):  # type: ignore[attr-defined]
+                yield buffer[:count]
+        except OSError as error:
+            raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
 
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:

@@ -15,7 +15,9 @@ from diffmegatron.data.index_file import write_index
 from diffmegatron.data.journal import Journal, remove_journal
 from diffmegatron.data.manifest import (
     FileRecord,
+    InputRecord,
     Manifest,
+    PartRecord,
     TokenizerRecord,
     hash_file,
     length_histogram,
@@ -61,6 +63,7 @@ class Identity(Section):
 
     settings: dict[str, str | bool | int | None]
     files: tuple[tuple[str, int, int], ...]
+    part: PartRecord | None = None
 
 
 class State(Section):
@@ -175,12 +178,11 @@ class Preparation:
 
     def finish(self) -> None:
         """Write index and manifest, and mark the journal as ready to be published."""
-        if not self.counts.documents:
+        if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()
         folder = self.journal.folder
         index = folder / INDEX
-        lengths = np.memmap(folder / LENGTHS, dtype=np.int32, mode="r")
-        counts = np.memmap(folder / COUNTS, dtype=np.int32, mode="r")
+        lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
         write_index(index, lengths, counts, self.settings.dtype())
         content = self._manifest(index, lengths, counts).model_dump_json(indent=1) + "\n"
         write_durably(folder / MANIFEST, content.encode())
@@ -207,6 +209,7 @@ class Preparation:
             **dataclasses.asdict(self.counts),
             lengths=length_histogram(lengths, counts),
             inputs=tuple(map(_input_record, self.files)),
+            part=self.identity.part,
             outputs=(
                 FileRecord(
                     path=printable(f"{self.prefix.name}.bin"),
@@ -222,7 +225,18 @@ class Preparation:
         )
 
 
-def _input_record(file: CorpusFile) -> FileRecord:
-    sha256 = hash_file(file.path)
+def _mapped(path: Path) -> np.ndarray:
+    empty = not path.stat().st_size
+    return np.empty(0, np.int32) if empty else np.memmap(path, dtype=np.int32, mode="r")
+
+
+def _input_record(file: CorpusFile) -> InputRecord:
+    sha256 = hash_file(file.path, file.before, file.after)
     file.check_unchanged()
-    return FileRecord(path=printable(file.path), bytes=file.size, sha256=sha256)
+    return InputRecord(
+        path=printable(file.path),
+        bytes=file.size,
+        sha256=sha256,
+        before=file.before,
+        after=file.after,
+    )

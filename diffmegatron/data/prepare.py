@@ -17,9 +17,11 @@ from diffmegatron.data.manifest import (
     Manifest,
     hash_file,
     manifest_path,
+    other_settings,
     printable,
     read_manifest,
 )
+from diffmegatron.data.parts import Part, check_fits, cut
 from diffmegatron.data.preparation import (
     FILES,
     INDEX,
@@ -34,7 +36,7 @@ from diffmegatron.data.prepare_progress import PrepareProgress
 from diffmegatron.data.verify import check_hashes
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import clipped, reason, shown, sync_folder
+from diffmegatron.files import reason, shown, sync_folder
 
 _REMEDY = " (--restart prepares it anew)"
 
@@ -55,6 +57,7 @@ def prepare(
     deduplicate: bool = False,
     max_document_bytes: int = 1 << 26,
     max_reject_share: float = 0.05,
+    part: Part | None = None,
     restart: bool = False,
     commit_seconds: float = 10.0,
     show_progress: bool = True,
@@ -82,6 +85,9 @@ def prepare(
         deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.
         max_reject_share: the share of unusable documents above which the corpus is refused.
+        part: do only this part of the inputs, at ``PREFIX.parts/``; see
+            :func:`diffmegatron.data.merge.merge`. Shares of rejects and duplicates are then those
+            within the part.
         restart: drop what is at this prefix and cannot be used: unfinished work that is damaged or
             of other inputs or settings, finished files that are damaged.
         commit_seconds: how much work a kill may cost.
@@ -90,7 +96,8 @@ def prepare(
     Raises:
         UserError: an input cannot be read to its end or is changed meanwhile, the prefix cannot
             be written, no document is usable, too many are not, the prefix holds something else
-            or something damaged, or another process is at it.
+            or something damaged, another process is at it, or the part is not like those that are
+            there.
     """
     _check_prefix(output_prefix)
     fields = Fields(layout, text_field, prompt_field, response_field, messages_field, id_field)
@@ -101,16 +108,21 @@ def prepare(
         "deduplicate": deduplicate,
         "max_document_bytes": max_document_bytes,
     }
-    files = find_files(inputs, pattern)
+    files, place = find_files(inputs, pattern), f"--output {output_prefix}"
+    record = None
+    if part is not None:
+        files, record = cut(files, part)
+        check_fits(output_prefix, part, record, recorded)
+        output_prefix, place = part.prefix(output_prefix), f"{place} --part {part}"
     identity = Identity(
         settings=recorded,
         files=tuple((printable(f.path), f.size, f.fingerprint.modified) for f in files),
-    )
-    lock = FileLock(
-        Path(f"{output_prefix}.lock"), f"--output {output_prefix}", "give another --output"
+        part=record,
     )
     try:
-        with lock:
+        if part is not None:  # or one that ends at once could remove it before another's lock
+            output_prefix.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
             if finished is not None:
                 return finished
@@ -138,7 +150,7 @@ def _check_prefix(prefix: Path) -> None:
     name = shown(prefix)
     if os.path.lexists(prefix) and prefix.is_dir():
         raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
-    if prefix.suffix in (".bin", ".idx", ".json"):
+    if prefix.suffix in (".bin", ".idx", ".json", ".parts"):
         raise UserError(
             f"--output {name} becomes {name}.bin and more; give {shown(prefix.with_suffix(''))}"
         )
@@ -172,10 +184,11 @@ def _check_same(
 ) -> None:
     same = (
         manifest.settings == identity.settings
-        and [(record.path, record.bytes) for record in manifest.inputs]
-        == [(printable(file.path), file.size) for file in files]
+        and manifest.part == identity.part
+        and [(record.path, record.before, record.bytes) for record in manifest.inputs]
+        == [(printable(file.path), file.before, file.size) for file in files]
         and all(
-            hash_file(file.path) == record.sha256
+            hash_file(file.path, file.before, file.after) == record.sha256
             for file, record in zip(files, manifest.inputs, strict=True)
         )
     )
@@ -210,13 +223,8 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
 
 
 def _another(folder: Path, before: Identity, now: Identity) -> str:
-    settings = before.settings
-    others = [
-        f"{name} {clipped(repr(settings.get(name)))}"
-        for name in now.settings
-        if settings.get(name) != now.settings[name]
-    ]
-    if before.files != now.files:
+    others = other_settings(before.settings, now.settings)
+    if (before.files, before.part) != (now.files, now.part):
         others.append("other input files")
     return (
         f"{shown(folder)} holds an unfinished preparation with {', '.join(others)}; finish that "

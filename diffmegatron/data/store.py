@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
 
 from diffmegatron.data.index_file import check_boundaries
-from diffmegatron.data.manifest import Manifest, read_manifest
+from diffmegatron.data.manifest import Manifest, parts_folder, read_manifest
+from diffmegatron.data.part_tokens import PartTokens, Tokens
 from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.data.verify import check_sizes
 from diffmegatron.errors import UserError
@@ -23,19 +24,23 @@ class Corpus:
     Attributes:
         prefix: where it lies.
         manifest: ``PREFIX.json``.
-        tokens: int32 or uint16 ``[tokens]``, documents one after the other.
+        tokens: int32 or uint16 ``[tokens]``, documents one after the other; of a merged corpus
+            in several files.
         lengths: int32 ``[documents]``, the end-of-document token counted.
         offsets: int64 ``[documents]``, bytes from the start of ``tokens``.
-        dataset: Megatron's reader. It must live as long as the arrays: it closes the mapping when
-            it goes, and reading an array after that is a segmentation fault.
+        index: Megatron's reader of the index.
+        dataset: Megatron's reader of both files; None for a merged corpus. The readers must live as
+            long as the arrays: they close the mapping when they go, and reading an array after that
+            is a segmentation fault.
     """
 
     prefix: str
     manifest: Manifest
-    tokens: np.ndarray
+    tokens: Tokens
     lengths: np.ndarray
     offsets: np.ndarray
-    dataset: IndexedDataset
+    index: _IndexReader
+    dataset: IndexedDataset | None
 
     @property
     def num_documents(self) -> int:
@@ -59,8 +64,8 @@ class Corpus:
 
     def loss_mask(self, document: int) -> np.ndarray:
         """Which tokens of a fine-tuning document count in the loss: bool ``[length]``."""
-        first, end = self.dataset.document_indices[document : document + 2]
-        segments = self.dataset.sequence_lengths[first:end]
+        first, end = self.index.document_indices[document : document + 2]
+        segments = self.index.sequence_lengths[first:end]
         _check_segments(self.prefix, segments)
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
@@ -70,8 +75,8 @@ class Corpus:
         Raises:
             UserError: a document lies outside the file, over another, or is empty.
         """
-        segments = self.dataset.sequence_lengths
-        check_boundaries(f"{self.prefix}.idx", self.dataset.document_indices)
+        segments = self.index.sequence_lengths
+        check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
         expected = 0
         for first in range(0, self.num_documents, _CHUNK):
             lengths = self.lengths[first : first + _CHUNK].astype(np.int64)
@@ -99,8 +104,17 @@ def open_corpus(prefix: str) -> Corpus:
     """
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
-    dataset = IndexedDataset(prefix)
-    index = dataset.index
+    if not manifest.documents:
+        raise UserError(f"corpus {shown(Path(prefix))} is a part without documents; give the whole")
+    tokens: Tokens
+    if manifest.parts:
+        dataset, index = None, _IndexReader(f"{prefix}.idx", multimodal=False)
+        files = [(parts_folder(prefix) / part.path, part.bytes) for part in manifest.parts]
+        tokens = PartTokens(files, header.dtype)
+    else:
+        dataset = IndexedDataset(prefix)
+        index = dataset.index
+        tokens = dataset.bin_reader.read(header.dtype, count=manifest.tokens, offset=0)
     last = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     if last != manifest.tokens * index.dtype_size:
         raise UserError(
@@ -112,8 +126,7 @@ def open_corpus(prefix: str) -> Corpus:
         check_boundaries(f"{prefix}.idx", index.document_indices)
         starts = index.document_indices[:-1]
         lengths, offsets = np.add.reduceat(lengths, starts, dtype=np.int32), offsets[starts]
-    tokens = dataset.bin_reader.read(header.dtype, count=manifest.tokens, offset=0)
-    return Corpus(prefix, manifest, tokens, lengths, offsets, dataset)
+    return Corpus(prefix, manifest, tokens, lengths, offsets, index, dataset)
 
 
 def _check_segments(prefix: str, segments: np.ndarray) -> None:

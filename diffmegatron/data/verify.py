@@ -1,4 +1,4 @@
-"""Whether ``PREFIX.bin`` and ``PREFIX.idx`` are what ``PREFIX.json`` says of them.
+"""Whether ``PREFIX.bin`` (or its parts) and ``PREFIX.idx`` are what ``PREFIX.json`` says of them.
 
 Sizes take no time and catch files that are missing, cut short or of another corpus. Hashes read
 every byte and catch everything else: flipped bits, zeros where a disk lost a block.
@@ -8,11 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffmegatron.data.index_file import IndexHeader, read_header
-from diffmegatron.data.manifest import Manifest, hash_in_parts, manifest_path, read_manifest
+from diffmegatron.data.manifest import (
+    Manifest,
+    hash_in_parts,
+    manifest_path,
+    parts_folder,
+    read_manifest,
+)
 from diffmegatron.errors import UserError
 from diffmegatron.files import file_size, shown
 
-OUTPUTS = (".bin", ".idx")
+
+def data_files(manifest: Manifest) -> tuple[str, ...]:
+    """What PREFIX is followed by in the names of the files that hold a corpus, its index last."""
+    parts = tuple(f".parts/{part.path}" for part in manifest.parts)
+    return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
@@ -22,9 +32,17 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
         UserError: a file is missing, no ordinary file or truncated, or one is of another corpus.
     """
     header = read_header(Path(f"{prefix}.idx"))
-    data = Path(f"{prefix}.bin")
-    size, wanted = file_size(data), manifest.tokens * header.dtype.itemsize
     said = shown(manifest_path(prefix))
+    for part in manifest.parts:
+        path = parts_folder(prefix) / part.path
+        if (size := file_size(path)) != part.bytes:
+            raise UserError(
+                f"{shown(path)} has {size} bytes, but {said} says {part.bytes}; copy it again, or "
+                "prepare that part anew"
+            )
+    data = Path(f"{prefix}.bin")
+    size = sum(part.bytes for part in manifest.parts) or file_size(data)
+    wanted = manifest.tokens * header.dtype.itemsize
     if size != wanted:
         raise UserError(
             f"{shown(data)} has {size} bytes, but {said} says {manifest.tokens} tokens of "
@@ -39,7 +57,7 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 
 
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
-    """Read ``PREFIX`` + ``suffix`` (one of ``OUTPUTS``), giving way after every gibibyte.
+    """Read ``PREFIX`` + ``suffix`` (of :func:`data_files`), giving way after every gibibyte.
 
     Raises:
         UserError: it cannot be read, or has another sha256 than the manifest says.
@@ -47,6 +65,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
     # Only the suffix of a recorded name holds: files may be copied to another prefix.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
+    recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
     sha256 = ""
     for sofar in hash_in_parts(path):
         sha256 = sofar
@@ -66,7 +85,7 @@ def check_hashes(prefix: str | Path) -> Manifest:
     """
     manifest = read_manifest(prefix)
     check_sizes(prefix, manifest)
-    for suffix in OUTPUTS:
+    for suffix in data_files(manifest):
         for _ in check_hash(prefix, suffix):
             pass
     return manifest

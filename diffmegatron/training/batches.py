@@ -1,6 +1,6 @@
 """This rank's microbatches: opened from the recipe, moved to the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
@@ -13,8 +13,9 @@ from diffmegatron.config.data import DataConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import Batch, Loader
+from diffmegatron.data.manifest import read_manifest
 from diffmegatron.data.samples import open_samples
-from diffmegatron.data.verify import OUTPUTS, check_hash
+from diffmegatron.data.verify import check_hash, data_files
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.topology import Topology, fail_together
 
@@ -37,9 +38,7 @@ def verify_sources(
     """
     if data.verify != "hashes":
         return
-    files = [(source.path, suffix) for suffix in OUTPUTS for source in data.sources]
-    own = files[topology.rank :: topology.world_size]
-    parts = (part for path, suffix in own for part in check_hash(path, suffix))
+    parts = _hash(data, topology.rank, topology.world_size)
     pending = True
     while pending:
         problem = None
@@ -52,6 +51,18 @@ def verify_sources(
             flag = torch.tensor([not ended], dtype=torch.int32, device=topology.device)
             distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
         pending = bool(flag)
+
+
+def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
+    """Check this rank's share of the files; the indexes, which are small, come last."""
+    files = [
+        (source.path, suffix)
+        for source in data.sources
+        for suffix in data_files(read_manifest(source.path))
+    ]
+    files.sort(key=lambda file: file[1] == ".idx")
+    for path, suffix in files[rank::ranks]:
+        yield from check_hash(path, suffix)
 
 
 def open_loader(

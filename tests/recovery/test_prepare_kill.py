@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from diffmegatron.data import pool
-from diffmegatron.data.manifest import Manifest
+from diffmegatron.data.manifest import Manifest, read_manifest
+from diffmegatron.data.merge import merge
+from diffmegatron.data.parts import Part
 from diffmegatron.data.prepare import prepare
 from diffmegatron.errors import UserError
 
@@ -106,6 +108,27 @@ def test_thirty_kills_at_random_moments(
         run(corpus, prefix)
         assert outputs(prefix) == undisturbed
         assert not prefix.with_suffix(".partial").exists()
+
+
+def test_killed_parts_go_on_and_are_the_whole(corpus: Path, tmp_path: Path) -> None:
+    seed = time.time_ns()
+    print(f"moments of the kills: random.Random({seed})")
+    pick, parts = random.Random(seed), [Part(1, 2), Part(2, 2)]
+    for part in parts:
+        for _ in range(4):
+            process = CONTEXT.Process(target=run_part, args=(corpus, tmp_path / "out", part))
+            process.start()
+            process.join(pick.uniform(0, 0.5))
+            kill(process)
+        run_part(corpus, tmp_path / "out", part)
+    run_part(corpus, tmp_path / "whole", None)
+    merged = merge(tmp_path / "out", show_progress=False)
+    assert merged.content == read_manifest(tmp_path / "whole").content
+
+
+def run_part(corpus: Path, prefix: Path, part: Part | None) -> None:
+    pool._BATCH_RECORDS = 50
+    prepare([corpus], prefix, "bytes", part=part, commit_seconds=0, show_progress=False)
 
 
 def test_a_crash_before_every_write_that_lasts(

@@ -23,6 +23,8 @@ from diffmegatron.data.corpus import find_files, read_records
 from diffmegatron.data.encode import Batch, EncodeSettings, encode_batch
 from diffmegatron.data.journal import Journal, last_commit
 from diffmegatron.data.layouts import Fields
+from diffmegatron.data.merge import merge
+from diffmegatron.data.parts import Part
 from diffmegatron.data.preparation import Identity, State
 from diffmegatron.data.prepare import prepare
 from diffmegatron.data.sealed import write_sealed
@@ -109,7 +111,7 @@ def checkpoint(name: str) -> Reader:
     return Reader(f"checkpoint {name}", make)
 
 
-def corpus(layout: Any, suffix: str) -> Reader:
+def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
     """A file of a prepared corpus, opened and checked, and read to its end."""
 
     def make(folder: Path) -> tuple[Path, Read]:
@@ -117,18 +119,46 @@ def corpus(layout: Any, suffix: str) -> Reader:
         lines = b"".join(json.dumps(each).encode() + b"\n" for each in content)
         (folder / "in.jsonl").write_bytes(lines)
         prefix = folder / "out"
-        prepare([folder / "in.jsonl"], prefix, "bytes", layout=layout, show_progress=False)
+        for part in [Part(number + 1, parts) for number in range(parts)] or [None]:
+            prepare(
+                [folder / "in.jsonl"],
+                prefix,
+                "bytes",
+                layout=layout,
+                part=part,
+                show_progress=False,
+            )
+        if parts:
+            merge(prefix, show_progress=False)
 
         def read() -> None:
             opened = open_corpus(str(prefix))
             opened.check_index()
-            int(opened.tokens.sum())
+            int(opened.tokens[:].sum())
             for document in range(opened.num_documents if opened.is_fine_tuning else 0):
                 opened.loss_mask(document)
 
         return Path(f"{prefix}{suffix}"), read
 
-    return Reader(f"{layout} corpus {suffix}", make)
+    return Reader(f"{layout} corpus{' in parts' if parts else ''} {suffix}", make)
+
+
+def unmerged_part(suffix: str) -> Reader:
+    """A file of a part, as ``merge`` reads it."""
+
+    def make(folder: Path) -> tuple[Path, Read]:
+        (folder / "in.jsonl").write_bytes(LINES)
+        for part in (Part(1, 2), Part(2, 2)):
+            inputs = [folder / "in.jsonl"]
+            prepare(inputs, folder / "out", "bytes", part=part, show_progress=False)
+
+        def read() -> None:
+            (folder / "out.json").unlink(missing_ok=True)
+            merge(folder / "out", show_progress=False)
+
+        return folder / f"out.parts/00002-of-00002{suffix}", read
+
+    return Reader(f"part {suffix}", make)
 
 
 def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
@@ -313,6 +343,9 @@ READERS = [
     corpus("text", ".idx"),
     corpus("text", ".bin"),
     corpus("instruction", ".idx"),
+    corpus("text", ".json", parts=2),
+    unmerged_part(".json"),
+    unmerged_part(".idx"),
     archive(".jsonl", lambda path: LINES),
     archive(".jsonl.gz", lambda path: gzip.compress(LINES)),
     archive(".jsonl.zst", lambda path: zstandard.ZstdCompressor().compress(LINES)),

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diffmegatron.data.manifest import FileRecord, Manifest, TokenizerRecord
 from diffmegatron.data.store import open_corpus
@@ -13,11 +14,16 @@ from diffmegatron.data.tokenizers import load_tokenizer
 DOCUMENTS, LENGTH = 100_000_000, 1000
 
 
-def write_sparse_corpus(prefix: Path) -> None:
+def write_sparse_corpus(prefix: Path, parts: int) -> None:
     """A hundred billion tokens: only the header and the last entry of each array are written."""
     tokenizer = load_tokenizer("bytes")
-    with Path(f"{prefix}.bin").open("wb") as file:
-        file.truncate(2 * DOCUMENTS * LENGTH)
+    size = 2 * DOCUMENTS * LENGTH
+    names = [f"{number:05}-of-{parts:05}.bin" for number in range(1, parts + 1)] if parts else []
+    records = [FileRecord(path=name, bytes=size // parts, sha256="") for name in names]
+    Path(f"{prefix}.parts").mkdir()
+    for path in [Path(f"{prefix}.parts/{name}") for name in names] or [Path(f"{prefix}.bin")]:
+        with path.open("wb") as file:
+            file.truncate(size // max(1, parts))
     with Path(f"{prefix}.idx").open("wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, DOCUMENTS, DOCUMENTS + 1))
         file.seek(34 + 4 * (DOCUMENTS - 1))
@@ -40,6 +46,7 @@ def write_sparse_corpus(prefix: Path) -> None:
         lengths=(),
         inputs=(),
         outputs=(FileRecord(path="sparse.bin", bytes=0, sha256=""),),
+        parts=tuple(records),
     )
     Path(f"{prefix}.json").write_text(manifest.model_dump_json())
 
@@ -50,11 +57,13 @@ def resident_bytes() -> int:
     return int(status["RssAnon"].split()[0]) * 1024
 
 
-def test_opening_is_constant_in_time_and_memory(tmp_path: Path) -> None:
-    write_sparse_corpus(tmp_path / "sparse")
+@pytest.mark.parametrize("parts", [0, 64])
+def test_opening_is_constant_in_time_and_memory(tmp_path: Path, parts: int) -> None:
+    write_sparse_corpus(tmp_path / "sparse", parts)
     before, started = resident_bytes(), time.process_time()
     corpus = open_corpus(str(tmp_path / "sparse"))
     assert time.process_time() - started < 0.1
     assert resident_bytes() - before < 1 << 20, "arrays are views of the files"
     assert corpus.num_documents == DOCUMENTS
     assert len(corpus.tokens) == DOCUMENTS * LENGTH
+    assert corpus.tokens[DOCUMENTS * LENGTH - 3 :].tolist() == [0, 0, 0]

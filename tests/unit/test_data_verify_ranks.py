@@ -14,6 +14,8 @@ from torch import distributed
 
 from diffmegatron.config.data import DataConfig
 from diffmegatron.data import manifest
+from diffmegatron.data.merge import merge
+from diffmegatron.data.parts import Part
 from diffmegatron.data.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.training import batches
@@ -27,12 +29,15 @@ CONTEXT.set_forkserver_preload([__name__])
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """Three sources, the first of many parts."""
+    """Three sources, the first read in many pieces, the last in two parts."""
     for number, name in enumerate("abc"):
         texts = [f"{name} {line}" for line in range(500 if number == 0 else 5)]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / f"{name}.jsonl").write_text(lines)
-        prepare([tmp_path / f"{name}.jsonl"], tmp_path / name, "bytes", show_progress=False)
+        for part in (Part(1, 2), Part(2, 2)) if name == "c" else (None,):
+            inputs = [tmp_path / f"{name}.jsonl"]
+            prepare(inputs, tmp_path / name, "bytes", part=part, show_progress=False)
+    merge(tmp_path / "c", show_progress=False)
     return DataConfig.model_validate(
         {
             "tokenizer": "bytes",
@@ -81,7 +86,9 @@ def on_all_ranks(data: DataConfig, folder: Path) -> list[tuple[int, list[str], s
 def test_every_file_is_read_by_one_rank(data: DataConfig, tmp_path: Path) -> None:
     first, second = on_all_ranks(data, tmp_path)
     assert (first[2], second[2]) == ("", "")
-    assert first[1] == ["a.bin", "b.idx", "c.bin"] and second[1] == ["a.idx", "b.bin", "c.idx"]
+    parts = ["c.parts/00001-of-00002.bin", "c.parts/00002-of-00002.bin"]
+    assert first[1] == ["a.bin", "a.idx", "c.idx", parts[0]]
+    assert second[1] == ["b.bin", "b.idx", parts[1]]
 
 
 def test_all_ranks_are_told_of_damage_that_one_found(data: DataConfig, tmp_path: Path) -> None:

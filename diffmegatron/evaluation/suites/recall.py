@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from diffmegatron.data.part_tokens import Tokens
 from diffmegatron.data.store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
@@ -115,7 +116,7 @@ class Recall(Suite):
         return {pair for pair, count in counts.items() if count <= self.rare}
 
 
-def count_bigrams(tokens: np.ndarray, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
+def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """How often each of the bigrams stands in ``tokens`` [n], of which pieces are read."""
     wanted = sorted(bigrams)
     keys = np.array([_key(*pair) for pair in wanted], dtype=np.int64)
