@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Measure the data path; each part prints its result and writes it to benchmarks/results/NAME.json.
+"""Measure the data path; each PART prints its result and writes it to benchmarks/results/NAME.json.
 
     tools/bench_data.py tokenise --scratch DIR                     # 10, 100 and 1000 MB
     tools/bench_data.py tokenise --scratch DIR --tokenizer bytes --megabytes 1 --name /tmp/tokenise
+    tools/bench_data.py parts --scratch DIR                        # 1 and 2 processes
     tools/bench_data.py loader --scratch DIR
     tools/bench_data.py startup --scratch DIR --tokens 1e9 1e10    # without: up to 1e12, see below
     tools/bench_data.py upsampling --scratch DIR
 
-tokenise compares prepare with a bare loop over tiktoken; loader the loader with Megatron's
+tokenise compares prepare with a bare loop over tiktoken; parts counts wall time, and wants cores
+that nobody else uses; loader the loader with Megatron's
 GPTDataset and BlendedDataset on the same files; upsampling counts what is drawn. startup writes
 real indices over sparse token files: its trillion tokens take 9 GB of DIR and 12 GiB of memory.
 Corpora are made up in a folder of their own in DIR, which is removed at the end. Rates are per
@@ -37,6 +39,7 @@ from data_measurements import (
     ASKED_SHARES,
     bare_loop,
     corpus_tokens,
+    in_parts,
     megatron_loader,
     our_loader,
     prepared,
@@ -105,6 +108,28 @@ def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             for megabytes, path in corpora.items()
             for workers in (1, os.cpu_count() or 1)
         ],
+    }
+
+
+def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """MB/s of processes that prepare a part each, with one worker, and seconds of the merge."""
+    load_tokenizer(options.tokenizer)
+    path = folder / "text.jsonl"
+    write_text_corpus(path, options.megabytes)
+    results: list[dict[str, Any]] = []
+    for processes in options.processes:
+        runs = [
+            in_parts(path, options.tokenizer, processes, folder / f"out{processes}.{number}")
+            for number in range(options.repeats)
+        ]
+        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        results.append({"processes": processes, **medians})
+        print(results[-1], file=sys.stderr)
+    return {
+        "tokenizer": options.tokenizer,
+        "megabytes": options.megabytes,
+        "repeats": options.repeats,
+        "results": results,
     }
 
 
@@ -198,11 +223,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
     def add_part(measure: Callable[..., dict[str, Any]], warning: str = "") -> Any:
         name, said = measure.__name__, f"{measure.__doc__}{warning}"
-        part = parts.add_parser(name, help=said, description=said)
+        part = commands.add_parser(name, help=said, description=said)
         part.set_defaults(measure=measure)
         part.add_argument("--scratch", type=Path, required=True, help="where corpora are made up")
         part.add_argument(
@@ -222,6 +247,17 @@ def parse_arguments() -> argparse.Namespace:
         "--tokenizer", default="cl100k_base", help="one of tiktoken's: cl100k_base, bytes or a file"
     )
     part.add_argument("--repeats", type=count, default=5, help="of the comparison; default 5")
+    part = add_part(parts)
+    part.add_argument(
+        "--megabytes", type=count, default=300, help="of the text in all; default %(default)s"
+    )
+    part.add_argument(
+        "--processes", type=count, nargs="+", default=[1, 2], help="at once; default 1 2"
+    )
+    part.add_argument(
+        "--tokenizer", default="cl100k_base", help="as of prepare; default %(default)s"
+    )
+    part.add_argument("--repeats", type=count, default=3, help="medians are of so many; default 3")
     part = add_part(loader)
     part.add_argument(
         "--tokens", type=count, default=150_000_000, help="of the corpora, 4 bytes each; 1.5e8"

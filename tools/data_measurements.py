@@ -1,10 +1,13 @@
 """What one process of bench_data.py measures, and the corpora that it does so on, made up."""
 
 import json
+import multiprocessing
 import os
 import resource
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from diffmegatron.data.manifest import (
     hash_file,
     length_histogram,
 )
+from diffmegatron.data.merge import merge
+from diffmegatron.data.parts import Part
 from diffmegatron.data.prepare import prepare
 from diffmegatron.data.tokenizers import TiktokenTokenizer, load_tokenizer
 from diffmegatron.errors import UserError
@@ -127,6 +132,40 @@ def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
         "parent_peak_MiB": peak_memory(),
         "largest_worker_peak_MiB": children.ru_maxrss / 1024 if workers > 1 else 0,
     }
+
+
+def in_parts(path: Path, tokenizer: str, processes: int, output: Path) -> dict[str, float]:
+    """A process per part, all at once, and the merge; their start is not counted."""
+    context = multiprocessing.get_context("spawn")
+    all_ready = context.Barrier(processes)
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_ready, initargs=(tokenizer, all_ready)
+    ) as pool:
+        chosen = [Part(number, processes) for number in range(1, processes + 1)]
+        futures = [pool.submit(_prepare_part, path, output, tokenizer, part) for part in chosen]
+        times = [future.result() for future in futures]
+    wall = max(end for _, end in times) - min(start for start, _ in times)
+    started = time.perf_counter()
+    manifest = merge(output, show_progress=False)
+    merging = time.perf_counter() - started
+    megabytes = manifest.text_bytes / 1e6
+    return {
+        "MB_per_second": megabytes / wall,
+        "merge_seconds": merging,
+        "merge_MB_of_tokens_per_second": manifest.outputs[0].bytes / 1e6 / merging,
+    }
+
+
+def _ready(tokenizer: str, all_ready: Barrier) -> None:
+    loaded(tokenizer).encode("warm")
+    all_ready.wait(timeout=600)
+
+
+def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple[float, float]:
+    """Its start and end, by the clock that processes share."""
+    started = time.monotonic()
+    prepare([path], output, tokenizer, part=part, show_progress=False)
+    return started, time.monotonic()
 
 
 # The loader

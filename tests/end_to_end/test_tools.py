@@ -109,6 +109,7 @@ for arguments in (
     ["loader", "--tokens=1e6", "--seq-lengths=1024", "--repeats=1"],
     ["startup", "--tokens=1e6", "--repeats=1"],
     ["upsampling", "--tokens=1e6"],
+    ["parts", "--tokenizer=bytes", "--megabytes=1", "--repeats=1", "--processes=2"],
 ):
     sys.argv = ["", *arguments, f"--scratch={scratch}", f"--name={out}/{arguments[0]}"]
     bench_data.main()
@@ -125,13 +126,17 @@ def test_bench_data(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
-    assert set(reports) == {"loader", "startup", "upsampling"}
+    assert set(reports) == {"loader", "startup", "upsampling", "parts"}
     loaders = {row.pop("loader"): row for row in reports["loader"]["results"]}
     assert set(loaders) == {"our_loader", "megatron_loader"}
     assert all(figure > 0 for row in loaders.values() for figure in row.values())
     (opened,) = reports["startup"]["results"]
     assert (opened["documents"], opened["tokens"]) == (250, 10**6)
     assert reports["upsampling"]["per_source"]["largest_deviation"] < 0.001
+    (row,) = reports["parts"]["results"]
+    assert row.pop("processes") == 2
+    assert row.keys() == {"MB_per_second", "merge_seconds", "merge_MB_of_tokens_per_second"}
+    assert all(figure > 0 for figure in row.values())
     assert not any((tmp_path / "scratch").iterdir())
 
 
