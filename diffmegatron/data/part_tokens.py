@@ -40,10 +40,10 @@ class PartTokens:
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
         self.dtype = dtype
-        self._files = [file for file in files if file[1]]
-        lengths = (size // dtype.itemsize for _, size in self._files)
-        self._starts = list(itertools.accumulate(lengths, initial=0))
-        self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
+        filled = [(path, size // dtype.itemsize) for path, size in files if size]
+        self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
+        # Not a method, which would keep this alive.
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property
     def itemsize(self) -> int:
@@ -63,11 +63,10 @@ class PartTokens:
             first, number = stop, number + 1
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
 
-    def _map(self, number: int) -> np.ndarray:
-        path, size = self._files[number]
-        with open_file(path) as stream:
-            try:
-                mapped = np.memmap(stream, self.dtype, "r", shape=(size // self.itemsize,))
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot map {shown(path)}: {error}; copy it again") from None
-        return np.asarray(mapped)
+
+def _map(path: Path, length: int, dtype: np.dtype) -> np.ndarray:
+    with open_file(path) as stream:
+        try:
+            return np.asarray(np.memmap(stream, dtype, "r", shape=(length,)))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot map {shown(path)}: {error}; copy it again") from None
