@@ -147,11 +147,12 @@ class Preparation:
     def _check_rejects(self, limit: float) -> None:
         bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
         if bad > limit * seen:
+            restart = " with --restart" if self.counts.documents else ""
             raise UserError(
                 f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
                 f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
                 f"{shown(self.journal.folder / REJECTS)}; name the right fields "
-                f"({self._field_options()}) with --restart, or allow more and go on"
+                f"({self._field_options()}){restart}, or allow more and go on"
             )
 
     def _field_options(self) -> str:

@@ -14,6 +14,7 @@ from diffmegatron.data.encode import EncodeSettings, loaded
 from diffmegatron.data.journal import Journal, last_commit, remove_journal
 from diffmegatron.data.layouts import Fields, Layout
 from diffmegatron.data.manifest import (
+    InputRecord,
     Manifest,
     hash_file,
     manifest_path,
@@ -36,7 +37,7 @@ from diffmegatron.data.prepare_progress import PrepareProgress
 from diffmegatron.data.verify import check_hashes
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import reason, shown, sync_folder
+from diffmegatron.files import clipped, reason, shown, sync_folder
 
 _REMEDY = " (--restart prepares it anew)"
 
@@ -182,21 +183,30 @@ def _finished(
 def _check_same(
     manifest: Manifest, path: Path, files: list[CorpusFile], identity: Identity
 ) -> None:
-    same = (
-        manifest.settings == identity.settings
-        and manifest.part == identity.part
-        and [(record.path, record.before, record.bytes) for record in manifest.inputs]
-        == [(printable(file.path), file.before, file.size) for file in files]
-        and all(
-            hash_file(file.path, file.before, file.after) == record.sha256
-            for file, record in zip(files, manifest.inputs, strict=True)
-        )
-    )
-    if not same:
+    others = other_settings(manifest.settings, identity.settings)
+    others += _other_input(manifest.inputs, files)
+    if not others and manifest.part != identity.part:
+        others.append("other input files beside these")
+    if others:
         raise UserError(
-            f"{shown(path)} was prepared from other inputs or settings; choose another --output or "
+            f"{shown(path)} was prepared with {', '.join(others)}; choose another --output or "
             "delete it"
         )
+
+
+def _other_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
+    """What is said of the first input that is another, or of their number."""
+    for record, file in zip(before, now, strict=False):
+        name = shown(file.path)
+        if record.path != printable(file.path):
+            return [f"input {clipped(record.path)} in place of {name}"]
+        if (record.before, record.bytes) != (file.before, file.size):
+            return [f"{record.bytes} bytes of {name}, which are {file.size} now"]
+        if hash_file(file.path, file.before, file.after) != record.sha256:
+            return [f"another content of {name}"]
+    if len(before) == len(now):
+        return []
+    return [f"{len(before)} input file{'s' if len(before) > 1 else ''}, not {len(now)}"]
 
 
 def _verified(prefix: Path) -> Manifest:
@@ -213,10 +223,12 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
+        # Of work without a document, such as with a field that no record has, nothing is lost.
+        is_lost = bool(state.counts.documents)
         problem = _another(folder, state.identity, identity)
     except UserError as error:
-        problem = str(error)
-    if not restart:
+        is_lost, problem = True, str(error)
+    if is_lost and not restart:
         raise UserError(f"{problem}, or add --restart to drop it and begin this one")
     remove_journal(folder)
     return State(identity=identity), Journal(folder, FILES, None)

@@ -206,10 +206,18 @@ def test_preparing_again_changes_nothing_and_other_input_is_refused(tmp_path: Pa
     path = write_jsonl(tmp_path / "in.jsonl", TEXTS)
     first = run(path, tmp_path / "out")
     assert run(path, tmp_path / "out") == first
-    with pytest.raises(UserError, match="other inputs or settings"):
-        run(path, tmp_path / "out", deduplicate=True)
-    write_jsonl(path, [*TEXTS[:-1], "a b"])
-    with pytest.raises(UserError, match="other inputs or settings"):
+    with pytest.raises(UserError, match=r"with id_field None, deduplicate False; choose another"):
+        run(path, tmp_path / "out", deduplicate=True, id_field="id")
+    other = write_jsonl(tmp_path / "other.jsonl", TEXTS)
+    with pytest.raises(UserError, match=r"with input .*in.jsonl in place of .*other.jsonl; choose"):
+        run(other, tmp_path / "out")
+    with pytest.raises(UserError, match=r"out.json was prepared with 1 input file, not 2; choose"):
+        run([path, other], tmp_path / "out")
+    write_jsonl(path, [*TEXTS[:-1], "a bc"])
+    with pytest.raises(UserError, match=r"with another content of .*in.jsonl; choose another"):
+        run(path, tmp_path / "out")
+    write_jsonl(path, TEXTS[:-1])
+    with pytest.raises(UserError, match=r"with \d+ bytes of .*in.jsonl, which are \d+ now; choose"):
         run(path, tmp_path / "out")
 
 
@@ -234,12 +242,21 @@ def test_wrong_fields_are_told_with_those_there_are_and_mended(tmp_path: Path, k
         pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "url": ["b"]}), path)
     else:
         path.write_text('{"content": "a", "url": "b"}\n')
-    with pytest.raises(UserError, match=r"no field 'text'.*content.*url.*--text-field.*--restart"):
+    with pytest.raises(UserError, match=r"no field 'text'.*content.*url.*\(--text-field\), or"):
         run(path, tmp_path / "out")
-    with pytest.raises(UserError, match=r"with text_field 'text'; "):
+    run(path, tmp_path / "out", text_field="content")  # nothing is written that could be lost
+    assert documents(tmp_path / "out") == expected(["a"])
+
+
+def test_documents_that_are_written_are_not_dropped_for_other_fields(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a", "content": "b"}\n{"content": "c"}\n')
+    with pytest.raises(UserError, match=r"no field 'text'.*\(--text-field\) with --restart, or"):
+        run(path, tmp_path / "out")
+    with pytest.raises(UserError, match=r"with text_field 'text'; .* or add --restart"):
         run(path, tmp_path / "out", text_field="content")
     run(path, tmp_path / "out", text_field="content", restart=True)
-    assert documents(tmp_path / "out") == expected(["a"])
+    assert documents(tmp_path / "out") == expected(["b", "c"])
 
 
 @pytest.mark.parametrize(
