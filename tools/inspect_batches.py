@@ -4,11 +4,13 @@
     tools/inspect_batches.py configs/quickstart.yaml
     tools/inspect_batches.py CONFIG --from-step 1000 --samples 4 --batches 100
     tools/inspect_batches.py CONFIG --lengths lengths.png
+    tools/inspect_batches.py configs/diff_3b_math.yaml --stage continuation
 
 In a sample, text that is a label of the loss is plain and text that is masked out of it is dim;
 a bar marks where a document begins.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,8 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
-from diffmegatron.config.load import load_recipe
+from diffmegatron.config.load import load_stages
+from diffmegatron.config.schema import Recipe
 from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import collate
 from diffmegatron.data.report import length_table, mixture_table, plot_lengths
@@ -50,9 +53,24 @@ def render(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) 
     return text
 
 
+def choose(stages: Sequence[Recipe], name: str | None) -> Recipe:
+    """The stage of that name, which ends its ``run_dir``; a recipe without stages is one."""
+    if len(stages) == 1 and name is None:
+        return stages[0]
+    names = [Path(stage.run_dir).name for stage in stages] if len(stages) > 1 else []
+    if name not in names:
+        raise UserError(
+            f"the recipe has the stages {', '.join(names)}; give one of them as --stage"
+            if names
+            else f"the recipe has no stages; leave out --stage {name}"
+        )
+    return stages[names.index(name)]
+
+
 def main(
     config: Annotated[Path, typer.Argument(help="Recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
+    stage: Annotated[str | None, typer.Option(help="Of a recipe with stages.")] = None,
     split: Annotated[Split, typer.Option(help="Which documents.")] = "train",
     from_step: Annotated[int, typer.Option(help="The first optimizer step looked at.")] = 0,
     samples: Annotated[int, typer.Option(help="Samples that are decoded.")] = 2,
@@ -63,7 +81,7 @@ def main(
     """Show what a recipe feeds the model."""
     console = Console(highlight=False)
     try:
-        recipe = load_recipe(config, overrides or [])
+        recipe = choose(load_stages(config, overrides or []), stage)
         opened = open_samples(recipe.data, recipe.training.seq_length, recipe.training.seed, split)
         tokenizer = load_tokenizer(recipe.data.tokenizer)
     except UserError as error:

@@ -65,10 +65,13 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
-def inspect(*arguments: str) -> tuple[int, str]:
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def inspect(*arguments: str, recipe: Path = QUICKSTART) -> tuple[int, str]:
     app = Typer()
     app.command()(load_tool("inspect_batches").main)
-    result = CliRunner().invoke(app, [str(ROOT / "configs" / "quickstart.yaml"), *arguments])
+    result = CliRunner().invoke(app, [str(recipe), *arguments])
     return result.exit_code, result.output
 
 
@@ -78,6 +81,21 @@ def test_inspect_batches_decodes_samples(sources: list[dict[str, object]]) -> No
     assert "wwwwwwwww<|endoftext|>\n┃ " in output
     assert "mixture over 10 batches from step 0 on" in output
     assert "75.000%" in output
+
+
+def test_inspect_batches_of_a_stage(sources: list[dict[str, object]], tmp_path: Path) -> None:
+    recipe = tmp_path / "stages.yaml"
+    recipe.write_text(
+        f"extends: {ROOT}/configs/quickstart.yaml\nstages:\n  - name: first\n  - name: second\n"
+        f"    data: {{sources: {json.dumps(sources[1:])}}}\n"
+    )
+    first = f"data.sources={json.dumps(sources[:1])}"
+    code, output = inspect("--stage", "second", "--max-tokens", "150", recipe=recipe)
+    assert code == 0 and "cccccccc" in output and "wwwwww" not in output
+    code, output = inspect(first, recipe=recipe)
+    assert code == 2 and "has the stages first, second; give one" in " ".join(output.split())
+    code, output = inspect(first, "--stage", "first")
+    assert code == 2 and "has no stages; leave out --stage first" in " ".join(output.split())
 
 
 def test_inspect_batches_says_what_is_wrong(tmp_path: Path) -> None:
