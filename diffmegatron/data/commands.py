@@ -26,6 +26,8 @@ def merge(
         f"{name}.idx and .json, of the {len(manifest.parts):,} parts in {name}.parts: "
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
     )
+    if manifest.settings.get("deduplicate"):
+        print(f"{manifest.duplicates:,} duplicates were dropped within parts, none across them")
 
 
 @app.command()

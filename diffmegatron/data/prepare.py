@@ -183,6 +183,11 @@ def _finished(
 def _check_same(
     manifest: Manifest, path: Path, files: list[CorpusFile], identity: Identity
 ) -> None:
+    if manifest.parts:
+        raise UserError(
+            f"{shown(path)} is of {len(manifest.parts)} parts that were merged, which "
+            "'diffmegatron data merge' verifies; choose another --output or delete it"
+        )
     others = other_settings(manifest.settings, identity.settings)
     others += _other_input(manifest.inputs, files)
     if not others and manifest.part != identity.part:

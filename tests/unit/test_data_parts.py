@@ -183,6 +183,8 @@ def test_duplicates_are_found_within_a_part_alone(tmp_path: Path) -> None:
     assert run(tmp_path / "in.jsonl", tmp_path / "one", deduplicate=True).documents == 1
     parts = run_parts(tmp_path / "in.jsonl", tmp_path / "parts", 2, deduplicate=True)
     assert (parts.documents, parts.duplicates) == (2, 2)
+    result = CliRunner().invoke(app, ["data", "merge", str(tmp_path / "parts")])
+    assert "2 duplicates were dropped within parts, none across them" in result.output
 
 
 # How the input is cut
@@ -197,19 +199,21 @@ def test_every_record_is_in_one_part_and_parts_are_equally_large(
     folder = tmp_path / "in"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    largest = 1
+    largest_piece = 1.0
     for place, sizes in enumerate(contents):
         can_be_cut = data.draw(st.booleans())
         text = "\n".join(f"{place}.{line}" + "x" * size for line, size in enumerate(sizes))
         (folder / f"{place}{'.jsonl' if can_be_cut else '.txt'}").write_text(text)
-        largest = max(largest, max(sizes, default=0) + 5 if can_be_cut else len(text))
+        piece = max(sizes, default=0) + 5 if can_be_cut else len(text) / 2
+        largest_piece = max(largest_piece, piece)
     files = find_files([folder], "*")
     total = sum(file.size for file in files)
     parts = [cut(files, Part(k, number))[0] for k in range(1, number + 1)]
     assert [record for part in parts for record in payloads(part)] == payloads(files)
     assert sum(file.size for part in parts for file in part) == total
-    for part in parts:
-        assert abs(sum(file.size for file in part) - total / number) <= largest + 1
+    for done in range(1, number):
+        end = sum(file.size for part in parts[:done] for file in part)
+        assert abs(end - total * done / number) <= largest_piece + 1
 
 
 def payloads(files: list[CorpusFile]) -> list[bytes]:
@@ -295,6 +299,8 @@ def test_a_merge_is_repeated_and_verified(
     first = merge(prefix, show_progress=False)
     assert merge(prefix, show_progress=False) == first
     assert run(corpus, prefix, "1/2").part is not None, "a finished part is verified and left"
+    with pytest.raises(UserError, match=r"out.json is of 2 parts that were merged, .* choose"):
+        run(corpus, prefix)
     content = part_file(prefix, 2, 2, ".bin").read_bytes()
     part_file(prefix, 2, 2, ".bin").write_bytes(content[:-1] + b"x")
     with pytest.raises(UserError, match=r"00002-of-00002.bin is damaged.*or delete .*out.json and"):
