@@ -405,6 +405,11 @@ def short(corpus: Path, prefix: Path) -> None:
         stream.truncate(100)
 
 
+def at_work(corpus: Path, prefix: Path) -> None:
+    run(corpus, prefix, "2/2")
+    part_file(prefix, 2, 2, ".partial").mkdir()
+
+
 def whole_there(corpus: Path, prefix: Path) -> None:
     run(corpus, prefix, "2/2")
     run(corpus, prefix)
@@ -422,6 +427,7 @@ def duplicate(corpus: Path, prefix: Path) -> None:
     ("make", "message"),
     [
         (lambda *_: None, "out.parts is not complete: 2/2 is missing; run .* --part 2/2 first"),
+        (at_work, "out.parts is not complete: 2/2 is unfinished; run .* --part 2/2 first"),
         (duplicate, "00002-of-00002.json says that it is part 1/2, not 2/2; delete it"),
         (two_numbers, "out.parts holds parts of 2 and parts of 3; delete those"),
         (tokenizers, "part 2/2 was prepared with tokenizer '.*own.tiktoken', unlike part 1/2, and"),
