@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -95,9 +96,14 @@ def test_parts_are_the_files_of_one_prepare(
     excluded = {"inputs", "parts", "outputs"}
     assert whole[1].model_dump(exclude=excluded) == merged[1].model_dump(exclude=excluded)
     assert whole[1].content == merged[1].content
-    assert sum(record.bytes for record in merged[1].inputs) == sum(
-        record.bytes for record in whole[1].inputs
-    )
+    read: dict[str, bytes] = {}
+    for record in merged[1].inputs:
+        content = Path(record.path).read_bytes()
+        content = content[record.before : len(content) - record.after]
+        assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        read[record.path] = read.get(record.path, b"") + content
+    assert len(merged[1].inputs) > len(read), "some file is cut"
+    assert read == {record.path: Path(record.path).read_bytes() for record in whole[1].inputs}
 
 
 def opened(prefixes: list[Path], split: Split, **options: Any) -> Any:
