@@ -96,6 +96,13 @@ class Model:
         return losses.cpu()
 
     @torch.no_grad()
+    def last_logits(self, ids: Sequence[int], count: int) -> Tensor:
+        """What may follow each of the last ``count`` ids: logits [count, vocab_size], float32."""
+        step = self.network(self.batch(ids), use_cache=False, logits_to_keep=count)
+        logits: Tensor = step.logits[0].float().cpu()
+        return logits
+
+    @torch.no_grad()
     def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
         """What the model continues ``ids`` with, the likeliest token each time.
 

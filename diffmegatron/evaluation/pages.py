@@ -117,7 +117,8 @@ def _estimate(found: Mapping[str, Any] | None, sign: str = "") -> str:
 def _published(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
-    return f"{found['differential']:g} / {found['transformer']:g} ({found['of']})"
+    transformer = "not given" if found["transformer"] is None else f"{found['transformer']:g}"
+    return f"{found['differential']:g} / {transformer} ({found['of']})"
 
 
 def _settings(suite: Mapping[str, Any]) -> str:

@@ -54,13 +54,13 @@ class Published(NamedTuple):
 
     Attributes:
         measure: of the suite.
-        differential, transformer: of the paper's pair.
+        differential, transformer: of the paper's pair; the latter may not be given.
         of: which pair, and where it stands.
     """
 
     measure: str
     differential: float
-    transformer: float
+    transformer: float | None
     of: str
 
 

@@ -32,6 +32,7 @@ from diffmegatron.data.store import open_corpus
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classes import TASKS
+from diffmegatron.evaluation.multiple_choice import QUESTIONS
 from diffmegatron.evaluation.records import RecordFile
 from diffmegatron.evaluation.suites.math import BENCHMARKS
 from diffmegatron.evaluation.targets import find_targets
@@ -309,6 +310,7 @@ def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
     """A file of a published data set."""
 
     def make(folder: Path) -> tuple[Path, Read]:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(content)
         return folder / file, lambda: read(folder)
 
@@ -387,6 +389,17 @@ READERS = [
         "svamp.json",
         '[{"Body": "Ann has 3.", "Question": "How many?", "Answer": 3.0}]',
         lambda folder: BENCHMARKS["svamp"].problems(folder),
+    ),
+    data_set(
+        "winogrande/winogrande_xl/validation.jsonl",
+        '{"sentence": "As _ was.", "option1": "he", "option2": "she", "answer": "2"}\n' * 5,
+        lambda folder: QUESTIONS["winogrande"].read(folder, "winogrande"),
+    ),
+    data_set(
+        "arc_easy_test.json",
+        '[{"instruction": "Please choose the correct answer to the question: What?\\n\\nAnswer1: a '
+        'Answer2: b\\n\\nAnswer format: answer1/answer2", "answer": "answer2"}]',
+        lambda folder: QUESTIONS["arc_easy"].read(folder, "arc_easy"),
     ),
 ]
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
+from diffmegatron.evaluation.suites.lm_eval import MultipleChoice
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.many_shot import ManyShot
 from diffmegatron.evaluation.suites.math import Mathematics
@@ -25,6 +26,7 @@ from diffmegatron.files import clipped
 SUITES: dict[str, type[Suite]] = {
     each.name: each
     for each in (
+        MultipleChoice,
         Loss,
         Recall,
         Retrieval,

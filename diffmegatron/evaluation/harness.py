@@ -1,0 +1,202 @@
+"""EleutherAI's lm-eval as a library: its tasks on rows of ours, its requests to a network of ours.
+
+What imports this imports lm-eval (the extra ``evaluation``).
+"""
+
+import io
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval.tasks
+import torch
+from datasets import Dataset
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED
+from lm_eval.models.utils import resolve_max_length
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.multiple_choice import Row
+from diffmegatron.evaluation.suite import NotFiniteError
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.files import clipped, shown
+
+# Folders of the library that hold the tasks: reading all it has takes seconds.
+_FOLDERS = ("arc", "hellaswag", "openbookqa", "piqa", "super_glue/boolq", "winogrande")
+
+
+class Question(NamedTuple):
+    """What lm-eval asks about one row.
+
+    Attributes:
+        requests: contexts and continuations, whose likelihoods it wants.
+        row: as its task takes it.
+    """
+
+    requests: list[tuple[str, str]]
+    row: Row
+
+
+class Task:
+    """A task of lm-eval's on local rows, with its own prompts, metrics and draws of examples.
+
+    Args:
+        name: of the task.
+        rows: that are asked.
+        examples: that ``shots`` are drawn from.
+        shots: examples before a question.
+    """
+
+    def __init__(self, name: str, rows: Sequence[Row], examples: Sequence[Row], shots: int) -> None:
+        asked = Dataset.from_list(list(rows))
+        drawn = Dataset.from_list(list(examples)) if examples else asked.select([])
+        splits = {"train": drawn, "validation": asked, "test": asked}
+
+        def load(**_: object) -> dict[str, Dataset]:
+            return splits
+
+        root = Path(lm_eval.tasks.__file__).parent
+        with _quiet():
+            manager = TaskManager(
+                include_defaults=False, include_path=[root / each for each in _FOLDERS]
+            )
+            task = {"task": name, "custom_dataset": load}
+            self._task = manager.load({"group": "local", "task": [task]})["tasks"][name]
+            self._task.set_config("num_fewshot", shots)
+            # As simple_evaluate and the command do.
+            self._task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+
+    def questions(self, number: int) -> list[Question]:
+        """The first rows as they are asked: examples are drawn for one after the other."""
+        with _quiet():
+            self._task.build_all_requests(limit=number)
+        found: dict[int, Question] = {}
+        for request in self._task.instances:
+            question = found.setdefault(request.doc_id, Question([], request.doc))
+            question.requests.append(request.args)
+        return list(found.values())
+
+    def metrics(self, row: Row, likelihoods: Sequence[tuple[float, bool]]) -> dict[str, float]:
+        """What the answers to a row's requests come to, such as ``acc`` and ``acc_norm``."""
+        found = self._task.process_results(row, list(likelihoods))
+        return {name: float(value) for name, value in found.items()}
+
+
+class Network(TemplateLM):
+    """A target as lm-eval asks it: its tokenizer with the special tokens that it adds by itself.
+
+    Args:
+        model: whose network computes the likelihoods.
+        tokenizer: of :func:`load_tokenizer`.
+
+    Attributes:
+        cut: requests so far that were longer than the context, and lost their beginning.
+    """
+
+    def __init__(self, model: Model, tokenizer: Any) -> None:
+        super().__init__()
+        self._model, self.tokenizer, self.cut = model, tokenizer, 0
+        self._max_length = resolve_max_length(model.target.config, self.tokenizer)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context."""
+        start = self.tokenizer.bos_token_id
+        return self.eot_token_id if start is None else int(start)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """The ids of a text, by default with the tokens that the tokenizer adds."""
+        chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: list[int] = self.tokenizer.encode(string, verbose=False, **chosen)
+        return ids
+
+    def likelihoods(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations of contexts, and whether each is the likeliest.
+
+        Raises:
+            UserError: a continuation is longer than the context of the target.
+            NotFiniteError: a log-likelihood is not.
+        """
+        asked = [Instance("loglikelihood", {}, each, 0) for each in requests]
+        found: list[tuple[float, bool]] = self.loglikelihood(asked, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
+    ) -> list[tuple[float, bool]]:
+        """Of continuations: the logarithm, and whether the likeliest token is always the next."""
+        # Continuations that differ in their last token share what comes before it.
+        known: dict[tuple[int, ...], torch.Tensor] = {}
+        found = []
+        for (_context, continuation), before, after in requests:
+            if len(after) > self._max_length:
+                raise UserError(
+                    f"the choice {clipped(repr(continuation))} has {len(after)} tokens of "
+                    f"{self._model.target.name}, whose context is {self._max_length:,}"
+                )
+            ids = [*before, *after]
+            self.cut += len(ids) > self._max_length + 1
+            inputs = ids[-(self._max_length + 1) : -1]
+            key = (len(after), *inputs)
+            if key not in known:
+                known[key] = self._model.last_logits(inputs, len(after)).log_softmax(-1)
+            wanted = torch.tensor(after)[:, None]
+            likelihood = float(known[key].gather(1, wanted).double().sum())
+            if not math.isfinite(likelihood):
+                raise NotFiniteError(
+                    f"the likelihood of {clipped(repr(continuation))} is not finite"
+                )
+            found.append((likelihood, bool((known[key].argmax(-1) == wanted[:, 0]).all())))
+        return found
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Not asked by any task of multiple choice."""
+        raise NotImplementedError
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Not asked by any task of multiple choice."""
+        raise NotImplementedError
+
+
+def load_tokenizer(target: Target) -> Any:
+    """As ``transformers`` makes it, which lm-eval's own command uses too.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            target.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers has no narrower one for what it does not like
+        raise UserError(
+            f"{shown(target.folder)} has no tokenizer that transformers can load: "
+            f"{clipped(str(error))}"
+        ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the library says of settings that are meant so, and its lines of progress."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
