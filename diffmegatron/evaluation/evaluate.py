@@ -87,6 +87,8 @@ def _run(suite: Suite, model: Model, out: Path) -> Measured:
         "weights": target.fingerprint,
     }
     with RecordFile(out / suite.name / f"{target.name}.jsonl", header) as file:
+        # Before the hours that the rest may take, not after.
+        file.check(suite.means)
         # A suite of runs asks for no context, nor for the configuration that says it.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}

@@ -95,7 +95,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
     shares = {name: _shares(suite, each.records) for name, each in measured.items()}
     records = {name: list(each.records.values()) for name, each in measured.items()}
     records = {name: each for name, each in records.items() if each}
-    measures = list(dict.fromkeys(chain.from_iterable(shares.values())))
+    measures = suite.ordered(list(dict.fromkeys(chain.from_iterable(shares.values()))))
     tokens = {m for of_target in shares.values() for m, s in of_target.items() if _counts_tokens(s)}
     left_out = [f"{name}: {why}" for name, each in measured.items() for why in each.left_out]
     if tokens and not same:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Item, Record
-from diffmegatron.files import create_file, parse_json, read_bytes, reason, shown
+from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 
 # In the place of an item's record: where the model gave what is no number.
 NOT_FINITE = "not_finite"
@@ -29,6 +29,22 @@ class Measured:
 
     records: dict[str, Record] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+
+
+class _Line(dict[str, Any]):
+    """A record of an earlier process, which says in which line it stands if it is none."""
+
+    def __init__(self, record: Record, place: str) -> None:
+        super().__init__(record)
+        self._place = place
+
+    def __missing__(self, key: str) -> Any:
+        raise self.refused(f"it has no {key!r}")
+
+    def refused(self, why: str) -> UserError:
+        return UserError(
+            f"{self._place} is no record of this suite: {why}; remove the file to measure again"
+        )
 
 
 class RecordFile:
@@ -85,6 +101,19 @@ class RecordFile:
             raise self._unwritable(error) from None
         self.records[key] = line
 
+    def check(self, read: Callable[[Record], object]) -> None:
+        """See to it that the records of an earlier process can be read.
+
+        Raises:
+            UserError: one cannot; where it stands.
+        """
+        for record in self.records.values():
+            if isinstance(record, _Line) and NOT_FINITE not in record:
+                try:
+                    read(record)
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise record.refused(clipped(str(error))) from None
+
     def _read(self, header: dict[str, Any]) -> None:
         content = read_bytes(self._path, max_bytes=_MAX_BYTES)
         *lines, unfinished = content.split(b"\n")
@@ -103,9 +132,9 @@ class RecordFile:
                 )
             self.records[key] = record
 
-    def _parsed(self, number: int, line: bytes) -> Record:
-        record: Record = parse_json(line, Record, f"{shown(self._path)} at line {number}")
-        return record
+    def _parsed(self, number: int, line: bytes) -> _Line:
+        place = f"{shown(self._path)} at line {number}"
+        return _Line(parse_json(line, Record, place), place)
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
         asked = json.loads(_line(header))

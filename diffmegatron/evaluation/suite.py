@@ -119,6 +119,10 @@ class Suite(Section, ABC):
         """An item's share of every measure that it has a part in."""
         return {}
 
+    def ordered(self, measures: Sequence[str]) -> list[str]:
+        """The measures as they stand in the report; by default as the items brought them up."""
+        return list(measures)
+
     def totals(self, records: Records) -> Mapping[str, float]:
         """Numbers of a target that are no mean over its items."""
         return {}

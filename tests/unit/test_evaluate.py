@@ -206,6 +206,30 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
         measure("plain")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda record: record.pop("nats"), "it has no 'nats'"),
+        (lambda record: record.pop("positions"), "it has no 'positions'"),
+        (lambda record: record.update(nats=None), "unsupported operand"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
+    change, said, measure, tmp_path, monkeypatch
+):
+    measure("plain")
+    file = tmp_path / "out/loss/plain.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    record = json.loads(lines[2])
+    change(record)
+    file.write_text("".join([*lines[:2], json.dumps(record) + "\n", *lines[3:5]]))
+    asked = []
+    monkeypatch.setattr(Loss, "score", lambda *given: asked.append(given))
+    with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is no record .*{said}"):
+        measure("plain")
+    assert not asked
+
+
 # Numbers that are none, and models that are too small
 
 
@@ -390,6 +414,26 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
         assert f"{value:.4g}" in markdown
         assert f"{value:.4g}" in text
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
+
+
+def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folder, tmp_path):
+    """Whichever source has the longest document, or the first."""
+    (folder / "long.txt").write_text("a long text of its own " * 3)
+    paths = {name: str(folder / "text.jsonl") for name in ("z", "a")} | {"m": "long.txt"}
+    data = tuple(f"{name}={folder / path}" for name, path in paths.items())
+    for given in (data, data[::-1]):
+        out = tmp_path / given[0][0]
+        settings = ["loss.documents=1"]
+        evaluate([folder / "plain"], ["loss"], out, {"data": given}, settings)
+        found = json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
+        sources = [each[0] for each in given]
+        per_source = [f"{m}, {s}" for s in sources for m in ("nats per token", "bits per byte")]
+        assert list(found)[-6:] == per_source
+        assert list(found)[:3] == [
+            "nats per token",
+            "bits per byte",
+            "nats per token, tokens 1 to 16",
+        ]
 
 
 # The documentation and the command line

@@ -10,7 +10,7 @@ from pydantic import Field
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import first_texts, named_paths
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
@@ -106,6 +106,15 @@ class Loss(Suite):
             if power >= 4:
                 shares[f"{_UP_TO}{2**power:,}"] = Mean(nats, tokens, per_token=True)
         return shares
+
+    def ordered(self, measures: Sequence[str]) -> list[str]:
+        """Those of all text, then each source's in the order of ``data``."""
+        places = {
+            f"{measure}, {name}": place
+            for place, name in enumerate(named_paths(self.data))
+            for measure in (TOKEN, BYTE)
+        }
+        return sorted(measures, key=lambda measure: places.get(measure, -1))
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """The mean over the tokens up to a position, as positions go on."""
