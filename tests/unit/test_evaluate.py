@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
@@ -26,7 +28,9 @@ from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.targets import Target, find_targets
 from diffmegatron.files import read_text
+from diffmegatron.hf.from_checkpoint import export_checkpoint, training_logits
 from diffmegatron.hf.importing import import_model
+from diffmegatron.training.trainer import train
 from tests.pretrained import write_pretrained
 
 TEXTS = [
@@ -81,6 +85,37 @@ def test_a_checkpoint_is_exported_once_and_is_the_model(folder, tmp_path, measur
     checkpoint = folder / "run/checkpoints/step_00000000"
     (target,) = find_targets([checkpoint], tmp_path / "out")
     assert target.run_dir == (folder / "run").resolve()
+
+
+def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
+    folder, tmp_path, tiny_recipe
+):
+    attention = "{kind: dex, num_heads: 4, num_kv_heads: 2, selected_heads: [[0, 1], [3]], "
+    attention += "annealing_steps: null, projection_init: {kind: identity, scale: 0.5}}"
+    recipe = tiny_recipe(f"model.attention={attention}", "training.steps=3", "optimizer.lr=0.1")
+    train(recipe)
+    checkpoint = CheckpointStore(Path(recipe.run_dir)).latest()
+    export_checkpoint(checkpoint, tmp_path / "fold")
+    options = {"data": (str(folder / "text.jsonl"),)}
+    suites, out = ["loss", "outliers"], tmp_path / "out"
+    evaluate([checkpoint, tmp_path / "fold"], suites, out, options, [])
+    found = json.loads((out / "results.json").read_text())["suites"]
+    measure = found["loss"]["measures"]["nats per token"]
+    nats = []
+    for text in TEXTS:
+        ids = list(text.encode())
+        for first in range(0, len(ids), 63):
+            window = torch.tensor([[256, *ids[first : first + 63]]])
+            logits = training_logits(open_checkpoint(checkpoint), window)[0, :-1]
+            nats.append(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none"))
+    expected = torch.cat(nats).mean().item()
+    assert measure["targets"]["fold"]["value"] == pytest.approx(expected, rel=1e-5)
+    assert measure["differences"]["fold"] == {"value": 0, "low": 0, "high": 0, "items": 6}
+    # What looks into attention takes the fold for the ordinary Llama that it is.
+    first, second = found["outliers"]["totals"].values()
+    assert first == second
+    (target,) = find_targets([tmp_path / "fold"], tmp_path)
+    assert target.variant.kind == "softmax"
 
 
 def test_names_tell_targets_apart(tmp_path):
