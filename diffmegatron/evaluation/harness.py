@@ -139,29 +139,34 @@ class Network(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
         """Of continuations: the logarithm, and whether the likeliest token is always the next."""
-        # Continuations that differ in their last token share what comes before it.
-        known: dict[tuple[int, ...], torch.Tensor] = {}
+        # Continuations that differ in their last token alone need one prediction.
+        keys = [(self._inputs(*each), len(each[2])) for each in requests]
+        unlike = list(dict.fromkeys(keys))
+        logits = self._model.last_logits(*zip(*unlike, strict=True))
+        likely = {key: each.log_softmax(-1) for key, each in zip(unlike, logits, strict=True)}
         found = []
-        for (_context, continuation), before, after in requests:
-            if len(after) > self._max_length:
-                raise UserError(
-                    f"the choice {clipped(repr(continuation))} has {len(after)} tokens of "
-                    f"{self._model.target.name}, whose context is {self._max_length:,}"
-                )
-            ids = [*before, *after]
-            self.cut += len(ids) > self._max_length + 1
-            inputs = ids[-(self._max_length + 1) : -1]
-            key = (len(after), *inputs)
-            if key not in known:
-                known[key] = self._model.last_logits(inputs, len(after)).log_softmax(-1)
-            wanted = torch.tensor(after)[:, None]
-            likelihood = float(known[key].gather(1, wanted).double().sum())
+        for key, ((_context, continuation), _before, after) in zip(keys, requests, strict=True):
+            wanted = torch.tensor(after)
+            likelihood = float(likely[key].gather(1, wanted[:, None]).double().sum())
             if not math.isfinite(likelihood):
                 raise NotFiniteError(
                     f"the likelihood of {clipped(repr(continuation))} is not finite"
                 )
-            found.append((likelihood, bool((known[key].argmax(-1) == wanted[:, 0]).all())))
+            found.append((likelihood, bool((likely[key].argmax(-1) == wanted).all())))
         return found
+
+    def _inputs(
+        self, strings: tuple[str, str], before: list[int], after: list[int]
+    ) -> tuple[int, ...]:
+        """What the network is given: all but the last id, as many as its context takes."""
+        if len(after) > self._max_length:
+            raise UserError(
+                f"the choice {clipped(repr(strings[1]))} has {len(after)} tokens of "
+                f"{self._model.target.name}, whose context is {self._max_length:,}"
+            )
+        ids = (*before, *after)
+        self.cut += len(ids) > self._max_length + 1
+        return ids[-(self._max_length + 1) : -1]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Not asked by any task of multiple choice."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -96,11 +97,40 @@ class Model:
         return losses.cpu()
 
     @torch.no_grad()
-    def last_logits(self, ids: Sequence[int], count: int) -> Tensor:
-        """What may follow each of the last ``count`` ids: logits [count, vocab_size], float32."""
-        step = self.network(self.batch(ids), use_cache=False, logits_to_keep=count)
-        logits: Tensor = step.logits[0].float().cpu()
-        return logits
+    def last_logits(self, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
+        """What may follow each of the last ids of every text: logits [count, vocab_size], float32.
+
+        What the texts begin with alike is computed once, and the rest of all at once.
+
+        Args:
+            texts: token ids.
+            counts: how many ids of each.
+        """
+        shared = 0
+        if len(texts) > 1:
+            before = (len(ids) - count for ids, count in zip(texts, counts, strict=True))
+            shared = min(_shared(texts), *before)
+        cache = None
+        if shared:
+            first = self.network(self.batch(texts[0][:shared]), use_cache=True, logits_to_keep=1)
+            cache = first.past_key_values
+            cache.batch_repeat_interleave(len(texts))
+        longest = max(map(len, texts))
+        # Of a token that is there already: one whose numbers are not finite would spoil the others.
+        rows = [[*ids[shared:], *[ids[-1]] * (longest - len(ids))] for ids in texts]
+        keep = max(longest - len(ids) + count for ids, count in zip(texts, counts, strict=True))
+        step = self.network(
+            torch.tensor(rows, dtype=torch.int64, device=self.device),
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=keep,
+        )
+        logits = step.logits.float().cpu()
+        places = (keep - (longest - len(ids)) for ids in texts)
+        return [
+            row[place - count : place]
+            for row, place, count in zip(logits, places, counts, strict=True)
+        ]
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
@@ -162,6 +192,12 @@ class Model:
         hidden = self.network.base_model(batch, use_cache=False).last_hidden_state
         logits = self.network(batch, use_cache=False).logits
         return torch.allclose(project(hidden).float(), logits.float(), equal_nan=True)
+
+
+def _shared(texts: Sequence[Sequence[int]]) -> int:
+    """How many ids the texts begin with alike."""
+    columns = zip(*texts, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
