@@ -33,8 +33,8 @@ from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classes import TASKS
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
+from diffmegatron.evaluation.problems import BENCHMARKS
 from diffmegatron.evaluation.records import RecordFile
-from diffmegatron.evaluation.suites.math import BENCHMARKS
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import model_section, read_config
@@ -389,6 +389,22 @@ READERS = [
         "svamp.json",
         '[{"Body": "Ann has 3.", "Question": "How many?", "Answer": 3.0}]',
         lambda folder: BENCHMARKS["svamp"].problems(folder),
+    ),
+    data_set(
+        "math_test.jsonl",
+        '{"problem": "2 and 3?", "solution": "It is $\\\\boxed{\\\\frac{10}{2}}$."}\n' * 5,
+        lambda folder: BENCHMARKS["math"].problems(folder),
+    ),
+    data_set(
+        "asdiv_test.jsonl",
+        '{"body": "Ann has 3.", "question": "How many?", "answer": "3 (pens)"}\n' * 5,
+        lambda folder: BENCHMARKS["asdiv"].problems(folder),
+    ),
+    data_set(
+        "tabmwp_test.json",
+        '{"1": {"question": "Which?", "choices": ["a", "b"], "answer": "a", "table_title": null, '
+        '"table": "x | 1"}}',
+        lambda folder: BENCHMARKS["tabmwp"].problems(folder),
     ),
     data_set(
         "winogrande/winogrande_xl/validation.jsonl",

@@ -11,7 +11,8 @@ import pytest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.math import BENCHMARKS, is_right
+from diffmegatron.evaluation.problems import BENCHMARKS
+from diffmegatron.evaluation.suites.math import is_right
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
@@ -49,13 +50,79 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_published_forms_are_read(folder):
     assert BENCHMARKS["gsm8k"].problems(folder) == [
-        ("2 and 3?", "5", "It is 2+3=5."),
-        ("A thousand and one?", "1,001", "One more."),
+        ("2 and 3?", "5", "It is 2+3=5.", ()),
+        ("A thousand and one?", "1,001", "One more.", ()),
     ]
     assert BENCHMARKS["svamp"].problems(folder) == [
-        ("Ann has 3 pens. How many?", "3", ""),
-        ("Bo has 2. Half of it?", "0.5", ""),
+        ("Ann has 3 pens. How many?", "3", "", ()),
+        ("Bo has 2. Half of it?", "0.5", "", ()),
     ]
+
+
+# Items of the published forms, and the question, answer and choices of each.
+TABLE = {"table_title": "Sales", "table": "Day | Cups\nMon | 5", "unit": None, "ans_type": "x"}
+PUBLISHED = {
+    "math": (
+        [
+            {
+                "problem": "1/2?",
+                "solution": r"$\boxed{1}$? No, $\boxed{\frac{1}{2}}$.",
+                "level": "1",
+            },
+            {"problem": "3?", "solution": r"So \boxed{3}.", "type": "Algebra"},
+        ],
+        [("1/2?", r"$\frac{1}{2}$"), ("3?", "3")],
+    ),
+    "asdiv": (
+        [
+            {
+                "body": "7 red apples.",
+                "question": "How many?",
+                "answer": "7 (apples)",
+                "formula": "7=7",
+            }
+        ],
+        [("7 red apples. How many?", "7")],
+    ),
+    "mawps": (
+        [
+            {"iIndex": 1, "sQuestion": " 2 and 3? ", "lEquations": ["X=2+3"], "lSolutions": [5.0]},
+            {"input": "Half?", "target": 0.5},
+        ],
+        [("2 and 3?", "5"), ("Half?", "0.5")],
+    ),
+    "carp": ([{"content": "x?", "answer": "x=2", "steps": "2"}], [("x?", "$x=2$")]),
+    "tabmwp": (
+        {
+            "1": TABLE | {"question": "Cups?", "choices": None, "answer": "5"},
+            "7": TABLE | {"question": "Day?", "choices": ["Sun", "Mon"], "answer": "Mon"},
+        },
+        [
+            ("The table of Sales:\nDay | Cups\nMon | 5\nCups?", "5"),
+            (
+                "The table of Sales:\nDay | Cups\nMon | 5\nDay? Choose from: Sun, Mon.",
+                "Mon",
+                ("Sun", "Mon"),
+            ),
+        ],
+    ),
+    "college-math": (
+        [{"question": "Integrate.", "answer": "$x^2$", "data_source": "b", "question_number": "1"}],
+        [("Integrate.", "$x^2$")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_other_published_forms_are_read(name, tmp_path):
+    rows, expected = PUBLISHED[name]
+    benchmark = BENCHMARKS[name]
+    lines = isinstance(rows, list)
+    text = "".join(json.dumps(row) + "\n" for row in rows) if lines else json.dumps(rows)
+    (tmp_path / benchmark.file).write_text(text)
+    found = [(each.question, each.answer, each.choices) for each in benchmark.problems(tmp_path)]
+    assert found == [each if each[2:] else (*each, ()) for each in expected]
+    assert set(BENCHMARKS) == {*PUBLISHED, "gsm8k", "svamp"}
 
 
 @pytest.mark.parametrize(
@@ -66,16 +133,24 @@ def test_published_forms_are_read(folder):
         ("gsm8k_test.jsonl", '{"question": "a"}', "at line 1 is damaged"),
         ("gsm8k_test.jsonl", '{"question": "a", "answer": "5"}', "line 1 has no '#### ' before"),
         ("svamp.json", "{}", r"svamp\.json is damaged"),
+        ("math_test.jsonl", '{"problem": "a", "solution": "b"}', "line 1 has no answer in .boxed"),
+        (
+            "tabmwp_test.json",
+            json.dumps({"3": TABLE | {"question": "a", "choices": ["b"], "answer": "c"}}),
+            "at problem 3 has the answer 'c', no choice of its",
+        ),
     ],
 )
 def test_missing_and_foreign_files_are_one_sentence(file, content, said, folder, tmp_path, numbers):
     for path in (*folder.glob("*.jsonl"), folder / "svamp.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / file).unlink()
+    (tmp_path / file).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / file).write_text(content)
+    own = [name for name in ("math", "tabmwp") if file.startswith(name)]
+    settings = [f"math.benchmarks=[{','.join(own or ['gsm8k', 'svamp'])}]"]
     with pytest.raises(UserError, match=said):
-        evaluate([folder / "plain"], ["math"], tmp_path / "out", {"data_dir": tmp_path}, [])
+        evaluate([folder / "plain"], ["math"], tmp_path / "out", {"data_dir": tmp_path}, settings)
 
 
 def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, numbers):
@@ -88,7 +163,7 @@ def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, nu
         return list(f" {said}{stop} And 7?".encode())
 
     monkeypatch.setattr(Model, "greedy", answers)
-    settings = ["math.shots=1", "math.answer_tokens=60"]
+    settings = ["math.shots=1", "math.answer_tokens=60", "math.benchmarks=[gsm8k,svamp]"]
     evaluate([folder / "plain"], ["math"], tmp_path, {"data_dir": folder}, settings)
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["math"]["measures"]
     assert {name: each["targets"]["plain"]["value"] for name, each in found.items()} == {
@@ -128,11 +203,29 @@ def test_without_the_library_it_is_one_sentence(folder, tmp_path, monkeypatch):
         (" so she makes $18 a day", "18", True),
         (" The answer is 1001", "1,001", True),
         (r" \boxed{\frac{1}{2}}", "0.5", True),
+        (" The answer is 0.5.", r"$\frac{1}{2}$", True),
+        (r" The answer is $x=2$.", "$x=2$", True),
+        (r" The answer is $2x$.", "$x^2$", False),
         (" It is 19.", "18", False),
         (" no idea", "18", False),
         ("", "3", False),
     ],
 )
 def test_answers_are_compared_as_mathematics(text, answer, expected):
-    pytest.importorskip("math_verify")
     assert is_right(text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        (" It is Mon, not Sun. The answer is Mon.", "Mon", True),
+        (" The answer is sun", "Sun", True),
+        (" The answer is Mon.", "Sun", False),
+        (" Monday", "Mon", False),
+        ("", "Sun", False),
+        (" The answer is late Mon", "Mon", False),
+        (" The answer is late Mon", "late Mon", True),
+    ],
+)
+def test_of_choices_the_last_that_is_named_counts(text, answer, expected):
+    assert is_right(text, answer, ("Sun", "Mon", "late Mon")) == expected

@@ -4,101 +4,23 @@ Answers are found and compared by math-verify (the extra ``evaluation``).
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import Field
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.problems import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import parse_json, read_bytes, shown
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Problem(NamedTuple):
-    """A question, and its answer with or without the way to it."""
-
-    question: str
-    answer: str
-    solution: str
-
-
-class _Gsm8k(BaseModel):
-    question: str
-    answer: str
-
-
-class _Svamp(BaseModel):
-    Body: str
-    Question: str
-    Answer: FiniteFloat
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A data set in a file of its published format.
-
-    Attributes:
-        file: its name under ``--data-dir``.
-        read: the problems of its content.
-        origin: where it comes from, for whoever has none.
-    """
-
-    file: str
-    read: Callable[[bytes, str], Iterator[Problem]]
-    origin: str
-
-    def problems(self, data_dir: Path) -> list[Problem]:
-        """All of them.
-
-        Raises:
-            UserError: the file is missing or of another format.
-        """
-        path = data_dir / self.file
-        if not path.exists():
-            raise UserError(f"{shown(path)} does not exist; it is {self.origin}")
-        return list(self.read(read_bytes(path), shown(path)))
-
-
-# What a calculator of GSM8K's authors would have written.
-_CALCULATION = re.compile(r"<<[^>]*>>")
-
-
-def _gsm8k(content: bytes, name: str) -> Iterator[Problem]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        row: _Gsm8k = parse_json(line, _Gsm8k, f"{name} at line {number}")
-        solution, mark, answer = row.answer.rpartition("####")
-        if not mark:
-            raise UserError(f"{name} at line {number} has no '#### ' before its answer")
-        yield Problem(row.question, answer.strip(), _CALCULATION.sub("", solution).strip())
-
-
-def _svamp(content: bytes, name: str) -> Iterator[Problem]:
-    rows: list[_Svamp] = parse_json(content, list[_Svamp], name)
-    for row in rows:
-        body = row.Body.strip()
-        yield Problem(
-            f"{body}{'' if body.endswith('.') else '.'} {row.Question}", f"{row.Answer:g}", ""
-        )
-
-
-BENCHMARKS = {
-    "gsm8k": Benchmark(
-        "gsm8k_test.jsonl", _gsm8k, "GSM8K's test set, lines of question and answer (Cobbe et al.)"
-    ),
-    "svamp": Benchmark(
-        "svamp.json", _svamp, "SVAMP, a list with Body, Question and Answer (Patel et al.)"
-    ),
-}
 
 _NEXT = "\n\nQuestion:"
 
@@ -138,13 +60,13 @@ class Mathematics(Suite):
             for number, each in enumerate(BENCHMARKS[name].problems(self.data_dir)[: self.samples]):
                 ids = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 length = 1 + len(ids) + self.answer_tokens
-                content = (name, [target.start, *ids], each.answer)
+                content = (name, [target.start, *ids], each.answer, each.choices)
                 found.append(Item(f"{name}/{number}", length, content))
         return found
 
     def score(self, model: Model, item: Item) -> Record:
         """What was written, the answer in it, and whether it is the right one."""
-        name, ids, answer = item.content
+        name, ids, answer, choices = item.content
         tokens = model.greedy(ids, self.answer_tokens, stop=_NEXT)
         text = model.target.tokenizer.decode(tokens).split(_NEXT)[0]
         return {
@@ -152,7 +74,7 @@ class Mathematics(Suite):
             "answer": answer,
             "text": text,
             "cut": len(tokens) == self.answer_tokens,
-            "right": is_right(text, answer),
+            "right": is_right(text, answer, choices),
         }
 
     def means(self, record: Record) -> dict[str, Mean]:
@@ -181,23 +103,33 @@ class Mathematics(Suite):
     def _demonstrations(self) -> str:
         if not self.shots:
             return ""
-        train = Benchmark(
-            "gsm8k_train.jsonl", _gsm8k, "GSM8K's training set; without it give math.shots 0"
-        )
         return "".join(
             f"Question: {each.question}\nAnswer: {each.solution}\nThe answer is {each.answer}.\n\n"
-            for each in train.problems(self.data_dir)[: self.shots]
+            for each in TRAINING.problems(self.data_dir)[: self.shots]
         )
 
 
-def is_right(text: str, answer: str) -> bool:
+def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
     """Whether the answer that a text comes to is equal to the right one, as mathematics.
+
+    Of choices it comes to the one that it names last.
 
     Raises:
         UserError: math-verify is not installed.
     """
+    if choices:
+        # Of two that end together the longer one is meant.
+        return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (
+            _last(answer, text) >= 0
+        )
     library = _library()
     return bool(library.verify(library.parse(answer), library.parse(text)))
+
+
+def _last(choice: str, text: str) -> int:
+    """Where a text last ends to name a choice, as words of their own; -1 where it does not."""
+    places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
+    return max((place.end() for place in places), default=-1)
 
 
 def _library() -> Any:
