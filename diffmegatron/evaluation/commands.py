@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from diffmegatron.errors import UserError
-
 
 def evaluate(
     targets: Annotated[
@@ -48,10 +46,11 @@ def evaluate(
     """
     from diffmegatron.parallel.launcher import read_launch
 
-    if (ranks := read_launch().ranks) > 1:
-        raise UserError(f"evaluate runs in one process, not in {ranks}; start it without torchrun")
+    launch = read_launch()
     from diffmegatron.evaluation.evaluate import evaluate as run
 
     given = {"data": tuple(data or ()) or None, "haystack": haystack, "data_dir": data_dir}
     options = {name: value for name, value in given.items() if value is not None}
-    print(f"wrote {run(targets, suite.split(','), out, options, set_ or [])}")
+    report = run(targets, suite.split(","), out, options, set_ or [])
+    if launch.rank == 0:
+        print(f"wrote {report}")

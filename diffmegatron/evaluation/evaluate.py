@@ -4,14 +4,22 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.outcome import make_outcome, write_outcome
-from diffmegatron.evaluation.records import NOT_FINITE, Measured, RecordFile, digest
+from diffmegatron.evaluation.outcome import REPORT, make_outcome, write_outcome
+from diffmegatron.evaluation.ranks import Ranks, export_targets, joined
+from diffmegatron.evaluation.records import (
+    NOT_FINITE,
+    Measured,
+    SharedRecords,
+    check_records,
+    digest,
+)
 from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
 from diffmegatron.evaluation.suites import make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
@@ -32,6 +40,8 @@ def evaluate(
 ) -> Path:
     """Run suites on targets, or go on where a killed process stopped, and write the report.
 
+    The ranks of a launcher share the items of each suite.
+
     Args:
         paths: of the targets.
         names: of the suites.
@@ -46,17 +56,25 @@ def evaluate(
         UserError: a target is no model, a suite cannot be asked of it, data are missing, or ``out``
             holds results of something else.
     """
-    with FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out"):
+    with joined() as ranks, _alone(out) if ranks.is_main else nullcontext():
+        ranks.meet()
         targets = find_targets(paths, out)
+        export_targets(targets, ranks)
         suites = make_suites(names, options, settings, lambda: shortest_context(targets))
         _check(suites, targets)
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
         for target in targets:
             model = Model(target)
             for suite in suites:
-                measured[suite.name][target.name] = _run(suite, model, out)
-        outcome = make_outcome(suites, targets, measured)
-        return write_outcome(out, outcome, suites, measured)
+                measured[suite.name][target.name] = _run(suite, model, out, ranks)
+        if ranks.is_main:
+            outcome = make_outcome(suites, targets, measured)
+            write_outcome(out, outcome, suites, measured)
+        return out / REPORT
+
+
+def _alone(out: Path) -> FileLock:
+    return FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out")
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
@@ -76,7 +94,7 @@ def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
             suite.check(target)
 
 
-def _run(suite: Suite, model: Model, out: Path) -> Measured:
+def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     target, measured = model.target, Measured()
     items = suite.items(target)
     _check_keys(suite, items)
@@ -86,14 +104,14 @@ def _run(suite: Suite, model: Model, out: Path) -> Measured:
         "items": digest(items),
         "weights": target.fingerprint,
     }
-    with RecordFile(out / suite.name / f"{target.name}.jsonl", header) as file:
+    with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Before the hours that the rest may take, not after.
-        file.check(suite.means)
+        check_records(file.records.values(), suite.means)
         # A suite of runs asks for no context, nor for the configuration that says it.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
-        _ask(suite, model, fitting, file)
+        _ask(suite, model, fitting, file, ranks)
         if long:
             measured.left_out.append(
                 f"{len(long)} of {len(items)} items need a context of up to "
@@ -104,7 +122,7 @@ def _run(suite: Suite, model: Model, out: Path) -> Measured:
         # They hang on the records of all.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
-            _ask(suite, model, more, file)
+            _ask(suite, model, more, file, ranks)
             fitting += more
         measured.records = {item.key: file.records[item.key] for item in fitting}
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
@@ -117,16 +135,23 @@ def _run(suite: Suite, model: Model, out: Path) -> Measured:
     return measured
 
 
-def _ask(suite: Suite, model: Model, items: Sequence[Item], file: RecordFile) -> None:
+def _ask(
+    suite: Suite, model: Model, items: Sequence[Item], file: SharedRecords, ranks: Ranks
+) -> None:
     left = [item for item in items if item.key not in file.records]
-    progress = _Progress(f"{suite.name} on {model.target.name}", len(items), len(left))
-    for item in left:
+    count = ranks.count if suite.shared else 1
+    own = ranks.share(left) if suite.shared else left if ranks.is_main else []
+    if ranks.is_main:
+        progress = _Progress(f"{suite.name} on {model.target.name}", len(items), len(left), count)
+    for item in own:
         try:
             record = suite.score(model, item)
         except NotFiniteError as error:
             record = {NOT_FINITE: str(error)}
         file.add(item.key, record)
-        progress.advance()
+        if ranks.is_main:
+            progress.advance()
+    file.gather([item.key for item in items])
 
 
 def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
@@ -138,18 +163,18 @@ def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
 
 
 class _Progress:
-    """Lines of what is done and how long the rest will take."""
+    """Lines of what is done and how long the rest will take, where all processes are as fast."""
 
-    def __init__(self, name: str, total: int, left: int) -> None:
+    def __init__(self, name: str, total: int, left: int, processes: int) -> None:
         self._name, self._total, self._left = name, total, left
-        self._first = left
+        self._first, self._processes = left, processes
         self._started, self._said = time.monotonic(), -math.inf
         if left < total:
             self._say(f"{total - left} of {total} items are there already")
 
     def advance(self) -> None:
-        """Count an item."""
-        self._left -= 1
+        """Count an item, and as many of the other processes."""
+        self._left = max(0, self._left - self._processes)
         now = time.monotonic()
         if now - self._said < _SECONDS_BETWEEN_LINES and self._left:
             return

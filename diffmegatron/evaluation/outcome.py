@@ -18,6 +18,8 @@ from diffmegatron.evaluation.suite import Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import reason, shown, write_durably
 
+REPORT = "report.html"
+
 Outcome = dict[str, Any]
 Shares = dict[str, dict[str, Mean]]
 
@@ -47,11 +49,8 @@ def write_outcome(
     outcome: Outcome,
     suites: Sequence[Suite],
     measured: Mapping[str, Mapping[str, Measured]],
-) -> Path:
+) -> None:
     """Write pictures, ``results.json``, ``report.md`` and ``report.html``.
-
-    Returns:
-        The last.
 
     Raises:
         UserError: one cannot be written.
@@ -66,10 +65,9 @@ def write_outcome(
         text = json.dumps(outcome, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_durably(out / "results.json", text.encode())
         write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
-        write_durably(out / "report.html", to_html(outcome, pictures).encode())
+        write_durably(out / REPORT, to_html(outcome, pictures).encode())
     except OSError as error:
         raise UserError(f"cannot write into {shown(out)}: {reason(error)}") from None
-    return out / "report.html"
 
 
 def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool:

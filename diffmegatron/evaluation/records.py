@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 
@@ -84,6 +85,10 @@ class RecordFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is added."""
         self._stream.close()
 
     def add(self, key: str, record: Record) -> None:
@@ -100,19 +105,6 @@ class RecordFile:
         except OSError as error:
             raise self._unwritable(error) from None
         self.records[key] = line
-
-    def check(self, read: Callable[[Record], object]) -> None:
-        """See to it that the records of an earlier process can be read.
-
-        Raises:
-            UserError: one cannot; where it stands.
-        """
-        for record in self.records.values():
-            if isinstance(record, _Line) and NOT_FINITE not in record:
-                try:
-                    read(record)
-                except (TypeError, ValueError, AttributeError) as error:
-                    raise record.refused(clipped(str(error))) from None
 
     def _read(self, header: dict[str, Any]) -> None:
         content = read_bytes(self._path, max_bytes=_MAX_BYTES)
@@ -147,6 +139,102 @@ class RecordFile:
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"cannot write {shown(self._path)}: {reason(error)}")
+
+
+class SharedRecords:
+    """A context in which several processes add records to one file.
+
+    Each has a file of its own in a folder beside it until they meet; then rank 0 takes over what
+    lies there, also where other processes, however many, have left it.
+
+    Args:
+        path: as of :class:`RecordFile`.
+        header: likewise.
+        ranks: the processes; a single one adds to the file itself.
+
+    Attributes:
+        records: of all processes when they last met, by key.
+
+    Raises:
+        UserError: as :class:`RecordFile`.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
+        self._path, self._header, self._ranks = path, header, ranks
+        self._parts = path.with_suffix(".ranks")
+        self._own: RecordFile | None = None
+        self.records: dict[str, Record] = {}
+
+    def __enter__(self) -> Self:
+        self.gather(())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def add(self, key: str, record: Record) -> None:
+        """Append an item's record.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if self._own is None:
+            part = self._parts / f"{self._ranks.rank:05d}.jsonl"
+            self._own = RecordFile(part if self._ranks.count > 1 else self._path, self._header)
+        self._own.add(key, record)
+
+    def gather(self, order: Sequence[str]) -> None:
+        """Meet the other processes, and know the records of all.
+
+        Args:
+            order: of the keys in the file, as far as their records are new.
+
+        Raises:
+            UserError: a file is damaged or cannot be written.
+        """
+        self._close()
+        self._ranks.meet()
+        if self._ranks.is_main:
+            self._take_over(order)
+        self._ranks.meet()
+        with RecordFile(self._path, self._header) as file:
+            self.records = file.records
+
+    def _close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+        self._own = None
+
+    def _take_over(self, order: Sequence[str]) -> None:
+        parts, found = sorted(self._parts.glob("*.jsonl")), dict[str, Record]()
+        for part in parts:
+            with RecordFile(part, self._header) as file:
+                found |= file.records
+        with RecordFile(self._path, self._header) as file:
+            for key in dict.fromkeys((*order, *found)):
+                if key in found and key not in file.records:
+                    file.add(key, found[key])
+        try:
+            for part in parts:
+                part.unlink()
+            if parts:
+                self._parts.rmdir()
+        except OSError as error:
+            raise UserError(f"cannot write {shown(self._parts)}: {reason(error)}") from None
+
+
+def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
+    """See to it that the records of an earlier process can be read.
+
+    Raises:
+        UserError: one cannot; where it stands.
+    """
+    for record in records:
+        if isinstance(record, _Line) and NOT_FINITE not in record:
+            try:
+                read(record)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise record.refused(clipped(str(error))) from None
 
 
 def digest(items: Sequence[Item]) -> str:

@@ -82,6 +82,9 @@ class Suite(Section, ABC):
     # Whether it reads what training has recorded, and no network.
     reads_runs: ClassVar[bool] = False
 
+    # Whether items that run at the same time do not disturb each other.
+    shared: ClassVar[bool] = True
+
     @property
     def one_tokenizer(self) -> bool:
         """Whether nothing of it compares models of several tokenizers."""

@@ -49,13 +49,21 @@ class Target:
         Raises:
             UserError: it cannot be exported.
         """
+        if self.checkpoint is not None and not self.export.exists():
+            export_checkpoint(self.checkpoint, self.export)
+        return self.export
+
+    @cached_property
+    def export(self) -> Path:
+        """Where Hugging Face's files are, or will be.
+
+        Raises:
+            UserError: it is no whole checkpoint.
+        """
         if self.checkpoint is None:
             return self.path
         step = read_manifest(self.checkpoint).step
-        folder = self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}"
-        if not folder.exists():
-            export_checkpoint(self.checkpoint, folder)
-        return folder
+        return self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}"
 
     @property
     def run_dir(self) -> Path | None:

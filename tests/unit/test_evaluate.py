@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.ranks import Ranks, export_targets
 from diffmegatron.evaluation.records import RecordFile
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
@@ -116,6 +119,39 @@ def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
     assert first == second
     (target,) = find_targets([tmp_path / "fold"], tmp_path)
     assert target.variant.kind == "softmax"
+
+
+def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkeypatch):
+    """Which compares logits in process groups of one rank."""
+    import_model(folder / "plain", tmp_path / "run", verify=False)
+    (target,) = find_targets([tmp_path / "run"], tmp_path / "out")
+    started = []
+
+    def run(command, env, check):
+        started.append(command)
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & env.keys()
+        assert command[:3] == [sys.executable, "-m", "diffmegatron"]
+        assert app(command[3:], standalone_mode=False) is None
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(Ranks, "meet", lambda ranks: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    export_targets([target], Ranks(1, 2))
+    assert not started
+    with monkeypatch.context() as within:
+        within.delenv("RANK")
+        within.delenv("WORLD_SIZE")
+        export_targets([target], Ranks(0, 2))
+    assert len(started) == 1
+    assert (target.export / "model.safetensors").exists()
+    export_targets([target], Ranks(0, 2))
+    assert len(started) == 1
+    shutil.rmtree(target.export)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess("", 2))
+    with pytest.raises(UserError, match="was not exported, as is said above"):
+        export_targets([target], Ranks(0, 2))
 
 
 def test_names_tell_targets_apart(tmp_path):

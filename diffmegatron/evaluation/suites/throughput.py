@@ -30,6 +30,7 @@ class Throughput(Suite):
 
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Throughput in tokens per second"
+    shared: ClassVar[bool] = False
     published: ClassVar[tuple[Published, ...]] = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
         Published("training, tokens/s", 6718, 7491, _TABLE),

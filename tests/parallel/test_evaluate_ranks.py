@@ -1,0 +1,78 @@
+"""Ranks that share the items of an evaluation: the results are those of one process."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.suites.loss import Loss
+from tests.pretrained import write_pretrained
+from tests.ranks import launch
+
+ITEMS = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, text, and what one process makes of them."""
+    found = tmp_path_factory.mktemp("ranks")
+    write_pretrained(found / "plain", "llama 2")
+    lines = (json.dumps({"text": f"text {number} " * 9}) + "\n" for number in range(ITEMS))
+    (found / "text.jsonl").write_text("".join(lines))
+    data = (str(found / "text.jsonl"),)
+    evaluate([found / "plain"], ["loss"], found / "one", {"data": data}, [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> Path:
+    """What two ranks make of them: from the beginning, and of what three were killed in."""
+    left = folder / "left/loss"
+    (left / "plain.ranks").mkdir(parents=True)
+    header, *lines = (folder / "one/loss/plain.jsonl").read_text().splitlines(keepends=True)
+    (left / "plain.jsonl").write_text(header + lines[2])
+    for rank in range(3):
+        # Of one of them rank 0 had taken over what the other two have not given yet.
+        own = header + "".join(lines[rank:5:3])
+        (left / f"plain.ranks/{rank:05d}.jsonl").write_text(own if rank else own + '{"item": "te')
+    shutil.copytree(folder / "left", folder / "left_to_one")
+    text, plain = str(folder / "text.jsonl"), str(folder / "plain")
+    calls = [[text, str(folder / out), plain] for out in ("two", "left")]
+    launch(2, "tests.parallel.evaluate_worker", *calls)
+    return folder
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
+
+
+def files(out: Path) -> set[str]:
+    return {str(path.relative_to(out)) for path in out.rglob("*")}
+
+
+def test_two_ranks_come_to_the_results_of_one(ranks):
+    assert results(ranks / "two") == results(ranks / "one")
+    of_two, of_one = (ranks / out / "loss/plain.jsonl" for out in ("two", "one"))
+    assert of_two.read_bytes() == of_one.read_bytes()
+    assert files(ranks / "two") == files(ranks / "one")
+
+
+def test_what_more_ranks_have_left_is_gone_on_from(ranks, monkeypatch):
+    expected = results(ranks / "one")
+    assert results(ranks / "left") == expected
+    asked, score = [], Loss.score
+    monkeypatch.setattr(
+        Loss, "score", lambda *given: (asked.append(given[2].key), score(*given))[1]
+    )
+    data = (str(ranks / "text.jsonl"),)
+    for out in ("left", "left_to_one"):
+        evaluate([ranks / "plain"], ["loss"], ranks / out, {"data": data}, [])
+        lines = (ranks / out / "loss/plain.jsonl").read_text().splitlines()
+        assert set(lines) == set((ranks / "one/loss/plain.jsonl").read_text().splitlines())
+        assert len(lines) == 1 + ITEMS
+        assert not (ranks / out / "loss/plain.ranks").exists()
+        assert results(ranks / out) == expected
+    # Nothing that the ranks had come to, and nothing twice.
+    assert asked == ["text/5", "text/6"]
