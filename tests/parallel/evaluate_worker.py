@@ -1,15 +1,25 @@
 """Ranks that evaluate, started through :mod:`tests.ranks`.
 
-The arguments are ``DATA OUT TARGET ...``.
+The arguments are ``DATA OUT TARGET ...``; what a rank asks goes into ``OUT.asked_RANK``.
 """
 
+import os
 import sys
 from pathlib import Path
 
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.suites.loss import Loss
 
 
 def main() -> None:
     """Measure the loss of every target."""
     data, out, *targets = sys.argv[1:]
+    score = Loss.score
+
+    def note_and_score(*given):
+        with Path(f"{out}.asked_{os.environ['RANK']}").open("a") as stream:
+            stream.write(f"{given[2].key}\n")
+        return score(*given)
+
+    Loss.score = note_and_score
     evaluate([Path(each) for each in targets], ["loss"], Path(out), {"data": (data,)}, [])

@@ -48,6 +48,10 @@ def results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
 
 
+def asked_by_ranks(out: Path) -> list[list[str]]:
+    return [Path(f"{out}.asked_{rank}").read_text().splitlines() for rank in range(2)]
+
+
 def files(out: Path) -> set[str]:
     return {str(path.relative_to(out)) for path in out.rglob("*")}
 
@@ -57,11 +61,16 @@ def test_two_ranks_come_to_the_results_of_one(ranks):
     of_two, of_one = (ranks / out / "loss/plain.jsonl" for out in ("two", "one"))
     assert of_two.read_bytes() == of_one.read_bytes()
     assert files(ranks / "two") == files(ranks / "one")
+    assert asked_by_ranks(ranks / "two") == [
+        [f"text/{number}" for number in range(rank, ITEMS, 2)] for rank in range(2)
+    ]
 
 
 def test_what_more_ranks_have_left_is_gone_on_from(ranks, monkeypatch):
     expected = results(ranks / "one")
     assert results(ranks / "left") == expected
+    # Nothing that the ranks before had come to.
+    assert asked_by_ranks(ranks / "left") == [["text/5"], ["text/6"]]
     asked, score = [], Loss.score
     monkeypatch.setattr(
         Loss, "score", lambda *given: (asked.append(given[2].key), score(*given))[1]
@@ -74,5 +83,4 @@ def test_what_more_ranks_have_left_is_gone_on_from(ranks, monkeypatch):
         assert len(lines) == 1 + ITEMS
         assert not (ranks / out / "loss/plain.ranks").exists()
         assert results(ranks / out) == expected
-    # Nothing that the ranks had come to, and nothing twice.
     assert asked == ["text/5", "text/6"]
