@@ -319,6 +319,7 @@ def test_boolq_without_passages_is_called_that(folder, tmp_path):
             "allenai/openbookqa on Hugging Face's hub; examples are drawn from them: without them",
         ),
         (["tasks=[piqua]"], "task 'piqua' is unknown; give some of arc_challenge"),
+        (["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] name one twice; give each once"),
         (["tasks=[arc_easy]", "shots=[0]"], "at line 2 is damaged"),
         (["tasks=[arc_challenge]", "shots=[0]"], "answerKey 'E' is none of the labels"),
     ],

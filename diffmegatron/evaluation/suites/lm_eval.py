@@ -69,6 +69,11 @@ class MultipleChoice(Suite):
     def check(self, target: Target) -> None:
         """The library, the data and the tokenizer are there."""
         _harness()
+        if len({*self.tasks}) < len(self.tasks) or len({*self.shots}) < len(self.shots):
+            raise UserError(
+                f"lm-eval.tasks {list(self.tasks)} or lm-eval.shots {list(self.shots)} name one "
+                "twice; give each once"
+            )
         for name in self.tasks:
             if name not in QUESTIONS:
                 raise UserError(f"task {name!r} is unknown; give some of {', '.join(QUESTIONS)}")
