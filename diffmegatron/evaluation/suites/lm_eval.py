@@ -145,7 +145,8 @@ class MultipleChoice(Suite):
             for place, (target, of_target) in enumerate(records.items()):
                 heights = [_accuracy(of_target, name, shots, "acc") or 0.0 for name in names]
                 axes.bar(np.arange(len(names)) + place * width, heights, width, label=target)
-            axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names)
+            labels = [name.replace(" ", "\n") for name in names]
+            axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, labels)
             axes.set(ylabel="acc", title=f"{shots} shots", ylim=(0, 1))
         axes.legend()
         return True
