@@ -87,7 +87,10 @@ class Layer:
 
     def maps(self, first: int, end: int) -> Tensor:
         """What multiplies the values there, after any subtraction: float32 [heads, rows, end]."""
-        softmax = self.logits(first, end).softmax(-1)
+        return self.subtracted(self.logits(first, end).softmax(-1), first, end)
+
+    def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
+        """:meth:`maps` from the softmax of the logits there, [queries, rows, end]."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 

@@ -333,6 +333,14 @@ class Variant(Section, ABC):
         """
         return maps
 
+    @property
+    def map_pairs(self) -> tuple[tuple[int, int], ...]:
+        """The query heads, as :meth:`subtracted_maps` has them, of each head's two maps.
+
+        Signal and noise; by default none, for a head has one map.
+        """
+        return ()
+
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
         """The lines of the weight table of a layer's attention, by its name on either side."""

@@ -144,6 +144,14 @@ class DiffV2(Variant):
         lambda_ = attention.lambda_proj(hidden).float().sigmoid().T.unflatten(0, (-1, self.ratio))
         return (signal - lambda_.unsqueeze(-1) * noise).flatten(0, 1)
 
+    @property
+    def map_pairs(self) -> tuple[tuple[int, int], ...]:
+        """As :class:`Variant` says: a group is r signal heads and then their noise head."""
+        r = self.ratio
+        return tuple(
+            (n // r * (r + 1) + n % r, n // r * (r + 1) + r) for n in range(self.num_heads)
+        )
+
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
         """As :class:`Variant` says; the heads keep their order."""
         shape = (self.num_heads, hidden_size)

@@ -176,6 +176,11 @@ class TwoMaps(Variant):
         initial = self.lambda_init.of_layer(layer.layer_number)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + initial
 
+    @property
+    def map_pairs(self) -> tuple[tuple[int, int], ...]:
+        """As :class:`Variant` says: the classes have all signal heads before all noise heads."""
+        return tuple((n, self.num_heads + n // self.ratio) for n in range(self.num_heads))
+
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
         """As :class:`Variant` says: the classes have all signal heads before all noise heads."""
         import torch

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
+from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis
 from diffmegatron.evaluation.suites.lm_eval import MultipleChoice
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.many_shot import ManyShot
@@ -36,6 +37,7 @@ SUITES: dict[str, type[Suite]] = {
         Mathematics,
         Outliers,
         QuantizedAttention,
+        AttentionAnalysis,
         Scaling,
         Throughput,
     )

@@ -1,0 +1,203 @@
+"""What tells heads of differential attention from others (Kong, Jang, Kwak, 2025: DEX)."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, cycle
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from diffmegatron.evaluation import heads
+from diffmegatron.evaluation.attention import Layer, watched
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, NotFiniteError, Record, Records, Suite
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.evaluation.text import first_texts
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DISTANCE, ALIGNMENT = "cosine distance between heads", "CKA between heads"
+IMPORTANCE = "importance of a head"
+
+
+class AttentionAnalysis(Suite):
+    """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
+
+    A text is the first ``length`` tokens of a document, the start token counted. Every measure is
+    the mean over the layers, or over all pairs of heads, and then over the texts.
+    """
+
+    name: ClassVar[str] = "attention-analysis"
+    title: ClassVar[str] = "What heads of attention do"
+
+    data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
+    length: Size = Field(default=512, description="tokens of a text at most")
+    documents: Count = Field(default=16, description="the first of every source")
+    top: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.05, description="share of a row's tokens that are its top tokens"
+    )
+    epsilons: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=(0.001, 0.0001), min_length=1, description="below which a score is near zero"
+    )
+
+    def check(self, target: Target) -> None:
+        """Its kind of attention is known."""
+        _ = target.variant
+
+    def items(self, target: Target) -> list[Item]:
+        """The beginning of a document that is long enough for a row to have a top token."""
+        # Few tokens are longer than 16 characters.
+        texts = first_texts(self.data, self.documents, 16 * self.length)
+        found = []
+        for number, (_, text) in enumerate(texts):
+            ids = [target.start, *target.encode(text)][: self.length]
+            if len(ids) >= max(4, 1 / self.top):
+                found.append(Item(str(number), len(ids), ids))
+        return found
+
+    def score(self, model: Model, item: Item) -> Record:
+        """By layer, by pair of layers, and by layer and head."""
+        seen: list[Layer] = []
+        count = model.target.variant.num_heads
+        with (
+            torch.no_grad(),
+            watched(model, seen.append),
+            heads.head_outputs(model, count) as outputs,
+        ):
+            model.network.base_model(model.batch(item.content), use_cache=False)
+        by_layer, distances = heads.map_statistics(seen, self.top, self.epsilons)
+        alignments = heads.feature_alignment(outputs)
+        seen.clear()
+        outputs.clear()
+        importance = heads.head_importance(model, item.content, count)
+        return {
+            "layers": by_layer,
+            DISTANCE: _between_layers(distances, count),
+            ALIGNMENT: _between_layers(alignments, count),
+            IMPORTANCE: importance.tolist(),
+        }
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """Over all layers, or all pairs of heads, or all heads."""
+        found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
+        for name in (DISTANCE, ALIGNMENT):
+            if record[name]["mean"] is not None:
+                found[name] = record[name]["mean"]
+        found[IMPORTANCE] = float(np.mean(record[IMPORTANCE]))
+        return {name: Mean(value, per_token=True) for name, value in found.items()}
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Measures by layer, and for each target maps of layers and heads."""
+        figure.set_size_inches(13, 7 + 3.8 * len(records))
+        ratios = (7, 3.8 * len(records))
+        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
+        of_layers = {name: _by_layer(of_target) for name, of_target in records.items()}
+        for axes, (title, names) in zip(upper.subplots(2, 3).flat, _PANELS.items(), strict=True):
+            _draw_lines(axes, title, names, of_layers)
+        grid = lower.subplots(len(records), 3, squeeze=False)
+        for row, (name, of_target) in zip(grid, records.items(), strict=True):
+            for axes, measure in zip(row, (DISTANCE, ALIGNMENT, IMPORTANCE), strict=True):
+                _draw_map(axes, f"{name}: {measure}", _table(of_target, measure))
+        return True
+
+
+# What is drawn by layer: titles, and how the measures' names begin.
+_PANELS = {
+    "overlap of the top tokens": (heads.TOP,),
+    "overlap of scores": (heads.IN_TOP, heads.IN_REST),
+    "share of scores near zero": (heads.NEAR_ZERO,),
+    "entropy in nats": (heads.ENTROPY,),
+    "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
+    "heads of a layer": (DISTANCE, ALIGNMENT),
+}
+_STYLES = ("-", "--", ":")
+
+
+def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
+    """The mean over all pairs of different heads, and over those of every two layers.
+
+    None where there is no such pair.
+
+    Args:
+        pairs: of heads, [layers * count, layers * count].
+        count: of a layer's heads.
+
+    Raises:
+        NotFiniteError: one is not.
+    """
+    values = pairs.cpu().numpy()
+    different = ~np.eye(len(values), dtype=bool)
+    if not np.isfinite(values[different]).all():
+        raise NotFiniteError("a head gives zeros for every token, or what is not finite")
+    blocks = (len(values) // count, count) * 2
+    sums = np.where(different, values, 0).reshape(blocks).sum((1, 3))
+    counts = different.reshape(blocks).sum((1, 3))
+    table = [
+        [float(total / n) if n else None for total, n in zip(*row, strict=True)]
+        for row in zip(sums, counts, strict=True)
+    ]
+    return {"mean": float(sums.sum() / counts.sum()) if counts.any() else None, "layers": table}
+
+
+def _table(records: Records, measure: str) -> np.ndarray:
+    """Means over the texts: [layers, heads] of importance, else [layers, layers]."""
+    tables = [
+        each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
+    ]
+    return np.mean(np.array(tables, dtype=np.float64), axis=0)
+
+
+def _by_layer(records: Records) -> dict[str, np.ndarray]:
+    """Means over the texts of every measure, [layers]."""
+    found = {
+        name: np.mean([each["layers"][name] for each in records], axis=0)
+        for name in records[0]["layers"]
+    }
+    return found | {name: np.diagonal(_table(records, name)) for name in (DISTANCE, ALIGNMENT)}
+
+
+def _draw_lines(
+    axes: "Axes",
+    title: str,
+    beginnings: Sequence[str],
+    of_layers: Mapping[str, Mapping[str, np.ndarray]],
+) -> None:
+    """A colour for each target, a style for each measure."""
+    names = [
+        name
+        for name in dict.fromkeys(chain.from_iterable(of_layers.values()))
+        if name.startswith(tuple(beginnings))
+    ]
+    for number, (target, by_name) in enumerate(of_layers.items()):
+        for style, name in zip(cycle(_STYLES), names):
+            if name in by_name:
+                layers = range(1, 1 + len(by_name[name]))
+                label = f"{target}: {name}"
+                axes.plot(layers, by_name[name], style, color=f"C{number}", label=label)
+    axes.set_title(title)
+    if not names:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "no head has two maps", ha="center", transform=axes.transAxes)
+        return
+    axes.set(xlabel="layer")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")
+
+
+def _draw_map(axes: "Axes", title: str, values: np.ndarray) -> None:
+    rows, columns = values.shape
+    is_importance = title.endswith(IMPORTANCE)
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        extent=(0.5, columns + 0.5, rows + 0.5, 0.5),
+        # A few heads have most of it.
+        norm="log" if is_importance else "linear",
+    )
+    axes.set(title=title, xlabel="head" if is_importance else "layer", ylabel="layer")
+    axes.figure.colorbar(image, ax=axes)
