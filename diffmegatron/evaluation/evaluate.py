@@ -100,7 +100,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     _check_keys(suite, items)
     header = {
         "suite": suite.name,
-        "settings": suite.model_dump(mode="json"),
+        "settings": suite.model_dump(mode="json", exclude=set(suite.of_follow_ups)),
         "items": digest(items),
         "weights": target.fingerprint,
     }

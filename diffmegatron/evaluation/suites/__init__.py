@@ -10,6 +10,7 @@ from diffmegatron.config.documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis
+from diffmegatron.evaluation.suites.hallucination import Hallucination
 from diffmegatron.evaluation.suites.lm_eval import MultipleChoice
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.many_shot import ManyShot
@@ -34,6 +35,7 @@ SUITES: dict[str, type[Suite]] = {
         NeedleAttention,
         ManyShot,
         Order,
+        Hallucination,
         Mathematics,
         Outliers,
         QuantizedAttention,

@@ -1,0 +1,226 @@
+"""A judge of what models write: another model, in a folder or behind an OpenAI-compatible URL."""
+
+import ast
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field
+from transformers import AutoTokenizer
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.targets import find_targets
+from diffmegatron.files import clipped, parse_json, shown
+
+# Seconds before an endpoint that did not answer is asked again.
+_PAUSES = (1.0, 5.0)
+_TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
+_MAX_BYTES = 1 << 22
+_CONCLUSION = re.compile(r"(?im)^[ \t*]*conclusion[ \t*]*:[ \t*]*(true|false)[ \t*.]*$")
+_SPANS = re.compile(r"(?im)^[ \t*]*problematic spans[ \t*]*:[ \t*]*(\[.*\])[ \t*.]*$")
+
+
+class Verdict(NamedTuple):
+    """What a judge says of a text.
+
+    Attributes:
+        true: nothing in it is made up; None: the answer says neither, or both.
+        spans: what is made up, as far as the answer lists it.
+    """
+
+    true: bool | None
+    spans: list[str]
+
+
+def parse_verdict(answer: str) -> Verdict:
+    """Read an answer that has a line ``Conclusion: True`` or ``Conclusion: False``, and one alone.
+
+    A second conclusion, or any other word on the line, is no verdict.
+    """
+    found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
+    spans = _SPANS.findall(answer)
+    return Verdict(found[0] if len(found) == 1 else None, _strings(spans[-1]) if spans else [])
+
+
+def _strings(text: str) -> list[str]:
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return []
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+class Judge(ABC):
+    """Answers a question, always alike as far as it can.
+
+    Attributes:
+        name: tells judges apart.
+    """
+
+    name: str
+
+    @abstractmethod
+    def ask(self, question: str) -> str:
+        """Its answer.
+
+        Raises:
+            UserError: it gives none.
+        """
+
+
+@lru_cache(maxsize=1)
+def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
+    """The judge of a folder or an address.
+
+    Args:
+        where: a Hugging Face folder, or the URL that ``/chat/completions`` is put behind.
+        model: its name there.
+        key: the environment variable that may have the key.
+        tokens: of an answer at most.
+        seconds: that it may take.
+
+    Raises:
+        UserError: the folder is no model, or the address or the key is none.
+    """
+    if where.startswith(("http://", "https://")):
+        return _Endpoint(where, model, key, tokens, seconds)
+    return _Folder(Path(where), tokens)
+
+
+class _Folder(Judge):
+    """A Hugging Face folder, the likeliest token each time; by its chat template if it has one."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        (target,) = find_targets([path], path)
+        self._model, self._tokens = Model(target), tokens
+        self.name = f"{target.name}-{target.fingerprint[:12]}"
+
+    def ask(self, question: str) -> str:
+        """As :class:`Judge` says."""
+        target = self._model.target
+        ids = self._in_chat(question) or [target.start, *target.encode(question)]
+        if len(ids) + self._tokens > target.context:
+            raise UserError(
+                f"judge {target.name} takes {target.context:,.0f} tokens, and a question has "
+                f"{len(ids):,} with {self._tokens:,} to answer it; give a smaller "
+                "hallucination.context or another judge"
+            )
+        return target.tokenizer.decode(self._model.greedy(ids, self._tokens))
+
+    def _in_chat(self, question: str) -> list[int] | None:
+        tokenizer = self._chat
+        if not tokenizer.chat_template:
+            return None
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    @cached_property
+    def _chat(self) -> Any:
+        folder = self._model.target.folder
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # transformers has no narrower one for what it does not like
+            raise UserError(
+                f"{shown(folder)} has no usable tokenizer: {clipped(str(error))}"
+            ) from (None)
+
+
+class _Message(BaseModel):
+    content: str | None
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key is for the address that was given alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+class _Endpoint(Judge):
+    """Chat completions as OpenAI's interface has them, at temperature 0."""
+
+    def __init__(self, url: str, model: str, key: str, tokens: int, seconds: float) -> None:
+        parts = urlsplit(url)
+        if "@" in parts.netloc or parts.query or not parts.hostname:
+            raise UserError(
+                "hallucination.judge must be of the form https://host/path, without a user and "
+                f"without a query; a key comes from the environment variable {key}"
+            )
+        if not model:
+            raise UserError(
+                f"hallucination.judge {clipped(url)} is an address; give hallucination.judge_model "
+                "too, the name of the model there"
+            )
+        secret = os.environ.get(key, "").strip()
+        if not re.fullmatch(r"[\x21-\x7e]*", secret):
+            raise UserError(f"environment variable {key} has no key: it is not printable ASCII")
+        self._url = url.rstrip("/") + "/chat/completions"
+        self._headers = {"Content-Type": "application/json"}
+        if secret:
+            self._headers["Authorization"] = f"Bearer {secret}"
+        self._body = {"model": model, "temperature": 0, "max_tokens": tokens}
+        self._seconds = seconds
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self.name = model
+
+    def ask(self, question: str) -> str:
+        """As :class:`Judge` says; an endpoint that does not answer is asked three times."""
+        body = self._body | {"messages": [{"role": "user", "content": question}]}
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), self._headers, method="POST"
+        )
+        for pause in (*_PAUSES, None):
+            answer, problem, is_passing = self._try(request)
+            if answer is not None:
+                return answer
+            if pause is None or not is_passing:
+                break
+            time.sleep(pause)
+        raise UserError(
+            f"judge {clipped(self._url)} {problem}; what was generated and judged is kept, so run "
+            "the same command again when it answers"
+        )
+
+    def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
+        """The answer; or what is wrong, and whether that may pass."""
+        try:
+            with self._opener.open(request, timeout=self._seconds) as response:
+                content = response.read(_MAX_BYTES)
+        except urllib.error.HTTPError as error:
+            error.close()
+            passing = error.code == _TOO_MANY_REQUESTS or error.code >= _SERVER_ERRORS
+            return None, f"answers with HTTP status {error.code}", passing
+        except TimeoutError:
+            return None, f"does not answer within {self._seconds:g} seconds", True
+        except (OSError, http.client.HTTPException) as error:
+            cause = getattr(error, "reason", error)
+            if isinstance(cause, TimeoutError):
+                return None, f"does not answer within {self._seconds:g} seconds", True
+            return None, f"cannot be reached ({clipped(str(cause))})", True
+        try:
+            found: _Completion = parse_json(content, _Completion, "its answer")
+        except UserError:
+            return None, "answers with what is no chat completion", False
+        return found.choices[0].message.content or "", "", False

@@ -1,0 +1,204 @@
+"""Contextual hallucination: what a model makes of a document, and a judge who compares them.
+
+Ye et al., tables 4 and 5, after Chuang et al. (2024).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.passages import Passage, read_passages
+from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suites.many_shot import DATA_DIR
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PAPER = {
+    "xsum": (0.53, 0.44),
+    "cnn_dailymail": (0.41, 0.32),
+    "multi_news": (0.61, 0.42),
+    "qasper": (0.39, 0.28),
+    "hotpotqa": (0.46, 0.36),
+    "2wikimqa": (0.36, 0.29),
+}
+_SUMMARY = "\n\nWrite a short summary of the document, with nothing that it does not say.\nSummary:"
+_QUESTION = "\n\nAnswer the question from the document alone.\nQuestion: {question}\nAnswer:"
+_END = "\n\n"
+_CUT = "\n[...]\n"
+
+JUDGE_PROMPT = """\
+You are given a document and a {kind} that somebody wrote from it. Decide whether everything that \
+the {kind} says follows from the document. One statement that the document does not support, or \
+that contradicts it, makes the {kind} false. A {kind} that differs from the reference can still be \
+true, as long as the document supports it. Use nothing but the document.
+
+Document:
+{document}
+
+{question}Reference {kind}: {reference}
+
+{kind} to judge: {text}
+
+First explain your decision. Then end with the line
+Conclusion: True
+if the whole {kind} follows from the document, or with the line
+Conclusion: False
+if any part of it does not. After a false one, add a line with a Python list of the phrases of the \
+{kind} that are wrong or unsupported, word for word:
+Problematic Spans: ["...", "..."]
+"""
+
+
+class Hallucination(Suite):
+    """The share of summaries and answers of which a judge says that the document supports them.
+
+    All texts of a target are written before the first is judged, so a judge that fails, or another
+    one, finds them there. A verdict that cannot be read counts as not true.
+    """
+
+    name: ClassVar[str] = "hallucination"
+    title: ClassVar[str] = "Contextual hallucination, share of texts without any"
+    published: ClassVar[tuple[Published, ...]] = tuple(
+        Published(f"{name}, true", *numbers, "3B, tables 4 and 5")
+        for name, numbers in _PAPER.items()
+    )
+    of_follow_ups: ClassVar[frozenset[str]] = frozenset(
+        ("judge", "judge_model", "judge_key", "judge_tokens", "judge_seconds")
+    )
+
+    data_dir: Path = DATA_DIR
+    tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
+    samples: Count = Field(default=100, description="the first of every task")
+    context: Size = Field(default=2048, description="tokens of prompt and answer")
+    answer_tokens: Size = 128
+    judge: str | None = Field(default=None, description="a Hugging Face folder, or a URL")
+    judge_model: str = Field(default="", description="its name at the URL")
+    judge_key: str = Field(
+        default="OPENAI_API_KEY", description="the environment variable that may have the key"
+    )
+    judge_tokens: Size = 512
+    judge_seconds: Annotated[float, Field(gt=0)] = 120.0
+
+    def check(self, target: Target) -> None:
+        """The data and the judge are there, an address aside that does not answer yet."""
+        for name in self.tasks:
+            read_passages(name, self.data_dir, 1)
+        self._judge()
+
+    def items(self, target: Target) -> list[Item]:
+        """A passage to write about."""
+        return [
+            Item(f"{name}/{number}", self.context, (name, tuple(passage)))
+            for name in self.tasks
+            for number, passage in enumerate(read_passages(name, self.data_dir, self.samples))
+        ]
+
+    def follow_ups(self, target: Target, records: Records) -> list[Item]:
+        """The texts to judge, by this judge."""
+        judge = self._judge()
+        if judge is None:
+            return []
+        return [Item(f"judged by {judge.name}/{record['item']}", 0, record) for record in records]
+
+    def score(self, model: Model, item: Item) -> Record:
+        """What was written, from which document; or what the judge says of it."""
+        if isinstance(item.content, dict):
+            return self._judged(item.content)
+        name, parts = item.content
+        passage = Passage(*parts)
+        ids, document = self._prompt(model.target, passage)
+        tokens = model.greedy(ids, self.answer_tokens, stop=_END)
+        text = model.target.tokenizer.decode(tokens).split(_END)[0].strip()
+        return {"task": name, **passage._replace(document=document)._asdict(), "text": text}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """The share that is true, and that of verdicts which cannot be read."""
+        if "verdict" not in record:
+            return {}
+        name, verdict = record["task"], record["verdict"]
+        return {
+            f"{name}, true": Mean(float(verdict is True)),
+            f"{name}, verdicts that cannot be read": Mean(float(verdict is None)),
+        }
+
+    def remarks(self, records: Mapping[str, Records]) -> list[str]:
+        """Texts that nobody has judged, and verdicts that cannot be read."""
+        found = []
+        for name, of_target in records.items():
+            judged = [record for record in of_target if "verdict" in record]
+            unread = [record["item"] for record in judged if record["verdict"] is None]
+            if not judged:
+                found.append(
+                    f"{name}: {len(of_target)} texts are written and none is judged; give "
+                    "hallucination.judge, a folder or a URL, and run the same command again"
+                )
+            if unread:
+                found.append(
+                    f"{name}: {len(unread)} of {len(judged)} verdicts cannot be read and count as "
+                    f"not true; the first is {unread[0]}"
+                )
+        return found
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Bars by task."""
+        axes, width = figure.subplots(), 0.8 / len(records)
+        for place, (target, of_target) in enumerate(records.items()):
+            judged = [record for record in of_target if "verdict" in record]
+            of_tasks = [
+                [r["verdict"] is True for r in judged if r["task"] == t] for t in self.tasks
+            ]
+            shares = [float(np.mean(each)) if each else 0.0 for each in of_tasks]
+            axes.bar(np.arange(len(shares)) + place * width, shares, width, label=target)
+        axes.set_xticks(np.arange(len(self.tasks)) + 0.4 - width / 2, self.tasks)
+        axes.set(ylabel="share of texts that are true", ylim=(0, 1))
+        axes.legend()
+        return any("verdict" in record for each in records.values() for record in each)
+
+    def _judge(self) -> Judge | None:
+        if self.judge is None:
+            return None
+        return open_judge(
+            self.judge, self.judge_model, self.judge_key, self.judge_tokens, self.judge_seconds
+        )
+
+    def _judged(self, written: Record) -> Record:
+        judge = self._judge()
+        assert judge is not None
+        answer = judge.ask(judge_question(written))
+        true, spans = parse_verdict(answer)
+        return {"task": written["task"], "verdict": true, "spans": spans, "said": answer}
+
+    def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
+        """Its tokens, and the document in it, whose middle is left out where it is too long."""
+        task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
+        before, after = target.encode("Document: "), target.encode(task)
+        document = target.encode(passage.document)
+        room = self.context - self.answer_tokens - 1 - len(before) - len(after)
+        text = passage.document
+        if len(document) > room:
+            cut = target.encode(_CUT)
+            half = max(0, room - len(cut)) // 2
+            ends = (document[:half], document[len(document) - half :])
+            text = _CUT.join(map(target.tokenizer.decode, ends))
+            document = [*ends[0], *cut, *ends[1]]
+        return [target.start, *before, *document, *after], text
+
+
+def judge_question(written: Record) -> str:
+    """What a judge is asked of a text, as docs/evaluation.md shows it."""
+    question = written["question"]
+    return JUDGE_PROMPT.format(
+        kind="answer" if question else "summary",
+        document=written["document"],
+        question=f"Question: {question}\n\n" if question else "",
+        reference=" / ".join(written["references"]),
+        text=written["text"],
+    )
