@@ -179,9 +179,11 @@ def _draw_lines(
                 label = f"{target}: {name}"
                 axes.plot(layers, by_name[name], style, color=f"C{number}", label=label)
     axes.set_title(title)
-    if not names:
+    found = [by_name[name] for by_name in of_layers.values() for name in names if name in by_name]
+    if not any(values.any() for values in found):
         axes.axis("off")
-        axes.text(0.5, 0.5, "no head has two maps", ha="center", transform=axes.transAxes)
+        said = "all are zero" if found else "no head has two maps"
+        axes.text(0.5, 0.5, said, ha="center", transform=axes.transAxes)
         return
     axes.set(xlabel="layer")
     axes.set_ylim(bottom=0)
