@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import launch, preflight, status
+
+if TYPE_CHECKING:
+    from diffmegatron.training.evaluators import OpenEvaluators
 
 app = typer.Typer(
     name="diffmegatron",
@@ -213,9 +216,12 @@ def train(config: Config, overrides: Overrides = None) -> None:
         stages = load_stages(config, overrides or [])
         read_launch()
         # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
-        from diffmegatron.training.trainer import train_stages
+        from diffmegatron.training.stages import train_stages
 
-        if not train_stages(stages, record):
+        opener: OpenEvaluators | None = None
+        if any(stage.training.evaluate for stage in stages):
+            from diffmegatron.evaluation.within import open_evaluators as opener
+        if not train_stages(stages, record, opener):
             raise typer.Exit(EXIT_STOPPED)
 
 

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.variants import Variant, read_variant
 from diffmegatron.config.data import DataConfig
+from diffmegatron.config.evaluate import EvaluateConfig
 from diffmegatron.config.layout import check_layout, data_parallel_size
 from diffmegatron.config.lora import LoraConfig
 from diffmegatron.config.optimizer import OptimizerConfig
@@ -158,6 +159,9 @@ class TrainingConfig(Section):
     eval_interval: Count = 1000
     eval_batches: int = Field(
         default=10, ge=0, le=MAX_SIZE, description="global batches; 0: no evaluation"
+    )
+    evaluate: tuple[EvaluateConfig, ...] = Field(
+        default=(), max_length=16, description="suites that run within training"
     )
 
     @model_validator(mode="after")

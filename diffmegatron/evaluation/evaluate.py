@@ -21,13 +21,12 @@ from diffmegatron.evaluation.records import (
     digest,
 )
 from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
-from diffmegatron.evaluation.suites import make_suites
+from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import shown
 
 _LOCK = "evaluate.lock"
-_MAX_DEFAULT_CONTEXT = 2048
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -79,7 +78,7 @@ def _alone(out: Path) -> FileLock:
 
 def shortest_context(targets: Sequence[Target]) -> int:
     """Tokens that every target takes, of which a suite uses 2,048 at most unless it is told."""
-    return int(min(_MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
+    return int(min(MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 
 def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:

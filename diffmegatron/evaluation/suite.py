@@ -84,6 +84,8 @@ class Suite(Section, ABC):
 
     # Whether items that run at the same time do not disturb each other.
     shared: ClassVar[bool] = True
+    # Whether it asks a model for losses and tokens alone, so that it can run within training.
+    within_training: ClassVar[bool] = False
     # Settings that only follow-ups hang on; the follow-ups' keys tell other ones apart.
     of_follow_ups: ClassVar[frozenset[str]] = frozenset()
 

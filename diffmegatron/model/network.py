@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.checkpoint import checkpoint
 
 from diffmegatron.attention.self_attention import SelfAttention
@@ -84,6 +84,23 @@ class Chunk(GPTModel):
             logits[..., first:] = -torch.inf
         return super().compute_language_model_loss(labels, logits)
 
+    def likeliest_tokens(self, logits: Tensor) -> Tensor:
+        """Ids int64 [b, s] from this rank's share of the logits [b, s, v], the same on every rank.
+
+        Rows that pad the vocabulary are none; -1 stands where a logit is not finite.
+        """
+        group, share = self.pg_collection.tp, logits.shape[-1]
+        first = group.rank() * share
+        used = min(max(self.vocab_size - self.vocab_padding - first, 0), share)
+        bad = ~logits[..., :used].isfinite().all(-1)
+        padded = torch.arange(share, device=logits.device) >= used
+        value, place = logits.float().masked_fill(padded, -torch.inf).max(-1)
+        values, ids = (
+            _gathered(x, group)
+            for x in (value.masked_fill(bad, torch.inf), (place + first).masked_fill(bad, -1))
+        )
+        return ids.gather(0, values.argmax(0, keepdim=True))[0]
+
 
 class Network(torch.nn.Module):
     """What one pipeline rank holds: one chunk of layers, or several that the schedule interleaves.
@@ -113,6 +130,13 @@ class Network(torch.nn.Module):
         """
         (chunk,) = self.chunks
         return chunk(*args, **kwargs)
+
+
+def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    """[ranks, ...] of a group."""
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    distributed.all_gather(found, own.contiguous(), group=group)
+    return torch.stack(found)
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:

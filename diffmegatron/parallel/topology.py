@@ -61,6 +61,11 @@ class Topology:
         return parallel_state.get_tensor_model_parallel_group()
 
     @property
+    def context_group(self) -> ProcessGroup:
+        """The ranks that share each sequence."""
+        return parallel_state.get_context_parallel_group()
+
+    @property
     def pipeline_group(self) -> ProcessGroup:
         """The ranks that hold the other stages of this rank's shard."""
         return parallel_state.get_pipeline_model_parallel_group()

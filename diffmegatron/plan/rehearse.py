@@ -234,6 +234,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
         "attention_backend": "auto",
         "log_interval": 1,
         "eval_batches": 0,
+        "evaluate": (),
     }
 
 

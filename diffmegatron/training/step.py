@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
+from diffmegatron.attention.context.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Chunk, Network
 from diffmegatron.parallel.topology import Topology
@@ -71,6 +72,72 @@ def forward_only(network: Network, microbatches: Sequence[Batch], topology: Topo
     return _mean_over_ranks(losses, _count(microbatches, topology), topology)
 
 
+def token_losses(network: Network, batch: Batch, topology: Topology) -> Tensor:
+    """Loss of every label of sequences that this rank's part of is ``batch``.
+
+    Returns:
+        Float32 [b, s] of whole sequences, the same on every rank that holds a part of the model.
+    """
+    return _forward(network, batch, topology, Tensor.float, has_labels=True)
+
+
+def next_tokens(network: Network, batch: Batch, topology: Topology) -> Tensor:
+    """The likeliest token after every position; -1 where a logit is not finite.
+
+    Returns:
+        Int64 [b, s], as :func:`token_losses`.
+    """
+    read = network.chunks[-1].likeliest_tokens
+    return _forward(network, batch, topology, read, has_labels=False)
+
+
+@torch.no_grad()
+def _forward(
+    network: Network,
+    batch: Batch,
+    topology: Topology,
+    read: Callable[[Tensor], Tensor],
+    *,
+    has_labels: bool,
+) -> Tensor:
+    """What is read off the network's output, [b, s] of whole sequences."""
+    own: Tensor | None
+    if topology.pipeline_size > 1:
+        # An interleaved schedule takes as many microbatches as there are stages, or a multiple.
+        count = topology.pipeline_size if len(network.chunks) > 1 else 1
+
+        def step(microbatches, chunk):  # type: ignore[no-untyped-def]
+            output = _output(chunk, next(microbatches), has_labels=has_labels)
+            return output, lambda last: (last.new_zeros(()), {"read": read(last)})
+
+        found = _scheduled(network, [batch] * count, topology, step, forward_only=True)
+        own = found[0]["read"] if found else None
+    else:
+        own = read(_output(network, batch, has_labels=has_labels))
+    return _on_all_ranks(own, batch, topology, torch.float32 if has_labels else torch.int64)
+
+
+def _on_all_ranks(
+    own: Tensor | None, batch: Batch, topology: Topology, dtype: torch.dtype
+) -> Tensor:
+    """What the ranks of the last stage hold of sequences, whole, and the first replica's on all."""
+    rows, length = batch.tokens.shape
+    whole = torch.empty(rows, length * topology.context_size, dtype=dtype, device=topology.device)
+    if own is not None:
+        parts = [torch.empty_like(own) for _ in range(topology.context_size)]
+        distributed.all_gather(parts, own.contiguous(), group=topology.context_group)
+        by_rank = torch.cat(parts, dim=1).T
+        whole = to_sequence_order(by_rank, topology.context_size).T.contiguous()
+    if topology.pipeline_size > 1:
+        group = topology.pipeline_group
+        last = distributed.get_global_rank(group, topology.pipeline_size - 1)
+        distributed.broadcast(whole, last, group=group)
+    # What is done next hangs on it, and must be the same where kernels differ in the last bit.
+    group = topology.data_group
+    distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
+    return whole
+
+
 def summed_loss(network: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Summed loss of the tokens that count; 0-dim float32."""
     return _masked_sum(batch.loss_mask, _token_losses(network, batch))
@@ -78,11 +145,19 @@ def summed_loss(network: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 def _token_losses(network: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Loss of each token, [b, s]."""
+    return _output(network, batch, has_labels=True)
+
+
+def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
+    """Loss of each token [b, s], or this tensor-parallel rank's logits [b, s, v].
+
+    Of a stage before the last, its hidden states.
+    """
     return network(
         batch.tokens,
         batch.position_ids,
         None,
-        labels=batch.labels,
+        labels=batch.labels if has_labels else None,
         packed_seq_params=_packed_documents(batch),
     )
 
@@ -134,24 +209,37 @@ def _pipeline(
         topology: where this rank stands.
         weight: of a summed loss in the gradients; None: no backward pass.
     """
-    batch = microbatches[0]
     # The schedule divides by the number of microbatches what it takes the gradient of, and
     # multiplies it by the context-parallel size, by which it divides the length of a sequence.
     factor = len(microbatches) / topology.context_size
     scale = None if weight is None else weight * factor
-    chunks = list(network.chunks)
+    step = partial(_forward_step, scale, forward_context)
+    outputs = _scheduled(network, microbatches, topology, step, forward_only=weight is None)
+    return [output["loss"] for output in outputs]
+
+
+def _scheduled(
+    network: Network,
+    microbatches: Sequence[Batch],
+    topology: Topology,
+    step: Callable[..., object],
+    *,
+    forward_only: bool,
+) -> list[dict[str, Tensor]]:
+    """What ``step`` gives of every microbatch on the last stage; nothing on the others."""
+    batch, chunks = microbatches[0], list(network.chunks)
     iterators = [iter(microbatches) for _ in chunks]
     is_interleaved = len(chunks) > 1
-    outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, scale, forward_context),
+    outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=step,
         data_iterator=iterators if is_interleaved else iterators[0],
         model=chunks if is_interleaved else chunks[0],
         num_microbatches=len(microbatches),
         seq_length=batch.tokens.shape[1] * topology.context_size,
         micro_batch_size=batch.tokens.shape[0],
-        forward_only=weight is None,
+        forward_only=forward_only,
     )
-    return [output["loss"] for output in outputs]
+    return outputs
 
 
 def _forward_step(  # type: ignore[no-untyped-def]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from diffmegatron.attempts.ends import RankRecord
@@ -18,19 +19,18 @@ from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
-from diffmegatron.errors import UserError
-from diffmegatron.files import shown, write_durably
+from diffmegatron.files import write_durably
 from diffmegatron.model.build import build_model
 from diffmegatron.model.shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.topology import Topology, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start
+from diffmegatron.training.evaluators import HELD_OUT, Evaluator, held_out_loss, measure
 from diffmegatron.training.events import stopped_by_guard, write_event
 from diffmegatron.training.logits import largest_logits
 from diffmegatron.training.metrics import MetricsWriter
@@ -43,7 +43,7 @@ from diffmegatron.training.resume import (
     return_point,
     starting_checkpoint,
 )
-from diffmegatron.training.run_lock import run_lock
+from diffmegatron.training.run_lock import refuse_a_file, run_lock
 from diffmegatron.training.saver import Saver
 from diffmegatron.training.signals import StopRequest
 from diffmegatron.training.step import forward_backward, forward_only
@@ -53,7 +53,9 @@ from diffmegatron.training.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
+def train(
+    recipe: Recipe, record: RankRecord | None = None, evaluators: Sequence[Evaluator] = ()
+) -> bool:
     """Run a recipe on the ranks the launcher started, or on this process alone.
 
     Writes ``run_dir`` with ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/``, ``checkpoints/``
@@ -63,6 +65,7 @@ def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
     Args:
         recipe: of the run.
         record: is told every step.
+        evaluators: of ``training.evaluate``.
 
     Returns:
         Whether the run is finished; otherwise it was asked to stop, and has saved.
@@ -77,7 +80,7 @@ def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
     with suppress(OSError):  # of a path that can be none: the lock says what is wrong with it
-        _refuse_a_file(run_dir)
+        refuse_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
@@ -85,30 +88,7 @@ def train(recipe: Recipe, record: RankRecord | None = None) -> bool:
         process_groups(recipe.parallel, recipe.training.seed) as topology,
         ExitStack() as stack,
     ):
-        return Trainer(recipe, topology, stop, watchdog, stack, record).run()
-
-
-def _refuse_a_file(run_dir: Path) -> None:
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(
-            f"run_dir {shown(run_dir)} is a file; give a directory, or a path that is free"
-        )
-
-
-def train_stages(recipes: Sequence[Recipe], record: RankRecord | None = None) -> bool:
-    """Run the stages of a recipe one after the other; a finished one has nothing left to do.
-
-    Returns:
-        Whether all are finished.
-
-    Raises:
-        UserError: as :func:`train`; before any stage where the ranks do not fit one of them.
-    """
-    ranks = read_launch().ranks
-    for recipe in recipes:
-        recipe.data_parallel(ranks)
-    with default_group():
-        return all(train(recipe, record) for recipe in recipes)
+        return Trainer(recipe, topology, stop, watchdog, stack, record, evaluators).run()
 
 
 class Trainer:
@@ -122,8 +102,11 @@ class Trainer:
         watchdog: Watchdog,
         stack: ExitStack,
         record: RankRecord,
+        evaluators: Sequence[Evaluator] = (),
     ) -> None:
+        assert len(evaluators) == len(recipe.training.evaluate), "training.evaluate is not open"
         self.recipe, self.topology = recipe, topology
+        self.evaluators = [*held_out_loss(recipe), *evaluators]
         self.stop, self.watchdog, self.record = stop, watchdog, record
         self.store = CheckpointStore(Path(recipe.run_dir))
         verify_sources(recipe.data, topology, watchdog.patience)
@@ -154,14 +137,13 @@ class Trainer:
         """From the present step to the last one; returns whether that was reached."""
         training = self.recipe.training
         if self.step == 0:
-            self._evaluate()
+            self._evaluate(last=False)
         while self.step < training.total_steps and not self.stopping:
             values = self._train_step()
             last = self.step == training.total_steps
             if self.step % training.log_interval == 0 or last:
                 self._log(values)
-            if self.step % training.eval_interval == 0 or last:
-                self._evaluate()
+            self._evaluate(last=last)
             if self.step % self.recipe.checkpoint.interval == 0 or self.saver.is_due_again:
                 self._save()
         self._save_at_the_end()
@@ -284,27 +266,27 @@ class Trainer:
             self.metrics.write(self.step, values | others)
             self.progress.line(self.step, values)
 
-    def _evaluate(self) -> None:
-        """Mean loss over the first global batches of the held-out documents."""
-        training, topology = self.recipe.training, self.topology
-        if training.eval_batches == 0 or self.stopping:
+    def _evaluate(self, *, last: bool) -> None:
+        """The held-out loss and the suites of ``training.evaluate``, where they are due."""
+        due = [each for each in self.evaluators if last or self.step % each.every == 0]
+        if not due or self.stopping:
             return
-        losses: list[float] = []
         with self._pause():
-            loader = open_loader(self.recipe, topology, "validation")
-            while len(losses) < training.eval_batches and not self.stopping:
-                agreed = self._forward(loader.read_step(len(losses) * training.global_batch_size))
-                losses.append(agreed.loss)
-                self.stopping = agreed.stop and self.doubt is None
-                self.watchdog.progress()
-                self.record.at(self.step, self.recipe.run_dir)
-        if len(losses) == training.eval_batches:
-            loss = sum(losses) / len(losses)
-            self._write_metrics({"valid/loss": loss})
+            values = measure(due, self.network, self.topology, self._goes_on)
+        self._write_metrics(values)
+        if HELD_OUT in values:
             if self.topology.is_main:
-                say(f"held-out loss {loss:.4f} at step {self.step}")
-            if not math.isfinite(loss):
-                self.doubt = f"held-out loss is {loss}"
+                say(f"held-out loss {values[HELD_OUT]:.4f} at step {self.step}")
+            if not math.isfinite(values[HELD_OUT]):
+                self.doubt = f"held-out loss is {values[HELD_OUT]}"
+
+    def _goes_on(self) -> bool:
+        """Whether nobody was asked to stop, after a part of an evaluation."""
+        agreed = self._agree(torch.zeros((), device=self.topology.device))
+        self.stopping = agreed.stop and self.doubt is None
+        self.watchdog.progress()
+        self.record.at(self.step, self.recipe.run_dir)
+        return not self.stopping
 
     def _forward(self, microbatches: Sequence[Batch]) -> Agreement:
         """The loss of a global batch with the present weights, and nothing changed."""

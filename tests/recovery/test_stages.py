@@ -10,7 +10,8 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.training.metrics import read_metrics
-from diffmegatron.training.trainer import train, train_stages
+from diffmegatron.training.stages import train_stages
+from diffmegatron.training.trainer import train
 from tests.conftest import TINY
 
 STAGES = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.training import saver, trainer
+from diffmegatron.training import evaluators, saver, trainer
 from diffmegatron.training.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
@@ -50,7 +50,7 @@ def signalling(function, call: int, number: int):
     [
         (trainer, "forward_backward", 1, 1),  # the first step, which may compile
         (trainer, "forward_backward", 5, 5),
-        (trainer, "forward_only", 3, 6),  # the evaluation after step 6
+        (evaluators, "forward_only", 3, 6),  # the evaluation after step 6
         (saver, "write_pieces", 1, 11),  # the save of step 10
     ],
 )

@@ -33,6 +33,7 @@ from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classes import TASKS
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
+from diffmegatron.evaluation.passages import read_passages
 from diffmegatron.evaluation.problems import BENCHMARKS
 from diffmegatron.evaluation.records import RecordFile
 from diffmegatron.evaluation.targets import find_targets
@@ -416,6 +417,11 @@ READERS = [
         '[{"instruction": "Please choose the correct answer to the question: What?\\n\\nAnswer1: a '
         'Answer2: b\\n\\nAnswer format: answer1/answer2", "answer": "answer2"}]',
         lambda folder: QUESTIONS["arc_easy"].read(folder, "arc_easy"),
+    ),
+    data_set(
+        "qasper.jsonl",
+        '{"input": "Who?", "context": "It was Ann.", "answers": ["Ann"], "length": 3}\n' * 5,
+        lambda folder: read_passages("qasper", folder, 9),
     ),
 ]
 

@@ -25,6 +25,8 @@ from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import clipped
 
+# Of a suite that is not told.
+MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
     for each in (

@@ -30,6 +30,7 @@ class Loss(Suite):
     """
 
     name: ClassVar[str] = "loss"
+    within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Loss on held-out text"
 
     data: tuple[str, ...] = Field(

@@ -40,6 +40,7 @@ class Retrieval(Suite):
     """
 
     name: ClassVar[str] = "needle"
+    within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Multi-needle retrieval, share of numbers found"
     published: ClassVar[tuple[Published, ...]] = (
         Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLE),

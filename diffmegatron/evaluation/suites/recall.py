@@ -38,6 +38,7 @@ class Recall(Suite):
     """
 
     name: ClassVar[str] = "recall"
+    within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Associative recall on held-out text"
     published: ClassVar[tuple[Published, ...]] = (
         Published(HITS, 0.880, 0.898, _TABLE),

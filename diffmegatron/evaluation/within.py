@@ -1,0 +1,236 @@
+"""Suites within training: ``training.evaluate`` of a recipe, on the network as it is trained.
+
+Every rank asks the same items in the same order, as the forward passes of a sharded network are
+the work of several.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from diffmegatron.config.evaluate import EvaluateConfig
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
+from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.files import clipped
+from diffmegatron.hf.original import find_original
+from diffmegatron.model.network import Network
+from diffmegatron.parallel.topology import Topology
+from diffmegatron.training.batches import on_this_rank
+from diffmegatron.training.evaluators import Values
+from diffmegatron.training.progress import say
+from diffmegatron.training.step import next_tokens, token_losses
+
+
+def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
+    """The suites of ``training.evaluate``, their data read.
+
+    Raises:
+        UserError: a suite is none of those that run within training, a setting does not fit, data
+            are missing, or an item is longer than the run's sequences.
+    """
+    names = [entry.suite for entry in recipe.training.evaluate]
+    if len(set(names)) < len(names):
+        raise UserError(f"training.evaluate names a suite twice in {', '.join(names)}")
+    target = _target(recipe)
+    return [_opened(entry, target) for entry in recipe.training.evaluate]
+
+
+def _opened(entry: EvaluateConfig, target: "RunTarget") -> "SuiteEvaluator":
+    suite = _suite(entry, target)
+    suite.check(target)
+    items = suite.items(target)
+    longest = max((item.tokens for item in items), default=0)
+    if not items or longest > target.context:
+        problem = f"{longest:,} tokens, and training.seq_length is {target.context:,.0f}"
+        raise UserError(
+            f"training.evaluate has suite {entry.suite!r}, whose "
+            f"{f'longest item needs {problem}' if items else 'data are empty'}"
+        )
+    return SuiteEvaluator(suite, entry.every, items, target)
+
+
+def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
+    light = [name for name, kind in SUITES.items() if kind.within_training]
+    if entry.suite not in light:
+        raise UserError(
+            f"training.evaluate has suite {clipped(repr(entry.suite))}; those that run within "
+            f"training are {', '.join(light)}"
+        )
+    kind, settings = SUITES[entry.suite], entry.settings
+    if "context" in kind.model_fields:
+        settings = {"context": int(min(MAX_DEFAULT_CONTEXT, target.context))} | settings
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"training.evaluate has suite {entry.suite!r} with key {clipped(key)}: "
+            f"{clipped(first['msg'].lower())}; its keys are suite, every, "
+            f"{', '.join(kind.model_fields)}"
+        ) from None
+
+
+class _LikeTheExports(Tokenizer):
+    """A tokenizer that passes over ids which it has no text for, as that of an export does.
+
+    A vocabulary is larger than its tokenizer's, and an untrained network says all of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name, self.vocab_size = tokenizer.name, tokenizer.vocab_size
+        self.end_of_document, self.sha256 = tokenizer.end_of_document, tokenizer.sha256
+
+    def encode(self, text: str) -> np.ndarray:
+        """See :meth:`Tokenizer.encode`."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See :meth:`Tokenizer.decode`."""
+        return self._tokenizer.decode([token for token in ids if self._has_text(int(token))])
+
+    def _has_text(self, token: int) -> bool:
+        try:
+            self._tokenizer.decode([token])
+        except KeyError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class RunTarget(Target):
+    """What suites ask of a target, of a run: its export's tokens and texts.
+
+    Attributes:
+        tokenizer_name: of the recipe.
+        begins_with: the token that text begins with in its export.
+        length: of its sequences.
+    """
+
+    tokenizer_name: str
+    begins_with: int | None
+    length: int
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        """The recipe's, whose ids the export's gives too."""
+        return _LikeTheExports(load_tokenizer(self.tokenizer_name))
+
+    @cached_property
+    def start(self) -> int:
+        """As in the export."""
+        return self.tokenizer.end_of_document if self.begins_with is None else self.begins_with
+
+    @cached_property
+    def context(self) -> float:
+        """The length of the run's sequences."""
+        return self.length
+
+
+def _target(recipe: Recipe) -> RunTarget:
+    original, begins_with = find_original(recipe), None
+    if original is not None:
+        described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
+        if original.computes(described):
+            begins_with = original.config.bos_token_id
+    path = Path(recipe.run_dir)
+    length = recipe.training.seq_length
+    return RunTarget(path.name, path, path, path, recipe.data.tokenizer, begins_with, length)
+
+
+class SuiteEvaluator:
+    """A suite as training runs it.
+
+    Attributes:
+        every: how many steps.
+    """
+
+    def __init__(self, suite: Suite, every: int, items: Sequence[Item], target: RunTarget) -> None:
+        self.every = every
+        self._suite, self._items, self._target = suite, items, target
+
+    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+        """An item at a time; no values where the network gives what is no number."""
+        model = _RunModel(self._target, network, topology)
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for number, item in enumerate(self._items):
+            if number:
+                yield
+            try:
+                record = self._suite.score(model, item)
+            except NotFiniteError as error:
+                if topology.is_main:
+                    say(f"suite {self._suite.name} has no values: of item {item.key} {error}")
+                return {}
+            for name, share in self._suite.means(record).items():
+                sums[name][0] += share.total
+                sums[name][1] += share.weight
+        return {
+            metric_name(self._suite.name, name): total / weight
+            for name, (total, weight) in sums.items()
+            if weight
+        }
+
+
+def metric_name(suite: str, measure: str) -> str:
+    """Of a measure in ``metrics.jsonl`` and TensorBoard."""
+    return f"eval/{suite}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
+
+
+class _RunModel(Model):
+    """The network of a run in the place of its export."""
+
+    def __init__(self, target: RunTarget, network: Network, topology: Topology) -> None:
+        super().__init__(target)
+        self._sharded, self._topology = network, topology
+
+    def losses(self, ids: Sequence[int]) -> Tensor:
+        """As :class:`Model`."""
+        losses = token_losses(self._sharded, self._batch(ids[:-1], ids[1:]), self._topology)
+        losses = losses[0, : len(ids) - 1].cpu()
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad):
+            raise NotFiniteError(f"the loss of token {int(bad[0]) + 1} of {len(ids)} is not finite")
+        return losses
+
+    def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
+        """As :class:`Model`, without a cache: every token takes a forward pass of all before."""
+        tokenizer, found = self.target.tokenizer, list[int]()
+        while True:
+            before = [*ids, *found]
+            after = next_tokens(self._sharded, self._batch(before, before), self._topology)
+            token = int(after[0, len(before) - 1])
+            if token < 0:
+                raise NotFiniteError(f"a logit after {len(before)} tokens is not finite")
+            if token == tokenizer.end_of_document:
+                return found
+            found.append(token)
+            if len(found) == limit or (stop and stop in tokenizer.decode(found[-4 * len(stop) :])):
+                return found
+
+    def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
+        """A text on this rank, with tokens at its end that no other sees.
+
+        Sequence-parallel ranks share it evenly, and context-parallel ones two parts each.
+        """
+        unit = 2 * self._topology.context_size * self._topology.tensor_size
+        more = -len(ids) % unit
+        tokens, wanted = (torch.tensor([[*each, *[0] * more]]) for each in (ids, labels))
+        positions = torch.arange(len(ids) + more)[None]
+        batch = Batch(tokens, wanted, torch.ones(tokens.shape), positions, None)
+        return on_this_rank([batch], self._topology)[0]

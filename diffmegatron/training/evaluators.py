@@ -1,0 +1,90 @@
+"""What a run is told to measure of itself beside its loss, by packages that stand above it."""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.network import Network
+from diffmegatron.parallel.topology import Topology
+from diffmegatron.training.agreement import agree
+from diffmegatron.training.batches import on_this_rank, open_loader
+from diffmegatron.training.step import forward_only
+
+Values = dict[str, float]
+
+
+class Evaluator(Protocol):
+    """Measures a network that is being trained, and changes nothing of it.
+
+    Attributes:
+        every: how many steps.
+    """
+
+    every: int
+
+    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+        """In parts of a forward pass or a few, which are the same on every rank.
+
+        Returns:
+            Values by the names of metrics.
+        """
+
+
+HELD_OUT = "valid/loss"
+# From a recipe, before anything of it runs.
+OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
+
+
+class _HeldOutLoss:
+    """Mean loss over the first global batches of the held-out documents."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.every = recipe.training.eval_interval
+        self._recipe = recipe
+
+    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+        """A global batch at a time."""
+        training, losses = self._recipe.training, list[float]()
+        loader = open_loader(self._recipe, topology, "validation")
+        for number in range(training.eval_batches):
+            if number:
+                yield
+            batch = on_this_rank(loader.read_step(number * training.global_batch_size), topology)
+            loss = forward_only(network, batch, topology)
+            # Ranks that found other last bits, or NaN alone, would part for ever.
+            losses.append(agree(loss, 0.0, stop=False, writing=False, topology=topology).loss)
+        return {HELD_OUT: sum(losses) / len(losses)}
+
+
+def held_out_loss(recipe: Recipe) -> list[Evaluator]:
+    """What measures it, where the recipe asks for any."""
+    return [_HeldOutLoss(recipe)] if recipe.training.eval_batches else []
+
+
+def measure(
+    due: Sequence[Evaluator], network: Network, topology: Topology, goes_on: Callable[[], bool]
+) -> Values:
+    """The values of evaluators, up to one that is broken off.
+
+    Args:
+        due: the evaluators.
+        network: this rank's.
+        topology: where it stands.
+        goes_on: asked after every part; the same on all ranks.
+    """
+    found: Values = {}
+    network.eval()
+    try:
+        for evaluator in due:
+            parts: Generator[None, None, Values] | None = evaluator.measure(network, topology)
+            while parts is not None:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    found |= end.value
+                    parts = None
+                if not goes_on():
+                    return found
+    finally:
+        network.train()
+    return found

@@ -1,0 +1,243 @@
+"""Suites within training: the values of the export's evaluation, on any layout, for nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.config.load import load_recipe
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.suites.needle import Retrieval
+from diffmegatron.evaluation.within import metric_name, open_evaluators
+from diffmegatron.model.network import Chunk
+from diffmegatron.training.metrics import TENSORBOARD, read_metrics
+from diffmegatron.training.stages import train_stages
+from tests.conftest import TINY
+from tests.ranks import launch
+
+SHORT = (
+    "training.seq_length=512",
+    "training.global_batch_size=2",
+    "training.micro_batch_size=2",
+    "training.steps=3",
+    "training.eval_interval=2",
+    "checkpoint.interval=2",
+)
+ONE = ("training.steps=1", "optimizer.schedule.warmup_steps=0")
+LAYOUTS = {
+    "tensor": ("parallel.tensor=2", "parallel.sequence_parallel=true"),
+    "interleaved": (
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "model.num_layers=4",
+        "training.micro_batch_size=1",
+    ),
+    "context": ("parallel.context=2",),
+    "zero 3": ("parallel.zero_stage=3", "training.micro_batch_size=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("within")
+    (found / "tiny.yaml").write_text(TINY.format(run_dir=found / "unused", corpus=corpus))
+    for name, words in (("a", "the cat sat on a mat, "), ("b", "ten hens and one hen ")):
+        (found / f"{name}.txt").write_text(words * 9)
+    # Of many sentences, for needles lie between them.
+    (found / "hay.txt").write_text("".join(f"It is line {n % 10} of it. " for n in range(60)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def suites(folder: Path, corpus: Path) -> dict[str, dict]:
+    """By name, what is asked of the command line and of a recipe."""
+    data = [f"first={folder / 'a.txt'}", f"second={folder / 'b.txt'}"]
+    return {
+        "loss": {"data": data, "context": 65},
+        "recall": {"data": data, "training": str(corpus), "rare": 10**6, "context": 100},
+        "needle": {
+            "haystack": str(folder / "hay.txt"),
+            "lengths": [400],
+            "pairs": [[1, 1], [2, 2]],
+            "depths": [0.5],
+            "samples": 1,
+            "answer_tokens": 4,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def within(suites: dict[str, dict]) -> str:
+    """The override that asks for all of them."""
+    entries = [{"suite": name, "every": 2, **settings} for name, settings in suites.items()]
+    return f"training.evaluate={json.dumps(entries)}"
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, within: str) -> Path:
+    """A run_dir of one process that has asked them at steps 0, 2 and 3."""
+    recipe = load_recipe(folder / "tiny.yaml", [*SHORT, within, f"run_dir={folder / 'run'}"])
+    assert train_stages([recipe], None, open_evaluators)
+    return folder / "run"
+
+
+def values(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Of the suites, by step."""
+    entries = {e["step"]: e for e in read_metrics(run_dir) if any("eval/" in name for name in e)}
+    return {
+        int(step): {name: value for name, value in entry.items() if name.startswith("eval/")}
+        for step, entry in entries.items()
+    }
+
+
+def test_values_are_those_of_the_export(run, suites, folder, tmp_path, monkeypatch):
+    found = values(run)
+    assert list(found) == [0, 2, 3]
+    assert found[0] != found[2] != found[3]
+    checkpoint = run / "checkpoints/step_00000002"
+    paths = {"data": tuple(suites["loss"]["data"]), "haystack": folder / "hay.txt"}
+    settings = [
+        f"{suite}.{key}={json.dumps(value)}"
+        for suite, given in suites.items()
+        for key, value in given.items()
+        if key not in paths
+    ]
+    evaluate([checkpoint], list(suites), tmp_path, paths, settings)
+    results = json.loads((tmp_path / "results.json").read_text())["suites"]
+    expected = {
+        metric_name(suite, measure): each["targets"]["step_00000002"]["value"]
+        for suite, result in results.items()
+        for measure, each in result["measures"].items()
+    }
+    assert found[2] == pytest.approx(expected, abs=1e-5)
+    assert {"eval/loss/nats_per_token_first", "eval/loss/bits_per_byte"} <= set(found[2])
+    # Where no number is found what is written tells more.
+    lines = (tmp_path / "needle/step_00000002.jsonl").read_text().splitlines()[1:]
+    answers = [json.loads(line)["answer"] for line in lines]
+    assert written(run, checkpoint, suites, monkeypatch) == answers
+    assert len(answers) == 2
+
+
+def written(
+    run: Path, checkpoint: Path, suites: dict, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The answers of the suite ``needle`` within training, going on from a checkpoint."""
+
+    answers, score = [], Retrieval.score
+
+    def keeps(self, model, item):
+        record = score(self, model, item)
+        answers.append(record["answer"])
+        return record
+
+    monkeypatch.setattr(Retrieval, "score", keeps)
+    entry = json.dumps([{"suite": "needle", "every": 1, **suites["needle"]}])
+    overrides = [*SHORT, f"training.evaluate={entry}", f"checkpoint.start_from={checkpoint}"]
+    new = run.parent / f"from_{checkpoint.name}"
+    recipe = load_recipe(
+        run.parent / "tiny.yaml", [*overrides, f"run_dir={new}", "training.steps=3"]
+    )
+    train_stages([recipe], None, open_evaluators)
+    return answers[:2]
+
+
+def test_they_are_on_the_board(run):
+    board = EventAccumulator(str(run / TENSORBOARD), {"scalars": 0}).Reload()
+    found = {
+        step: {
+            name: pytest.approx(event.value, rel=1e-5)
+            for name in board.Tags()["scalars"]
+            for event in board.Scalars(name)
+            if name.startswith("eval/") and event.step == step
+        }
+        for step in (0, 2, 3)
+    }
+    assert values(run) == found
+
+
+def test_training_is_the_same_to_the_bit_without_them(run, folder):
+    plain = folder / "plain"
+    recipe = load_recipe(folder / "tiny.yaml", [*SHORT, f"run_dir={plain}"])
+    assert train_stages([recipe])
+    losses = [
+        [
+            (e["step"], e.get("train/loss"), e.get("valid/loss"), e.get("train/grad_norm"))
+            for e in read_metrics(each)
+            if "train/loss" in e or "valid/loss" in e
+        ]
+        for each in (run, plain)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3 + 3
+    ends = [open_checkpoint(CheckpointStore(each).latest()) for each in (run, plain)]
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for name in ends[0].tensors.names():
+            assert torch.equal(*(end.tensors.whole(kind, name) for end in ends)), (kind, name)
+    assert ends[0].state["data"] == ends[1].state["data"]
+
+
+@pytest.fixture(scope="module")
+def layouts(folder: Path, within: str) -> Path:
+    """Runs of two ranks each, and of one process where the model is another."""
+    calls = [
+        [str(folder / "tiny.yaml"), *SHORT, *ONE, within, *overrides, f"run_dir={folder / name}"]
+        for name, overrides in LAYOUTS.items()
+    ]
+    launch(2, "tests.parallel.within_worker", *calls)
+    deep = [*SHORT, *ONE, within, "model.num_layers=4", f"run_dir={folder / 'deep'}"]
+    assert train_stages([load_recipe(folder / "tiny.yaml", deep)], None, open_evaluators)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_same_values(name, layouts, run):
+    alone = layouts / "deep" if name == "interleaved" else run
+    assert values(layouts / name)[0] == pytest.approx(values(alone)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"suite": "outliers"}, "has suite 'outliers'; those that run within training are loss, r"),
+        (
+            {"suite": "loss"},
+            "suite 'loss' with key data: field required; its keys are suite, every",
+        ),
+        ({"suite": "loss", "data": ["a"], "contxt": 5}, "key contxt: extra inputs are not permi"),
+        (
+            {"suite": "loss", "data": ["{a}"], "context": 513},
+            "longest item needs 513 tokens, and tr",
+        ),
+        ({"suite": "loss", "data": ["{a}/no.txt"]}, "no.txt"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(entry, said, folder, tmp_path):
+    if "data" in entry:
+        entry = entry | {"data": [each.format(a=folder / "a.txt") for each in entry["data"]]}
+    value = json.dumps([{"every": 2, **entry}])
+    overrides = [*SHORT, f"training.evaluate={value}", f"run_dir={tmp_path / 'run'}"]
+    recipe = load_recipe(folder / "tiny.yaml", overrides)
+    with pytest.raises(UserError) as caught:
+        train_stages([recipe], None, open_evaluators)
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_that_are_none_have_no_value(folder, within, tmp_path, monkeypatch, capfd):
+    likeliest: Callable = Chunk.likeliest_tokens
+
+    def spoiled(self, logits):
+        return likeliest(self, logits.index_fill(2, torch.tensor([7]), torch.nan))
+
+    monkeypatch.setattr(Chunk, "likeliest_tokens", spoiled)
+    overrides = [*SHORT, *ONE, within, f"run_dir={tmp_path / 'run'}"]
+    recipe = load_recipe(folder / "tiny.yaml", overrides)
+    assert train_stages([recipe], None, open_evaluators)
+    assert {name.split("/")[1] for name in values(tmp_path / "run")[1]} == {"loss", "recall"}
+    assert "suite needle has no values: of item 400/N=1" in "".join(capfd.readouterr())
