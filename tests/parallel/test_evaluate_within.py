@@ -39,7 +39,6 @@ LAYOUTS = {
         "training.micro_batch_size=1",
     ),
     "context": ("parallel.context=2",),
-    "zero 3": ("parallel.zero_stage=3", "training.micro_batch_size=1"),
 }
 
 
