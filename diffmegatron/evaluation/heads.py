@@ -150,7 +150,7 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
         Float64 [heads, heads], layer after layer.
     """
     # HSIC does not change with a constant that is added to all tokens; float32 would.
-    centred = [(x - x.mean(0)).float() for x in features]
+    centred = [x.float() - x.float().mean(0) for x in features]
     kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
     found = features[0].new_zeros(ends[-1], ends[-1], dtype=torch.float64)
