@@ -136,7 +136,7 @@ def prepare(
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
     layout: Annotated[
         Literal["text", "instruction", "chat"],
-        typer.Option(help="text; for fine-tuning instruction or chat (prompts not learnt)"),
+        typer.Option(help="text; for fine-tuning instruction or chat (prompts carry no loss)"),
     ] = "text",
     prompt_field: Annotated[str, typer.Option(help="Of layout instruction")] = "prompt",
     response_field: Annotated[str, typer.Option(help="Of layout instruction")] = "response",

@@ -76,7 +76,7 @@ def parse(record: Record, format: Format, fields: Fields) -> dict[str, Any]:
 
 
 def segments(document: dict[str, Any], fields: Fields) -> list[str]:
-    """The texts of a document: one, or read and learnt ones in turn (see the module).
+    """The texts of a document: one, or read and learned ones in turn (see the module).
 
     Raises:
         UnusableError: a field is not of the layout's form.
@@ -91,7 +91,7 @@ def segments(document: dict[str, Any], fields: Fields) -> list[str]:
 
 
 def _chat(messages: Any) -> list[str]:
-    """ChatML in plain text; what the assistant says, and that it ends, is learnt."""
+    """ChatML in plain text; what the assistant says, and that it ends, is learned."""
     texts = [""]
     for message in messages if isinstance(messages, list) else []:
         role, content = _message(message)

@@ -79,9 +79,9 @@ def prepare(
         pattern: which files of a folder count, such as ``*.py``.
         layout: ``text``, or for fine-tuning ``instruction`` or ``chat`` (see
             :class:`diffmegatron.data.layouts.Fields`, also for the next three).
-        prompt_field: of ``instruction``; not learnt.
-        response_field: of ``instruction``; learnt.
-        messages_field: of ``chat``; what the assistant says is learnt.
+        prompt_field: of ``instruction``; not learned.
+        response_field: of ``instruction``; learned.
+        messages_field: of ``chat``; what the assistant says is learned.
         id_field: names a document in the rejects file, beside its file and line.
         deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.

@@ -45,7 +45,7 @@ COMMON = (
     f"training.steps={STEPS}", "checkpoint.interval=1", "training.seq_length=128",
     "training.global_batch_size=4", "training.micro_batch_size=4",
 )  # fmt: skip
-HALF, SMALL = TWO, ("training.micro_batch_size=1",)
+SMALL = ("training.micro_batch_size=1",)
 V2 = ("model.attention.kind=diff_v2",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 # Heads of one of two tensor-parallel ranks alone, and one more of one than of the other.
@@ -54,7 +54,7 @@ DEX_2 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
     "model.attention.annealing_steps=null",
 )  # fmt: skip
-# The ten steps see lambda's annealed part, its end, and the learnt part alone; a layer has no head.
+# The ten steps see lambda annealed, the end of that, and it learned alone; a layer has no head.
 DEX_4 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
     "model.attention.annealing_steps=6",
@@ -154,9 +154,9 @@ LAYOUTS = tuple(
             for variant in ("v2", "grouped")
             for model, words, overrides in (
                 ("", "TP2 + SP", SEQUENCE),
-                ("", "DP2 ZeRO 1", HALF),
-                ("", "DP2 ZeRO 2", (*ZERO2, *HALF)),
-                ("", "DP2 ZeRO 3", (*ZERO3, *HALF)),
+                ("", "DP2 ZeRO 1", TWO),
+                ("", "DP2 ZeRO 2", (*ZERO2, *TWO)),
+                ("", "DP2 ZeRO 3", (*ZERO3, *TWO)),
                 ("", "PP2", PIPELINE),
                 ("-deep", "PP2 interleaved", INTERLEAVED),
                 ("", "CP2 ring", context(2, "ring")),
@@ -178,8 +178,8 @@ LAYOUTS = tuple(
         ("lora", 4, "TP2 + SP x PP2", (*SEQUENCE, *PIPELINE)),
         ("dex", 2, "TP2", TENSOR),
         ("dex", 2, "TP2 + SP", SEQUENCE),
-        ("dex", 2, "DP2 ZeRO 1", HALF),
-        ("dex", 2, "DP2 ZeRO 3", (*ZERO3, *HALF)),
+        ("dex", 2, "DP2 ZeRO 1", TWO),
+        ("dex", 2, "DP2 ZeRO 3", (*ZERO3, *TWO)),
         ("dex", 2, "CP2 ring", context(2, "ring")),
         ("dex-deep", 2, "PP2 interleaved", INTERLEAVED),
         ("gqa", 4, "TP2 + SP x DP2 ZeRO 2", (*SEQUENCE, *ZERO2, *SMALL)),
@@ -202,7 +202,7 @@ LAYOUTS = tuple(
         *(
             (
                 variant, 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3",
-                (*SEQUENCE, *ZERO3, *HALF, *context(2, "ring")),
+                (*SEQUENCE, *ZERO3, *TWO, *context(2, "ring")),
             )
             for variant in ("v2", "grouped")
         ),

@@ -66,11 +66,11 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
         a = min(1.0, step / ANNEALING)
         for layer in (1, 2):
             own = f"decoder.layers.{layer - 1}.self_attention.lambda_learn"
-            learnt = saved(run, step).tensors.whole("weight", own).item()
+            learned = saved(run, step).tensors.whole("weight", own).item()
             annealed = (1 - a) * step / ANNEALING * (0.8 - 0.6 * math.exp(-0.3 * (layer - 1)))
             found = logged(run, f"attn/lambda_layer_{layer:02d}")[step - 1]
-            assert found == pytest.approx(annealed + a * learnt, abs=1e-7)
-            assert learnt != pytest.approx(0.1, abs=1e-6), "it is trained"
+            assert found == pytest.approx(annealed + a * learned, abs=1e-7)
+            assert learned != pytest.approx(0.1, abs=1e-6), "it is trained"
 
     # Stopped within annealing and gone on with, it is the same to the bit.
     parted = tmp_path / "parted"

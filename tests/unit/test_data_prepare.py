@@ -289,7 +289,7 @@ def test_prompts_and_responses_are_sequences_of_one_document(tmp_path: Path) -> 
     assert (manifest.documents, manifest.tokens) == (2, 9)
 
 
-def test_chat_alternates_between_what_is_read_and_what_is_learnt() -> None:
+def test_chat_alternates_between_what_is_read_and_what_is_learned() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -320,5 +320,5 @@ def test_chat_from_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"messages": [messages]})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     run(tmp_path / "in.parquet", tmp_path / "out", layout="chat")
-    learnt = documents(tmp_path / "out")[1]
-    assert bytes(learnt[:-1]) == b"Yes<|im_end|>" and learnt[-1] == 256
+    learned = documents(tmp_path / "out")[1]
+    assert bytes(learned[:-1]) == b"Yes<|im_end|>" and learned[-1] == 256

@@ -260,8 +260,8 @@ def test_a_batch_that_does_not_divide_is_refused(corpora: tuple[str, str]) -> No
 # What a batch tells of its documents
 
 
-def sample(starts: list[int], learnt: list[int] | None = None) -> Sample:
-    mask = None if learnt is None else np.array(learnt, dtype=bool)
+def sample(starts: list[int], learned: list[int] | None = None) -> Sample:
+    mask = None if learned is None else np.array(learned, dtype=bool)
     return Sample(np.arange(7, dtype=np.int64), np.array(starts), mask, "memory")
 
 
@@ -287,7 +287,7 @@ def test_positions_attention_and_loss_stop_at_documents() -> None:
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_labels_that_are_not_learnt() -> None:
+def test_labels_that_are_not_learned() -> None:
     batch = collate([sample([0], [0, 0, 1, 1, 0, 0, 1])], config("x"))
     assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 0, 1]]
 
@@ -317,7 +317,7 @@ def test_packing_off_puts_one_document_in_a_sample(tmp_path: Path) -> None:
     assert len(set.union(*found)) == 3
 
 
-def test_only_responses_are_learnt(tmp_path: Path) -> None:
+def test_only_responses_are_learned(tmp_path: Path) -> None:
     pairs = [("ask", "answer"), ("longer question", "no"), ("", "just said")]
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs)
@@ -327,13 +327,13 @@ def test_only_responses_are_learnt(tmp_path: Path) -> None:
         show_progress=False,
     )  # fmt: skip
     recipe = config(str(tmp_path / "sft"), packing="best_fit", validation_fraction=0)
-    learnt = []
+    learned = []
     samples = open_samples(recipe, 64, 1, "train")
     batch = collate([samples[0]], recipe)
     for label, counted in zip(batch.labels[0].tolist(), batch.loss_mask[0].tolist(), strict=True):
-        learnt.append(chr(label) if label < 256 and counted else "|" if counted else "")
-    assert sorted("".join(learnt).strip("|").split("|")) == ["answer", "just said", "no"]
-    assert "".join(learnt).count("|") == 3, "that a response ends is learnt, padding is not"
+        learned.append(chr(label) if label < 256 and counted else "|" if counted else "")
+    assert sorted("".join(learned).strip("|").split("|")) == ["answer", "just said", "no"]
+    assert "".join(learned).count("|") == 3, "that a response ends is learned, padding is not"
 
 
 # Up-sampling

@@ -24,17 +24,17 @@ DEX = {"kind": "dex", "num_heads": 6, "num_kv_heads": 2, "annealing_steps": 40}
 class Layer:
     """What lambda asks of its layer."""
 
-    def __init__(self, number: int, step: int, learnt: float) -> None:
-        self.layer_number, self.step, self._learnt = number, step, learnt
+    def __init__(self, number: int, step: int, learned: float) -> None:
+        self.layer_number, self.step, self._learned = number, step, learned
 
     def parameter(self, name: str) -> torch.Tensor:
         assert name == LAMBDA_LEARN
-        return torch.tensor([self._learnt])
+        return torch.tensor([self._learned])
 
 
-def lambda_at(step: int, learnt: float, number: int = 1, steps: int | None = 1000) -> float:
+def lambda_at(step: int, learned: float, number: int = 1, steps: int | None = 1000) -> float:
     variant = Dex(selected_heads=((0,),), annealing_steps=steps)
-    value = variant.current_lambda(Layer(number, step, learnt))
+    value = variant.current_lambda(Layer(number, step, learned))
     assert (value.dtype, value.shape) == (torch.float32, ())
     return value.item()
 
@@ -53,14 +53,14 @@ def test_the_annealed_part_peaks_at_a_quarter_of_lambda_init_half_way(number):
     assert course[:21] == pytest.approx(course[20::-1])
 
 
-def test_the_learnt_part_comes_in_linearly_and_stays():
+def test_the_learned_part_comes_in_linearly_and_stays():
     for step, share in ((0, 0), (250, 0.25), (500, 0.5), (999, 0.999), (1000, 1), (5000, 1)):
         found = lambda_at(step, 0.3) - lambda_at(step, 0.0)
         assert found == pytest.approx(0.3 * share, abs=1e-7)
     assert lambda_at(1000, 0.3) == torch.tensor(0.3).item()
 
 
-def test_without_annealing_lambda_is_what_is_learnt():
+def test_without_annealing_lambda_is_what_is_learned():
     assert {lambda_at(step, -0.7, steps=None) for step in (0, 1, 10**9)} == {
         torch.tensor(-0.7).item()
     }

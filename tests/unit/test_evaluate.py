@@ -444,7 +444,7 @@ def test_packed_windows_hold_the_documents_end_to_end(folder, measure):
 
 
 def test_loss_tells_a_broken_model(folder, measure):
-    """Bytes of a model that has learnt to repeat the last; its rows shuffled, it has not."""
+    """Bytes of a model that has learned to repeat the last; its rows shuffled, it has not."""
 
     def repeat(weights: dict) -> None:
         embedding = torch.nn.functional.normalize(torch.randn(264, 48), dim=1)

@@ -322,7 +322,7 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         Path(name).write_text(recipe)
     Path("texts").mkdir()
     for number in range(20):
-        Path(f"texts/{number}.txt").write_text("What was learnt is learnt again. " * 20)
+        Path(f"texts/{number}.txt").write_text("What was learned is learned again. " * 20)
     short = ["training.seq_length=32"]
     sizes = ["global_batch_size=2", "steps=2", "eval_batches=0"]
     small = [*short, *(f"training.{size}" for size in sizes)]

@@ -54,7 +54,7 @@ def test_lambda_of_vectors_that_are_zero_is_its_layers_initial_value(number: int
     assert DiffV1().current_lambda(layer).item() == pytest.approx(expected)
 
 
-def test_swapping_the_pairs_changes_the_sign_of_the_learnt_part():
+def test_swapping_the_pairs_changes_the_sign_of_the_learned_part():
     q1, k1, q2, k2 = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
     variant = DiffV1(lambda_init=CONSTANT)
     there = variant.current_lambda(Layer(q1, k1, q2, k2)) - 0.35
