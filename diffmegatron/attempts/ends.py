@@ -10,11 +10,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from pydantic import Field
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown, write_durably
@@ -30,6 +33,8 @@ EXIT_STOPPED = 75
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json")
 # A file server should not be written at every step of milliseconds.
 _BEAT_SECONDS = 5.0
+# A rank is a straggler that was slow in most reports, of so many at least.
+_MIN_REPORTS = 10
 
 
 class End(Section):
@@ -58,12 +63,23 @@ class Heartbeat(Section):
         step: that the run has reached.
         run_dir: of the run, or of the present stage.
         first_step: with which the attempt began.
+        reports: of how long the ranks' own work took.
+        slow: ranks that took much longer than most, and in how many of the reports.
     """
 
     time: float
     step: int
     run_dir: str
     first_step: int
+    reports: int = 0
+    slow: dict[int, int] = Field(default_factory=dict)
+
+    @property
+    def stragglers(self) -> list[int]:
+        """Ranks that were slow most of the time."""
+        if self.reports < _MIN_REPORTS:
+            return []
+        return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
 
 
 class RankRecord:
@@ -80,6 +96,7 @@ class RankRecord:
         self._step: int | None = None
         self._first: tuple[str, int] | None = None
         self._beaten = 0.0
+        self._reports, self._slow = 0, Counter[int]()
 
     @classmethod
     def of_environment(cls) -> Self:
@@ -98,10 +115,22 @@ class RankRecord:
         self._beaten = now
         self._beat(now)
 
+    def reported(self, slow_ranks: Collection[int]) -> None:
+        """Another report of how long the ranks' own work took, and who was slow in it."""
+        self._reports += 1
+        self._slow.update(slow_ranks)
+
     def _beat(self, now: float) -> None:
         assert self.folder is not None and self._step is not None and self._first is not None
         run_dir, first_step = self._first
-        beat = Heartbeat(time=now, step=self._step, run_dir=run_dir, first_step=first_step)
+        beat = Heartbeat(
+            time=now,
+            step=self._step,
+            run_dir=run_dir,
+            first_step=first_step,
+            reports=self._reports,
+            slow=dict(self._slow),
+        )
         self._write(HEARTBEAT, beat)
 
     def end(self, status: int, reason: str = "") -> None:

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from diffmegatron.attempts.decision import Cause, Decision, decide
@@ -67,6 +67,7 @@ class Attempt(Section):
         reason: of it, a sentence.
         hosts: of the ranks that were to blame.
         unfit: those of them that the checks before the run found no good.
+        stragglers: hosts of ranks that were much slower than most, most of the time.
         first_step: with which it began, in its last stage.
         last_step: that it reached, in its last stage.
         saved: as ``saved_at_start``, at the end.
@@ -86,6 +87,7 @@ class Attempt(Section):
     reason: str = ""
     hosts: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
+    stragglers: tuple[str, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
     saved: int = 0
@@ -113,6 +115,10 @@ class Attempt(Section):
         per_node = -(-self.facts.ranks // max(1, len(self.facts.nodes)))
         place = rank // per_node
         return self.facts.nodes[place] if place < len(self.facts.nodes) else ""
+
+    def hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """The nodes of some ranks."""
+        return tuple(sorted({self.host_of(rank) for rank in ranks} - {""}))
 
 
 class Ledger:
@@ -222,7 +228,11 @@ class Ledger:
             "faults": faults + (decision.cause == Cause.FAULT),
         }
         if heartbeat is not None:
-            changes |= {"first_step": heartbeat.first_step, "last_step": heartbeat.step}
+            changes |= {
+                "first_step": heartbeat.first_step,
+                "last_step": heartbeat.step,
+                "stragglers": attempt.hosts_of(heartbeat.stragglers),
+            }
         return attempt.model_copy(update=changes)
 
     def _new_folder(self) -> int:
@@ -237,13 +247,14 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Hosts whose ranks were to blame for a fault in the last attempts, and how often."""
-    recent = [host for attempt in attempts[-_REMEMBERED:] for host in attempt.hosts]
-    return dict(Counter(recent).most_common())
+    """Hosts that were to blame for a fault or slow in the last attempts, and in how many."""
+    recent = attempts[-_REMEMBERED:]
+    named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
+    return dict(Counter(sorted(named)).most_common())
 
 
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
-    """Hosts without which the next attempt shall run: unfit in the last, or to blame twice."""
+    """Hosts without which the next attempt shall run: unfit in the last, or a suspect twice."""
     unfit = set(attempts[-1].unfit) if attempts else set()
     twice = {host for host, count in suspects(attempts).items() if count >= _BAD}
     return sorted(unfit | twice)

@@ -37,7 +37,8 @@ class Status:
         values: the newest of every metric.
         checkpoint: the newest one of the run or stage; None: there is none.
         attempts: the ledger.
-        suspects: hosts, and how many of the last attempts failed because of them.
+        suspects: hosts, and how many of the last attempts they failed or slowed down.
+        stragglers: hosts that slow down the newest attempt.
     """
 
     state: str
@@ -50,6 +51,7 @@ class Status:
     checkpoint: Path | None
     attempts: tuple[Attempt, ...]
     suspects: dict[str, int]
+    stragglers: tuple[str, ...]
 
 
 def examine(run_dir: Path) -> Status:
@@ -82,6 +84,7 @@ def examine(run_dir: Path) -> Status:
         checkpoint=CheckpointStore(Path(stage)).latest(),
         attempts=tuple(attempts),
         suspects=suspects(attempts),
+        stragglers=last.hosts_of(heartbeat.stragglers) if heartbeat is not None else (),
     )
 
 
@@ -168,6 +171,8 @@ def _lines(status: Status) -> list[tuple[str, str]]:
     if status.suspects:
         hosts = ", ".join(f"{host} ({count})" for host, count in status.suspects.items())
         lines.append(("blamed hosts", hosts))
+    if status.stragglers:
+        lines.append(("slow hosts", ", ".join(status.stragglers)))
     return lines
 
 

@@ -1,8 +1,9 @@
 """How long each phase of a step takes, and on which rank longest."""
 
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +12,10 @@ from torch import distributed
 from diffmegatron.parallel.topology import Topology
 
 PHASES = ("data", "forward_backward", "update")
+# Those in which a rank works by itself; in the last one it waits for the others.
+_OWN = 2
+# What the slowest of equal machines differ by from the usual one is less.
+_SLOWER = 1.5
 
 
 class PhaseClock:
@@ -18,11 +23,15 @@ class PhaseClock:
 
     By the host's clock: on a GPU a phase is the time to enqueue its work, and the waiting falls
     into the phase that reads a value, ``update``.
+
+    Attributes:
+        slow_ranks: of the last report, those whose own work took 1.5 times the median of all.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._steps = 0
+        self.slow_ranks: tuple[int, ...] = ()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -50,9 +59,17 @@ class PhaseClock:
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
+        if topology.pipeline_size == 1:  # where every rank has as much to do
+            self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)
         report = {}
         for phase, most, rank in zip(PHASES, seconds.tolist(), ranks.tolist(), strict=True):
             report[f"perf/{phase}_seconds_slowest"] = most
             report[f"perf/{phase}_slowest_rank"] = rank
         return report
+
+
+def slow(seconds: Sequence[float]) -> tuple[int, ...]:
+    """The ranks that take 1.5 times the median of all."""
+    usual = statistics.median(seconds)
+    return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

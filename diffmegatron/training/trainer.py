@@ -262,6 +262,7 @@ class Trainer:
             | self.guard.metrics()
             | self.clock.report(self.topology)
         )
+        self.record.reported(self.clock.slow_ranks)
         if self.metrics is not None:
             self.metrics.write(self.step, values | others)
             self.progress.line(self.step, values)

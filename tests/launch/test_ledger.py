@@ -14,6 +14,7 @@ from diffmegatron.attempts.ledger import MAX_FAULTS
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.operations.attempt import bad, end, status_of
+from diffmegatron.training.stragglers import slow
 from tests.launch.conftest import FACTS, checkpoint
 
 
@@ -180,3 +181,37 @@ def test_an_error_is_an_end_with_its_sentence(tmp_path):
     said = read_ends(tmp_path)[3]
     assert (said.status, said.step) == (2, None)
     assert said.reason == "cannot read nowhere.yaml: No such file or directory"
+
+
+def test_a_straggler_is_a_rank_that_takes_half_as_long_again_as_most():
+    assert slow([1.0, 1.0, 1.6, 1.1]) == (2,)
+    assert slow([1.0, 1.0, 1.4, 1.1]) == ()
+    assert slow([1.0, 4.0]) == (1,)
+    assert slow([2.0]) == ()
+
+
+@pytest.mark.parametrize(
+    ("reports", "slow_in", "hosts"), [(10, 6, ("n1",)), (10, 5, ()), (9, 9, ()), (40, 21, ("n1",))]
+)
+def test_a_host_is_slow_if_its_rank_was_most_of_the_time(reports, slow_in, hosts, ledger, attempt):
+    begun = attempt(None)
+    record = RankRecord(ledger.folder(begun.number))
+    record.at(3, "run")
+    for number in range(reports):
+        record.reported((3,) if number < slow_in else ())
+    record.end(EXIT_STOPPED)
+    assert ledger.end(begun).stragglers == hosts
+
+
+def test_a_host_that_was_slow_and_then_to_blame_is_left_out(ledger, attempt, monkeypatch):
+    for status in (EXIT_STOPPED, 137):
+        begun = attempt(None)
+        for rank in range(4):
+            record = RankRecord(ledger.folder(begun.number), rank)
+            record.at(3, "run")
+            for _ in range(10):
+                record.reported((3,) if status == EXIT_STOPPED else ())
+            monkeypatch.setenv("SLURMD_NODENAME", f"n{rank // 2}")
+            record.end(status if rank == 3 or status == EXIT_STOPPED else 143)
+        ledger.end(begun)
+    assert bad(ledger.folder(2)) == ["n1"]

@@ -117,6 +117,15 @@ def test_blamed_hosts(attempt, ledger, capsys):
     assert examine(ledger.run_dir).suspects == {}
 
 
+def test_a_slow_host(attempt, ledger, capsys):
+    begun = attempt(None)
+    record = RankRecord(ledger.folder(begun.number))
+    for _ in range(10):
+        record.reported((2,))
+    record.at(3, str(ledger.run_dir))
+    assert "slow hosts      n1\n" in text(ledger.run_dir, capsys)
+
+
 def test_only_the_end_of_the_metrics_is_read(attempt, ledger):
     attempt(None)
     metrics(ledger.run_dir, {step: 2.0 * step for step in range(1, 3000)})
