@@ -20,6 +20,7 @@ from diffmegatron.operations.job import Job, job_file
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.metrics import newest_entries
+from diffmegatron.training.save_time import too_long_for_kill_wait
 
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
@@ -179,10 +180,7 @@ def _remarks(
         )
     wait = _kill_wait()
     if save is not None and wait is not None and save > wait:
-        remarks.append(
-            f"a save has taken {save:.0f} s, and {wait} s after a SIGTERM Slurm kills (KillWait): "
-            "to stop the job use scancel --signal=USR1, never scancel alone"
-        )
+        remarks.append(too_long_for_kill_wait(save, wait))
     return tuple(remarks)
 
 

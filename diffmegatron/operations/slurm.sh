@@ -23,6 +23,10 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ] && [[ "$end_date" == 20??-*T* ]]; then
   SLURM_JOB_END_TIME="$(date +%s --date="$end_date")"
   export SLURM_JOB_END_TIME
 fi
+# For the ranks, who know how long a save takes.
+DIFFMEGATRON_SIGNAL_SECONDS="$(sed -n 's/^#SBATCH --signal=USR1@//p' "$0")"
+DIFFMEGATRON_KILL_WAIT="$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\) .*/\1/p')"
+export DIFFMEGATRON_SIGNAL_SECONDS DIFFMEGATRON_KILL_WAIT
 # srun does not take over --cpus-per-task by itself since 22.05.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # At the time limit Slurm requeues nothing, and a save that has not ended by then is lost; the run
@@ -56,7 +60,7 @@ ranks() {
     tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$others" &
   wait $!
 }
-described='^(CUDA|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
+described='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
 status=69
 while [ "$status" -eq 69 ]; do  # after a fault in the middle of training: again, on these nodes
   # Exit status 2, a mistake in the recipe, ends the job here.

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
@@ -26,6 +26,8 @@ class Launch:
             rank 0 does.
         attempt: how often torchrun has restarted the ranks of this machine.
         job_end: when Slurm ends the job, in seconds since 1970; None: not known.
+        signal_seconds: before that, when Slurm asks the run to stop; None: not known.
+        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
     """
 
     rank: int = 0
@@ -35,6 +37,8 @@ class Launch:
     agent_store: bool = False
     attempt: int = 0
     job_end: float | None = None
+    signal_seconds: float | None = None
+    kill_wait: float | None = None
 
 
 def read_launch() -> Launch:
@@ -44,10 +48,14 @@ def read_launch() -> Launch:
         UserError: a value is none of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
             that belongs to it is not.
     """
-    local_rank = _whole("LOCAL_RANK", 0, _MAX_RANKS, default=0)
-    job_end = _seconds("SLURM_JOB_END_TIME")
+    limits = Launch(
+        local_rank=_whole("LOCAL_RANK", 0, _MAX_RANKS, default=0),
+        job_end=_seconds("SLURM_JOB_END_TIME", " since 1970"),
+        signal_seconds=_seconds("DIFFMEGATRON_SIGNAL_SECONDS"),
+        kill_wait=_seconds("DIFFMEGATRON_KILL_WAIT"),
+    )
     if not (_set("RANK") or _set("WORLD_SIZE")):
-        return Launch(local_rank=local_rank, job_end=job_end)
+        return limits
     missing = [name for name in _RENDEZVOUS if not _set(name)]
     if missing:
         present = [name for name in _RENDEZVOUS if _set(name)]
@@ -56,14 +64,13 @@ def read_launch() -> Launch:
             "the ranks with torchrun or launch/slurm.sh, or unset the former to use one process"
         )
     ranks = _whole("WORLD_SIZE", 1, _MAX_RANKS)
-    return Launch(
+    return replace(
+        limits,
         rank=_whole("RANK", 0, ranks - 1),
         ranks=ranks,
-        local_rank=local_rank,
         master=(os.environ["MASTER_ADDR"], _whole("MASTER_PORT", 1, 65535)),
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_whole("TORCHELASTIC_RESTART_COUNT", 0, _MAX_RANKS, default=0),
-        job_end=job_end,
     )
 
 
@@ -83,7 +90,7 @@ def _whole(name: str, low: int, high: int, default: int | None = None) -> int:
     return int(value)
 
 
-def _seconds(name: str) -> float | None:
+def _seconds(name: str, since: str = "") -> float | None:
     if not _set(name):
         return None
     value = os.environ[name]
@@ -93,7 +100,7 @@ def _seconds(name: str) -> float | None:
         seconds = math.nan
     if not math.isfinite(seconds):
         raise UserError(
-            f"the environment sets {name} {clipped(value)!r}; it must be a number of seconds since "
-            "1970, or unset"
+            f"the environment sets {name} {clipped(value)!r}; it must be a number of seconds"
+            f"{since}, or unset"
         )
     return seconds

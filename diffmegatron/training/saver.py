@@ -27,8 +27,10 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.topology import Topology, fail_together
 from diffmegatron.training.progress import say
+from diffmegatron.training.save_time import save_warnings
 from diffmegatron.training.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Saver:
         self._started = self._stalled = 0.0
         self._failed = self._failed_in_a_row = 0
         self._problem = ""
+        self._warned: set[str] = set()
 
     @property
     def is_writing(self) -> bool:
@@ -160,10 +163,11 @@ class Saver:
         self._write = self._position = None
         self._failed_in_a_row = 0
         self.saved_step = position.step
+        now = time.perf_counter()
         if self._topology.is_main:
             say(f"saved {self._store.path(position.step)}")
+            self._warn(now - self._started)
             self._begin_pruning(position.step)
-        now = time.perf_counter()
         return {
             "ckpt/stall_seconds": self._stalled + now - waiting,
             "ckpt/total_seconds": now - self._started,
@@ -209,6 +213,14 @@ class Saver:
             self._store.abandon(position.step)
             log.error("checkpoint of step %d failed: %s", position.step, problem)
         return {"ckpt/failed": self._failed}
+
+    def _warn(self, seconds: float) -> None:
+        """Say once if Slurm leaves no time for a save."""
+        margin = self._recipe.checkpoint.time_limit_margin
+        for kind, warning in save_warnings(seconds, read_launch(), margin).items():
+            if kind not in self._warned:
+                log.warning("%s", warning)
+            self._warned.add(kind)
 
     def _begin_pruning(self, saved_step: int) -> None:
         """In a thread: to unlink gigabytes takes as long as to copy them off the device."""

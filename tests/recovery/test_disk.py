@@ -255,7 +255,8 @@ def test_where_none_is_good_the_run_does_not_begin_anew(tiny_recipe, finished, t
         train(tiny_recipe(*SHORT))
 
 
-def test_retention_after_every_save(tiny_recipe):
+def test_retention_after_every_save_and_one_word_on_slow_ones(tiny_recipe, monkeypatch, caplog):
+    monkeypatch.setenv("DIFFMEGATRON_KILL_WAIT", "0")
     recipe = tiny_recipe(
         "training.steps=12",
         "training.eval_batches=0",
@@ -268,6 +269,7 @@ def test_retention_after_every_save(tiny_recipe):
     entries = [e for e in read_metrics(Path(recipe.run_dir)) if "ckpt/bytes" in e]
     assert len(entries) == 6
     assert all(e["ckpt/stall_seconds"] <= e["ckpt/total_seconds"] for e in entries)
+    assert caplog.text.count("0 s after a SIGTERM Slurm kills (KillWait)") == 1
 
 
 @pytest.mark.parametrize("evaluated", [0, 1])

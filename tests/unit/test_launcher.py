@@ -6,9 +6,12 @@ import torch
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import Launch, read_launch
+from diffmegatron.training.save_time import save_warnings
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 OTHERS = (
+    "DIFFMEGATRON_KILL_WAIT",
+    "DIFFMEGATRON_SIGNAL_SECONDS",
     "LOCAL_RANK",
     "SLURM_JOB_END_TIME",
     "TORCHELASTIC_RESTART_COUNT",
@@ -32,6 +35,8 @@ def test_with_and_without_a_launcher(environment):
     assert read_launch() == Launch(rank=0, ranks=1, local_rank=0, master=None)
     environment({"SLURM_JOB_END_TIME": "1735689600"})
     assert read_launch() == Launch(job_end=1735689600.0)
+    environment({"DIFFMEGATRON_KILL_WAIT": "30", "DIFFMEGATRON_SIGNAL_SECONDS": "600"})
+    assert read_launch() == Launch(kill_wait=30.0, signal_seconds=600.0)
     environment(WHOLE | {"LOCAL_RANK": "1"})
     assert read_launch() == Launch(rank=1, ranks=2, local_rank=1, master=("host", 1234))
     environment(WHOLE | {"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"})
@@ -88,3 +93,19 @@ def test_a_rank_without_a_gpu_is_one_sentence(environment, monkeypatch):
         default_group(),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limits", "margin", "said"),
+    [
+        (31.0, {"kill_wait": 30.0}, 300.0, {"kill wait"}),
+        (29.0, {"kill_wait": 30.0}, 300.0, set()),
+        (310.0, {"job_end": 1e9, "signal_seconds": 600.0}, 300.0, {"lead"}),
+        (290.0, {"job_end": 1e9, "signal_seconds": 600.0}, 300.0, set()),
+        (290.0, {"job_end": 1e9, "signal_seconds": 60.0}, 300.0, {"lead"}),
+        (290.0, {"job_end": 1e9}, 600.0, set()),
+        (1e4, {}, 300.0, set()),
+    ],
+)
+def test_a_save_that_is_too_long_for_slurm(seconds, limits, margin, said):
+    assert set(save_warnings(seconds, Launch(**limits), margin)) == said
