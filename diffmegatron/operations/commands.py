@@ -1,11 +1,15 @@
 """``diffmegatron launch`` and ``status``, and ``attempt``, which the job calls around srun."""
 
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from diffmegatron.errors import UserError
 
 app = typer.Typer(
     help="Called by launch/slurm.sh: the ledger of a job's starts.", no_args_is_help=True
@@ -80,6 +84,16 @@ def launch(
         Path, typer.Option(metavar="FILE", help="Such as configs/clusters/example.yaml")
     ],
     dependency: Annotated[str | None, typer.Option(help="As of sbatch, such as afterok:17")] = None,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Each stage of the recipe as a job of its own")
+    ] = False,
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Without Slurm: start it here, on one machine")
+    ] = False,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Of the first of several machines, for --torchrun"),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the file for sbatch and submit nothing")
     ] = False,
@@ -88,15 +102,54 @@ def launch(
 
     The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
     """
-    from diffmegatron.operations.launch import prepare_launch, submit, summary
+    if rendezvous is not None and not torchrun:
+        raise UserError("--rendezvous is for --torchrun; Slurm's jobs meet by themselves")
+    if torchrun:
+        if chain or dependency is not None:
+            raise UserError("--chain and --dependency are Slurm's; leave them out with --torchrun")
+        _start_torchrun(config, overrides or [], nodes, cluster, rendezvous, dry_run=dry_run)
+        return
+    from diffmegatron.operations.launch import (
+        prepare_chain,
+        prepare_launch,
+        submit_chain,
+        summary,
+    )
 
-    found = prepare_launch(config, overrides or [], nodes, cluster, dependency)
-    for line in (*summary(found), *(f"warning: {remark}" for remark in found.remarks)):
-        print(line, file=sys.stderr)
+    arguments = (config, overrides or [], nodes, cluster, dependency)
+    found = prepare_chain(*arguments) if chain else (prepare_launch(*arguments),)
+    for each in found:
+        for line in (*summary(each), *(f"warning: {remark}" for remark in each.remarks)):
+            print(line, file=sys.stderr)
     if dry_run:
-        print(found.text, end="")
+        for each in found:
+            print(f"==> {each.path} <==\n" if chain else "", each.text, sep="", end="")
+        return
+    for each, number in zip(found, submit_chain(found), strict=True):
+        print(f"submitted job {number}: {each.path}")
+
+
+def _start_torchrun(
+    config: Path,
+    overrides: list[str],
+    nodes: int,
+    cluster: Path,
+    rendezvous: str | None,
+    *,
+    dry_run: bool,
+) -> None:
+    """On one machine this process becomes the run; of several each starts the file."""
+    from diffmegatron.operations.torchrun import torchrun_file, write
+
+    path, text = torchrun_file(config, overrides, nodes, cluster, rendezvous)
+    if dry_run:
+        print(text, end="")
+        return
+    write(path, text)
+    if nodes > 1:
+        print(f"start it on each of the {nodes} machines: bash {shlex.quote(str(path))}")
     else:
-        print(f"submitted job {submit(found)}: {found.path}")
+        os.execvp("bash", ["bash", str(path)])
 
 
 def preflight(

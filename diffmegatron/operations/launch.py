@@ -4,12 +4,12 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ledger import Ledger, ledger_of
-from diffmegatron.config.load import load_stages
+from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.manifest import read_manifest
 from diffmegatron.data.verify import check_sizes
@@ -24,6 +24,7 @@ from diffmegatron.training.save_time import too_long_for_kill_wait
 
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
+JOB_RECIPE = "job.yaml"
 # Slurm may send the signal up to a minute early, never late.
 _SIGNAL_SECONDS = 600
 _SLACK_SECONDS = 60
@@ -40,6 +41,7 @@ class Launch:
         path: where it is kept.
         plans: of every stage; empty where the cluster names no GPU.
         remarks: sentences for whoever submits it.
+        recipe: resolved, kept beside the file; None: the job reads the one that was given.
     """
 
     job: Job
@@ -47,6 +49,7 @@ class Launch:
     path: Path
     plans: tuple[Plan, ...]
     remarks: tuple[str, ...]
+    recipe: str | None = None
 
 
 def prepare_launch(
@@ -64,25 +67,83 @@ def prepare_launch(
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
-    ranks = nodes * cluster.ranks
-    _check_ranks(recipes, ranks, nodes)
-    gpus = [] if cluster.gpu is None else [cluster.gpu]
-    plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
+    check_fit(recipes, nodes, cluster)
+    check_free(ledger_of(recipes))
+    return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency)
+
+
+def prepare_chain(
+    config: Path,
+    overrides: Sequence[str],
+    nodes: int,
+    cluster_file: Path,
+    dependency: str | None = None,
+) -> tuple[Launch, ...]:
+    """The same with a job for each stage of a recipe; those that are finished are left out.
+
+    Each job has its stage's ``run_dir``, and in it the stage as a recipe of its own.
+
+    Raises:
+        UserError: as :func:`prepare_launch`, or the recipe has no stages, or none to be trained.
+    """
+    recipes = load_stages(config, overrides)
+    cluster = load_cluster(cluster_file)
+    if len(recipes) == 1:
+        raise UserError(
+            f"{shown(config)} is one run, and --chain makes a job of each stage; leave it out"
+        )
+    check_fit(recipes, nodes, cluster)
+    check_free(ledger_of(recipes))
+    left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
+    if not left:
+        raise UserError(f"all stages of {shown(config)} are finished; give another run_dir")
+    launches = []
+    for recipe in left:
+        check_free(ledger_of([recipe]))
+        file = Path(recipe.run_dir).absolute() / JOB_RECIPE
+        waits_for = dependency if recipe is left[0] else None
+        launch = _launch([recipe], (str(file),), nodes, cluster, waits_for)
+        launches.append(replace(launch, recipe=dump_recipe(recipe)))
+    return tuple(launches)
+
+
+def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
+    """Refuse ranks that do not fill a layout, data that is not whole, an image that is not there.
+
+    Raises:
+        UserError: as it says.
+    """
     for recipe in recipes:
+        try:
+            recipe.num_microbatches(nodes * cluster.ranks)
+        except UserError as error:
+            raise UserError(
+                f"--nodes {nodes} means {nodes * cluster.ranks} ranks on this cluster: {error}"
+            ) from None
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
     container = cluster.container
     if container is not None and container.is_file and not Path(container.image).exists():
         raise UserError(f"container image {clipped(container.image)} is not there; build it first")
-    ledger = ledger_of(recipes)
-    _check_free(ledger)
-    folder = ledger.run_dir.absolute()
+
+
+def _launch(
+    recipes: Sequence[Recipe],
+    arguments: tuple[str, ...],
+    nodes: int,
+    cluster: Cluster,
+    dependency: str | None,
+) -> Launch:
+    gpus = [] if cluster.gpu is None else [cluster.gpu]
+    ranks = nodes * cluster.ranks
+    plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
+    folder = ledger_of(recipes).run_dir.absolute()
     save, step = _measured(recipes)
     job = Job(
         name=folder.name,
         nodes=nodes,
         cluster=cluster,
-        arguments=(str(config), *overrides),
+        arguments=arguments,
         folder=Path.cwd(),
         log=folder / "job_%j.log",
         signal_seconds=_signal_seconds(save, step, cluster),
@@ -92,8 +153,13 @@ def prepare_launch(
     return Launch(job, job_file(job), folder / JOB_FILE, plans, remarks)
 
 
-def submit(launch: Launch) -> str:
+def submit(launch: Launch, after: str | None = None) -> str:
     """Write the job's file into ``run_dir`` and submit it.
+
+    Args:
+        launch: of the job.
+        after: number of the job that must have finished before; where it ends otherwise this one
+            is cancelled.
 
     Returns:
         The job's number.
@@ -104,30 +170,61 @@ def submit(launch: Launch) -> str:
     if shutil.which("sbatch") is None:
         raise UserError(
             "there is no sbatch on this machine; go to a login node, or give --dry-run and submit "
-            "what it prints, or start launch/torchrun.sh on a machine without Slurm"
+            "what it prints, or give --torchrun on machines without Slurm"
         )
+    waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     try:
-        launch.path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(launch.path, launch.text.encode())
-        number = _sbatch(launch.path)
+        write_files(launch)
+        number = _sbatch(launch.path, [] if after is None else waits)
         write_durably(launch.path.with_name(JOB_NUMBER), f"{number}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write in {shown(launch.path.parent)}: {reason(error)}") from None
     return number
 
 
-def _check_ranks(recipes: Sequence[Recipe], ranks: int, nodes: int) -> None:
-    for recipe in recipes:
+def submit_chain(launches: Sequence[Launch]) -> list[str]:
+    """Submit jobs of which each waits until the one before has finished.
+
+    Returns:
+        Their numbers.
+
+    Raises:
+        UserError: as :func:`submit`; those that were submitted before are cancelled.
+    """
+    numbers: list[str] = []
+    for launch in launches:
         try:
-            recipe.num_microbatches(ranks)
-        except UserError as error:
-            raise UserError(
-                f"--nodes {nodes} means {ranks} ranks on this cluster: {error}"
-            ) from None
+            numbers.append(submit(launch, after=numbers[-1] if numbers else None))
+        except UserError:
+            if numbers:
+                _output("scancel", *numbers)
+            raise
+    return numbers
 
 
-def _check_free(ledger: Ledger) -> None:
-    """Refuse a ``run_dir`` in which a job is at work or is going to be."""
+def write_files(launch: Launch) -> None:
+    """Write what the job reads into its ``run_dir``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    launch.path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(launch.path, launch.text.encode())
+    if launch.recipe is not None:
+        write_durably(launch.path.with_name(JOB_RECIPE), launch.recipe.encode())
+
+
+def _is_finished(ledger: Ledger) -> bool:
+    attempts = ledger.attempts()
+    return bool(attempts) and attempts[-1].cause == Cause.FINISHED
+
+
+def check_free(ledger: Ledger) -> None:
+    """Refuse a ``run_dir`` in which a job is at work or is going to be.
+
+    Raises:
+        UserError: there is one, or the run is finished.
+    """
     if ledger.attempts():
         found = examine(ledger.run_dir)
         last = found.attempts[-1]
@@ -192,8 +289,8 @@ def _kill_wait() -> int | None:
     return int(found[0]) if found and found[0].isdecimal() else None
 
 
-def _sbatch(path: Path) -> str:
-    command = ["sbatch", "--parsable", str(path)]
+def _sbatch(path: Path, options: Sequence[str]) -> str:
+    command = ["sbatch", "--parsable", *options, str(path)]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS

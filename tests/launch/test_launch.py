@@ -11,11 +11,25 @@ import yaml
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Ledger
+from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.operations.cluster import Cluster, load_cluster, seconds_of
-from diffmegatron.operations.launch import prepare_launch, submit, summary
-from tests.launch.conftest import FOUR, ROOT
+from diffmegatron.operations.launch import (
+    prepare_chain,
+    prepare_launch,
+    submit,
+    submit_chain,
+    summary,
+)
+from diffmegatron.operations.torchrun import torchrun_file
+from tests.launch.conftest import FACTS, FOUR, ROOT
 
+STAGES = """
+stages:
+  - {name: first}
+  - {name: second, training: {steps: 5}}
+  - {name: third, training: {steps: 4}}
+"""
 SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 
 
@@ -29,6 +43,20 @@ def launched(corpus, tmp_path, monkeypatch):
         file = tmp_path / "cluster.yaml"
         file.write_text(yaml.safe_dump(SMALL | changes))
         return prepare_launch(tmp_path / "four.yaml", overrides, nodes, file, dependency)
+
+    return make
+
+
+@pytest.fixture
+def chained(launched, tmp_path):
+    """Prepares a chain of three stages likewise."""
+    launched()  # the cluster's file
+    file = tmp_path / "stages.yaml"
+    file.write_text((tmp_path / "four.yaml").read_text() + STAGES)
+
+    def make(*overrides: str, recipe: str = "stages.yaml", dependency=None, **changes):
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(SMALL | changes))
+        return prepare_chain(tmp_path / recipe, overrides, 2, tmp_path / "cluster.yaml", dependency)
 
     return make
 
@@ -252,3 +280,92 @@ def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
     assert (first.cause, second.cause) == ("stopped", "finished")
     assert Path(tmp_path / f"run/job_{number}.log").exists()
     assert Path(tmp_path / "run/job.sh").read_text() == found.text
+
+
+def test_a_chain_is_a_job_for_each_stage_that_is_left(chained, tmp_path, attempt):
+    first, second, third = chained("training.seed=5", dependency="afterok:17")
+    assert [each.path.parent for each in (first, second, third)] == [
+        tmp_path / "run" / name for name in ("first", "second", "third")
+    ]
+    assert "dependency=afterok:17" in sbatch_lines(first.text)
+    assert not any("dependency" in line for line in sbatch_lines(second.text))
+    assert f"set -- {tmp_path}/run/second/job.yaml\n" in second.text
+    (tmp_path / "job.yaml").write_text(second.recipe)
+    recipe = load_recipe(tmp_path / "job.yaml")
+    assert (recipe.training.total_steps, recipe.training.seed) == (5, 5)
+    assert recipe.checkpoint.start_from == f"{tmp_path}/run/first"
+    done = Ledger(tmp_path / "run/first")
+    begun = done.begin([recipe.model_copy(update={"run_dir": str(done.run_dir)})], FACTS)
+    for rank in range(4):
+        RankRecord(done.folder(begun.number), rank).end(0)
+    done.end(begun)
+    assert [each.job.name for each in chained()] == ["second", "third"]
+
+
+def test_what_is_no_chain(chained):
+    with pytest.raises(UserError, match=r"four.yaml is one run, and --chain makes a job of each"):
+        chained(recipe="four.yaml")
+
+
+def test_of_a_chain_all_jobs_are_submitted_or_none(chained, commands, tmp_path):
+    commands(
+        sbatch=f'[ -z "$2" ] || [ "$2" = {tmp_path}/run/first/job.sh ] && echo 8 && exit; '
+        "echo sbatch: error: no more >&2; exit 1",
+        scancel=f'echo "$@" >{tmp_path}/cancelled',
+    )
+    with pytest.raises(UserError, match="refuses the job: no more"):
+        submit_chain(chained())
+    assert (tmp_path / "cancelled").read_text() == "8\n"
+
+
+def test_a_chain_on_slurm(cluster, chained, tmp_path, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    for name, script in {"first": [{"0": "end 75 so"}], "second": [{"0": "end 2 no"}]}.items():
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "script.json").write_text(json.dumps(script))
+    first, second, third = submit_chain(chained())
+    assert cluster.wait(third)["JobState"] == "CANCELLED", "the second did not finish"
+    assert [cluster.job(each)["ExitCode"] for each in (first, second)] == ["0:0", "2:0"]
+    causes = [each.cause for each in Ledger(tmp_path / "run/first").attempts()]
+    assert causes == ["stopped", "finished"], "a requeue is no end that the second waits for"
+    (attempt,) = Ledger(tmp_path / "run/second").attempts()
+    assert attempt.cause == "mistake"
+    assert not (tmp_path / "run/third/attempts").exists()
+
+
+def test_a_file_for_machines_without_slurm(launched, tmp_path):
+    launched(setup=["module load cuda"], environment={"NCCL_SOCKET_IFNAME": "ib0 x"})
+    arguments = (tmp_path / "four.yaml", ["training.seed=5"], 2, tmp_path / "cluster.yaml")
+    path, text = torchrun_file(*arguments, "n0:29500")
+    assert path == tmp_path / "run/torchrun.sh"
+    beginning, last = text.rstrip().rsplit("\n", 1)
+    script = f"module() {{ :; }}; {beginning}\n" + 'printf "%s\\n" "$PWD" "$NNODES" "$RANKS" '
+    script += '"$RENDEZVOUS" "$NCCL_SOCKET_IFNAME"'
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str(tmp_path), "2", "2", "n0:29500", "ib0 x"]
+    started = ROOT / "diffmegatron/operations/torchrun.sh"
+    assert last == f"exec bash {started} {tmp_path}/four.yaml training.seed=5"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rendezvous", "changes", "sentence"),
+    [
+        (2, None, {}, "--nodes 2 with --torchrun: --rendezvous HOST:PORT of the first is due"),
+        (1, "n0:29500", {}, "--nodes 1 with --torchrun: --rendezvous is where several machines"),
+        (2, "n0", {}, "--rendezvous is 'n0'; give HOST:PORT"),
+        (3, "n0:29500", {}, "--nodes 3 means 6 ranks on this cluster"),
+        (
+            2,
+            "n0:29500",
+            {"container": {"kind": "pyxis", "image": "a#b"}},
+            "container a#b is entered under Slurm alone",
+        ),
+    ],
+)
+def test_what_torchrun_cannot_start(nodes, rendezvous, changes, sentence, launched, tmp_path):
+    launched(**changes)
+    arguments = (tmp_path / "four.yaml", [], nodes, tmp_path / "cluster.yaml", rendezvous)
+    with pytest.raises(UserError, match=sentence):
+        torchrun_file(*arguments)
+    assert not (tmp_path / "run").exists()

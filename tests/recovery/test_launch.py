@@ -1,4 +1,4 @@
-"""launch/torchrun.sh: what it makes of the exit status of a run."""
+"""launch/torchrun.sh, by itself and as ``diffmegatron launch --torchrun`` starts it."""
 
 import json
 import os
@@ -25,8 +25,17 @@ def ctrl_c(script: subprocess.Popen) -> None:
     os.killpg(script.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("stop", [a_signal_to_the_script, ctrl_c])
-def test_asked_to_stop_the_script_saves_and_exits_with_75(stop, tiny_recipe, tmp_path):
+SCRIPT = [str(ROOT / "launch/torchrun.sh")]
+LAUNCH = [sys.executable, "-m", "diffmegatron", "launch", "--torchrun", "--nodes=1"]
+CLUSTER = "{gpus_per_node: 0, ranks_per_node: 2, time_limit: '30'}"
+
+
+@pytest.mark.parametrize(
+    ("command", "stop"),
+    [([*LAUNCH, "--cluster=cluster.yaml"], a_signal_to_the_script), (SCRIPT, ctrl_c)],
+)
+def test_asked_to_stop_the_script_saves_and_exits_with_75(command, stop, tiny_recipe, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
     recipe = tiny_recipe("training.steps=100000", "training.eval_batches=0")
     run_dir = Path(recipe.run_dir)
     environment = os.environ | {
@@ -34,7 +43,7 @@ def test_asked_to_stop_the_script_saves_and_exits_with_75(stop, tiny_recipe, tmp
         "OMP_NUM_THREADS": "1",
         "RANKS": "2",
     }
-    command = [str(ROOT / "launch/torchrun.sh"), str(tmp_path / "tiny.yaml")]
+    command = [*command, str(tmp_path / "tiny.yaml")]
     command += ["training.steps=100000", "training.eval_batches=0", "checkpoint.interval=100000"]
     with (tmp_path / "log").open("w") as log:
         script = subprocess.Popen(

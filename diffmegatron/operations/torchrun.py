@@ -1,0 +1,91 @@
+"""``diffmegatron launch --torchrun``: the same checks, and a file for machines without Slurm."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from diffmegatron.attempts.ledger import ledger_of
+from diffmegatron.config.load import load_stages
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, reason, shown, write_durably
+from diffmegatron.operations.cluster import Cluster, load_cluster
+from diffmegatron.operations.launch import check_fit
+
+SCRIPT = "torchrun.sh"
+_ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
+
+
+def torchrun_file(
+    config: Path,
+    overrides: Sequence[str],
+    nodes: int,
+    cluster_file: Path,
+    rendezvous: str | None,
+) -> tuple[Path, str]:
+    """Check a recipe and a cluster as for a job, and write nothing.
+
+    Args:
+        config: recipe.
+        overrides: of its keys.
+        nodes: machines.
+        cluster_file: of which ``setup``, ``environment`` and the number of ranks count.
+        rendezvous: host and port of the first machine, where the others meet it.
+
+    Returns:
+        Where the file is kept, and the file, which is started on each machine.
+
+    Raises:
+        UserError: as ``prepare_launch``, or ``rendezvous`` is missing, needless or none.
+    """
+    recipes = load_stages(config, overrides)
+    cluster = load_cluster(cluster_file)
+    check_fit(recipes, nodes, cluster)
+    if cluster.container is not None:
+        raise UserError(
+            f"container {clipped(cluster.container.image)} is entered under Slurm alone; leave it "
+            "out, and start the file within the container"
+        )
+    if (nodes > 1) != (rendezvous is not None):
+        needed = "is where several machines meet" if nodes == 1 else "HOST:PORT of the first is due"
+        raise UserError(f"--nodes {nodes} with --torchrun: --rendezvous {needed}")
+    if rendezvous is not None and not _ENDPOINT.fullmatch(rendezvous):
+        raise UserError(f"--rendezvous is {clipped(rendezvous)!r}; give HOST:PORT")
+    arguments = (str(config), *overrides)
+    path = ledger_of(recipes).run_dir.absolute() / SCRIPT
+    return path, _text(arguments, nodes, cluster, rendezvous)
+
+
+def write(path: Path, text: str) -> None:
+    """Keep the file in ``run_dir``.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write in {shown(path.parent)}: {reason(error)}") from None
+
+
+def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: str | None) -> str:
+    script = str(files("diffmegatron.operations").joinpath(SCRIPT))
+    settings = {"NNODES": str(nodes), "RANKS": str(cluster.ranks)}
+    if rendezvous is not None:
+        settings["RENDEZVOUS"] = rendezvous
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            "# Written by diffmegatron launch --torchrun. Start it on each machine: bash THIS_FILE",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
+            *cluster.setup,
+            *(
+                f"export {name}={shlex.quote(text)}"
+                for name, text in (cluster.environment | settings).items()
+            ),
+            f"exec bash {shlex.join([script, *arguments])}",
+            "",
+        ]
+    )
