@@ -1,5 +1,6 @@
 """``diffmegatron launch``: everything that can be wrong is told before a job is submitted."""
 
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ JOB_RECIPE = "job.yaml"
 _SIGNAL_SECONDS = 600
 _SLACK_SECONDS = 60
 _ANSWER_SECONDS = 60
+_SPEAKER = re.compile("^sbatch: (error|fatal): ")
 
 
 @dataclass(frozen=True)
@@ -299,9 +301,7 @@ def _sbatch(path: Path, options: Sequence[str]) -> str:
         raise UserError(f"Slurm has not answered within {_ANSWER_SECONDS} s; see sinfo") from None
     if result.returncode:
         said = result.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(
-            f"Slurm refuses the job: {clipped(said[-1].removeprefix('sbatch: error: '))}"
-        )
+        raise UserError(f"Slurm refuses the job: {clipped(_SPEAKER.sub('', said[-1]))}")
     return result.stdout.strip().split(";")[0]
 
 

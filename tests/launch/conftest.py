@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_cluster import Cluster, missing
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.store import CheckpointStore
 from tests.conftest import TINY
-from tests.launch.cluster import Cluster, missing
 
 ROOT = Path(__file__).parent.parent.parent
 # Each of four data-parallel ranks has a microbatch.

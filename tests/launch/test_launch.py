@@ -221,10 +221,31 @@ def test_no_slurm(launched, commands, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_slurm_refuses(launched, commands):
-    commands(sbatch="echo 'sbatch: error: Batch job submission failed: no such thing' >&2; exit 1")
-    with pytest.raises(UserError, match="refuses the job: Batch job submission failed: no"):
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ("error: Batch job submission failed: no such thing", "Batch job submission failed: no"),
+        ("fatal: Could not establish a configuration", "Could not establish a configuration"),
+    ],
+)
+def test_what_slurm_refuses(said, sentence, launched, commands):
+    commands(sbatch=f"echo 'sbatch: {said}' >&2; exit 1")
+    with pytest.raises(UserError, match=f"^Slurm refuses the job: {sentence}"):
         submit(launched())
+
+
+def test_a_run_dir_that_cannot_be_written_is_told_before_anything_is_submitted(
+    launched, commands, tmp_path
+):
+    commands(sbatch=f"touch {tmp_path}/submitted; echo 1")
+    (tmp_path / "file").touch()
+    for run_dir, sentence in {
+        "/proc/run": "cannot write in /proc/run: No such file",
+        f"{tmp_path}/file": "file/attempts: Not a directory",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            submit(launched(f"run_dir={run_dir}"))
+    assert not (tmp_path / "submitted").exists()
 
 
 def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, commands, tmp_path):

@@ -71,10 +71,12 @@ class Cluster:
     Args:
         folder: for all that it writes; a short path, as a socket is in it.
         nodes: how many.
+        settings: more lines of ``slurm.conf``.
     """
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self._folder, self._stack = folder, ExitStack()
+    def __init__(self, folder: Path, nodes: int, settings: str = "") -> None:
+        self._folder, self._stack, self._settings = folder, ExitStack(), settings
+        self._daemons: dict[str, subprocess.Popen] = {}
         self.nodes = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         self.environment = inherited | {
@@ -96,20 +98,34 @@ class Cluster:
                 f"--log-file={munge}/log",
                 f"--seed-file={munge}/seed",
             )
-            self._until("munged listens", (munge / "socket").exists)
+            self.until("munged listens", (munge / "socket").exists)
             self._start("slurmctld", "-D")
             for node in self.nodes:
-                self._start("slurmd", "-D", "-N", node)
-            self._until("all nodes are idle", self._all_idle)
+                self.start_node(node)
+            self.until("all nodes are idle", self._all_idle)
             self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.call("scancel", "--state=PENDING", "--state=RUNNING", "--me")
-            self._until("no job is left", lambda: not self.call("squeue", "-h"))
+            self.until("no job is left", lambda: not self.call("squeue", "-h"))
         self._stack.close()
         self._end_what_jobs_left()
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node."""
+        self._daemons[node] = self._start("slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """End all that a node runs as a power cut does: daemon, job steps and their processes."""
+        self._daemons[node].kill()
+        name = f"SLURMD_NODENAME={node}".encode()
+        for process in self._of_jobs():
+            if name in _environment(process):
+                with suppress(OSError):
+                    _kill_step_of(process)
+                    os.kill(process, signal.SIGKILL)
 
     def call(self, *command: str) -> str:
         """What one of Slurm's commands prints."""
@@ -127,10 +143,17 @@ class Cluster:
     def wait(self, number: str, seconds: float = 200.0) -> dict[str, str]:
         """A job, once it has ended for good."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        self._until(
+        self.until(
             f"job {number} has ended", lambda: self.job(number)["JobState"] in ended, seconds
         )
         return self.job(number)
+
+    def until(self, what: str, holds, seconds: float = 60.0) -> None:
+        """Wait for what is called ``what``; fails with the daemons' logs where it does not come."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
+            time.sleep(0.1)
 
     def _configure(self) -> None:
         for name in ("munge", "state", "log", "gpu", *(f"spool.{node}" for node in self.nodes)):
@@ -150,7 +173,7 @@ class Cluster:
             kill_wait=KILL_WAIT,
             requeue_delay=REQUEUE_DELAY,
         )
-        (self._folder / "slurm.conf").write_text(text + "".join(nodes))
+        (self._folder / "slurm.conf").write_text(text + "".join(nodes) + self._settings)
         for number in range(8):  # gres/gpu wants files, whatever they are
             (self._folder / f"gpu/{number}").touch()
         (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu/[0-7]\n")
@@ -168,7 +191,7 @@ class Cluster:
         said = self.call("slurmd", "-V").split()[-1]
         return tuple(int(part) for part in said.split(".")[:2])
 
-    def _start(self, program: str, *arguments: str) -> None:
+    def _start(self, program: str, *arguments: str) -> subprocess.Popen:
         log = self._stack.enter_context((self._folder / f"log/{program}.out").open("ab"))
         process = subprocess.Popen(
             [program, *arguments],
@@ -180,19 +203,14 @@ class Cluster:
             start_new_session=True,
         )
         self._stack.callback(_ended, process)
+        return process
 
     def _all_idle(self) -> bool:
-        command = ["sinfo", "-h", "-N", "-o", "%t"]
+        command = ["sinfo", "-h", "-N", "-p", "main", "-o", "%t"]
         result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
         )
         return result.stdout.split() == ["idle"] * len(self.nodes)
-
-    def _until(self, what: str, holds, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
-            time.sleep(0.1)
 
     def logs(self) -> str:
         """The ends of what the daemons have written."""
@@ -200,13 +218,34 @@ class Cluster:
         return "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
 
     def _end_what_jobs_left(self) -> None:
+        for process in self._of_jobs():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
+    def _of_jobs(self) -> list[int]:
         """This cluster's configuration and a job's number are in the environment of such."""
         ours = f"SLURM_CONF={self._folder}/slurm.conf".encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                variables = (process / "environ").read_bytes().split(b"\0")
-                if ours in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables):
-                    os.kill(int(process.name), signal.SIGKILL)
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            variables = _environment(int(path.name))
+            if ours in variables and any(each.startswith(b"SLURM_JOB_ID=") for each in variables):
+                found.append(int(path.name))
+        return found
+
+
+def _environment(process: int) -> list[bytes]:
+    """With which a process began; nothing of one that is gone."""
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _kill_step_of(process: int) -> None:
+    """The daemon of a job step, where it is the parent: its environment does not name the node."""
+    parent = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
+        os.kill(parent, signal.SIGKILL)
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,0 +1,58 @@
+"""A real training through ``launch``, Slurm, the job script, its attempts and ``train``."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron.attempts.ledger import Ledger
+from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.operations.launch import prepare_launch, submit
+from diffmegatron.operations.status import examine
+from diffmegatron.training.metrics import read_metrics
+from tests.launch.conftest import FOUR, ROOT
+
+STEPS = 200
+NODES = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
+
+
+@pytest.fixture
+def job(cluster, corpus, tmp_path, monkeypatch) -> str:
+    """Two nodes of two ranks, submitted; Slurm's number of it."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    setup = [f"export PATH={path}", f"export PYTHONPATH={ROOT}"]
+    environment = {"OMP_NUM_THREADS": "1"}
+    settings = {"export": "NONE", "setup": setup, "environment": environment}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(NODES | settings))
+    recipe = FOUR.format(run_dir=tmp_path / "run", corpus=corpus).replace("steps: 20", "steps: 200")
+    (tmp_path / "tiny.yaml").write_text(recipe)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    overrides = ("checkpoint.interval=1000", "training.eval_batches=0")
+    return submit(prepare_launch(tmp_path / "tiny.yaml", overrides, 2, tmp_path / "cluster.yaml"))
+
+
+def test_it_is_stopped_requeued_and_finishes(cluster, job, tmp_path):
+    run_dir = tmp_path / "run"
+    cluster.until("it trains", (run_dir / "metrics.jsonl").exists, 600)
+    cluster.call("scancel", "--signal=USR1", job)
+    assert cluster.wait(job, 600)["ExitCode"] == "0:0"
+    first, second = Ledger(run_dir).attempts()
+    assert (first.cause, second.cause) == ("stopped", "finished")
+    assert 0 < first.last_step < STEPS
+    assert (second.first_step, second.last_step) == (first.last_step, STEPS)
+    assert second.checkpoint == str(CheckpointStore(run_dir).path(first.last_step))
+    steps = [entry["step"] for entry in read_metrics(run_dir) if "train/loss" in entry]
+    assert steps == list(range(1, STEPS + 1))
+    assert CheckpointStore(run_dir).latest() == CheckpointStore(run_dir).path(STEPS)
+    found = examine(run_dir)
+    assert (found.exit_status, found.step) == (0, STEPS)
+    # Ranks 2 and 3 speak in the attempt's log alone.
+    said = (run_dir / "attempts/0001/ranks.log").read_text()
+    assert re.search("^0: SIGUSR1: stopping after this step", said, re.MULTILINE)
+    log = (run_dir / f"job_{job}.log").read_text()
+    assert f"asked to stop: saved step {first.last_step}" in log
+    assert not re.search("^[1-3]: ", log, re.MULTILINE)
