@@ -88,7 +88,13 @@ def decide(
         # Who says so was there; who is not has left nothing.
         return Decision(Cause.FAULT, _said(unmet, ""), absent if 2 * len(missing) <= ranks else ())
     if failed:
-        return _fault({rank: failed[rank] for rank in failed if rank not in unmet}, ranks)
+        failed = {rank: failed[rank] for rank in failed if rank not in unmet}
+        hung = all(end.status <= _SIGNAL and not end.reason for end in failed.values())
+        if hung and missing and not was_killed and 2 * len(missing) <= ranks:
+            # The watchdog's clock runs in every rank that waits, and not in one that is frozen.
+            reason = f"{_named(missing)} could not even end by the watchdog, as others did"
+            return Decision(Cause.FAULT, reason, absent)
+        return _fault(failed, ranks)
     if was_killed and missing:
         return Decision(Cause.LOST, f"the job was gone before {_named(missing)} had ended")
     if missing:

@@ -87,6 +87,15 @@ def test_where_most_ranks_ended_alike_no_host_is_to_blame(statuses, hosts):
     assert decided(ended(*statuses)).hosts == hosts
 
 
+def test_of_a_hang_who_is_frozen_is_to_blame_and_not_who_waited():
+    decision = decided(ended(1, 1, None, 1))
+    assert decision.hosts == ("n1",)
+    assert decision.reason == "rank 2 could not even end by the watchdog, as others did"
+    assert decided(ended(1, None, None, None)).hosts == ("n0",)
+    not_all_hung = decided(ended(1, 1, None, 1, reasons=("", GONE, "", "")))
+    assert not_all_hung.reason.startswith("rank 0 on n0")
+
+
 def test_ranks_that_left_nothing_are_named():
     reason = decided(ended(0), ranks=12).reason
     assert reason.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more left no end")
