@@ -227,25 +227,34 @@ def check_free(ledger: Ledger) -> None:
     Raises:
         UserError: there is one, or the run is finished.
     """
+    queue = _queue()
+    path = ledger.run_dir / JOB_NUMBER
+    number = read_text(path, max_bytes=100).strip() if path.exists() else ""
+    if queue is not None and number in queue:
+        raise UserError(
+            f"{shown(ledger.run_dir)} has job {clipped(number)}, {queue[number].lower()}; let it "
+            "end, scancel it, or give another run_dir"
+        )
     if ledger.attempts():
         found = examine(ledger.run_dir)
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{shown(ledger.run_dir)} is finished; give another run_dir")
-        if found.exit_status == 0:
+        # A job that was cancelled a moment ago still looks alive in its ledger.
+        is_gone = queue is not None and last.facts.job != "" and last.facts.job not in queue
+        if found.exit_status == 0 and not is_gone:
             raise UserError(
                 f"{shown(ledger.run_dir)} has a job at work, {last.facts.job or 'unknown'}: "
                 f"{found.state}; let it end, or give another run_dir"
             )
-    path = ledger.run_dir / JOB_NUMBER
-    if path.exists() and shutil.which("squeue") is not None:
-        number = read_text(path, max_bytes=100).strip()
-        state = _output("squeue", "--noheader", f"--jobs={number}", "--format=%T") or ""
-        if state.strip():
-            raise UserError(
-                f"{shown(ledger.run_dir)} has job {clipped(number)}, {state.split()[0].lower()}; "
-                f"let it end, scancel it, or give another run_dir"
-            )
+
+
+def _queue() -> dict[str, str] | None:
+    """The states of all jobs that Slurm has, by number; None: it does not say."""
+    said = _output("squeue", "--noheader", "--format=%A %T")
+    if said is None:
+        return None
+    return dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
 
 
 def _measured(recipes: Sequence[Recipe]) -> tuple[float | None, float]:

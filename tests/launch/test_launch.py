@@ -207,10 +207,20 @@ def test_a_run_that_is_at_work_or_finished_is_left_alone(launched, attempt, tmp_
 def test_a_job_that_waits_in_the_queue_is_told(launched, commands, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job_number").write_text("23\n")
-    commands(squeue='[ "$2" = --jobs=23 ] && echo PENDING')
+    commands(squeue="echo 22 RUNNING; echo 23 PENDING")
     with pytest.raises(UserError, match="has job 23, pending; let it end, scancel it"):
         launched()
-    commands(squeue="echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
+    commands(squeue="echo 22 RUNNING")
+    launched()
+
+
+def test_what_slurm_knows_to_be_gone_may_be_launched_again(launched, commands, attempt):
+    attempt(None)
+    for script in ("echo 17 RUNNING", "echo no answer >&2; exit 1"):
+        commands(squeue=script)
+        with pytest.raises(UserError, match="has a job at work, 17: attempt 1 starts"):
+            launched()
+    commands(squeue="echo 18 RUNNING")
     launched()
 
 
