@@ -64,8 +64,9 @@ def decide(
 
     In this order: a mistake of any rank is one, whatever it did to the others; a rank that says 75
     has saved together with all others, so that nothing after it matters; a node that is not fit is
-    a fault, and so is a rank that failed of itself, or that left no end unless the job was killed;
-    ranks that a signal ended before they could save were asked to stop.
+    a fault, and so is a rank that failed of itself, or that left no end; of a job that was killed
+    only a rank that a signal of the kernel's ended is one, as others fail when their peers are
+    gone; ranks that a signal ended before they could save were asked to stop.
     """
     if was_killed:  # and its ranks with it, some of whose shells outlived them by a moment
         ends = _with(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
@@ -83,20 +84,20 @@ def decide(
     missing = [rank for rank in range(ranks) if rank not in ends]
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _with(ends, lambda end: end.status != 0 and end.status not in _ASKED)
+    if was_killed and missing and not _with(failed, lambda end: end.status > _SIGNAL):
+        # Of a node that dies with its job the ranks of the others notice, and fail.
+        reason = f"the job was gone before {_named(missing)} had ended"
+        return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _with(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
         # Who says so was there; who is not has left nothing.
         return Decision(Cause.FAULT, _said(unmet, ""), absent if 2 * len(missing) <= ranks else ())
     if failed:
         failed = {rank: failed[rank] for rank in failed if rank not in unmet}
-        hung = all(end.status <= _SIGNAL and not end.reason for end in failed.values())
-        if hung and missing and not was_killed and 2 * len(missing) <= ranks:
-            # The watchdog's clock runs in every rank that waits, and not in one that is frozen.
-            reason = f"{_named(missing)} could not even end by the watchdog, as others did"
+        if missing and 2 * len(missing) <= ranks and _only_waited(failed, set(absent)):
+            reason = f"{_named(missing)} left no end, gone or frozen, for which the others waited"
             return Decision(Cause.FAULT, reason, absent)
         return _fault(failed, ranks)
-    if was_killed and missing:
-        return Decision(Cause.LOST, f"the job was gone before {_named(missing)} had ended")
     if missing:
         reason = f"{_named(missing)} left no end: killed, or the node is gone"
         return Decision(Cause.FAULT, reason, absent if len(missing) < ranks else ())
@@ -105,6 +106,18 @@ def decide(
         name = signal.Signals(next(iter(asked.values())).status - _SIGNAL).name
         return Decision(Cause.STOPPED, f"{name} ended {_named(list(asked))} before a step")
     return Decision(Cause.FINISHED, "all steps are done")
+
+
+def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
+    """Whether ranks failed because of others, which left no end.
+
+    All that waited ended by the watchdog, whose clock does not run in a rank that is frozen; or
+    they noticed, on their nodes, that of other nodes no rank was there any more.
+    """
+    if any(end.status > _SIGNAL for end in failed.values()):
+        return False
+    hung = all(not end.reason for end in failed.values())
+    return hung or absent.isdisjoint(end.host for end in failed.values())
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:

@@ -60,10 +60,29 @@ def test_the_cause(statuses, cause):
         ((139, None, None, None), Cause.FAULT),
         ((143, 143, 143, 143), Cause.STOPPED),
         ((2, None, None, None), Cause.MISTAKE),
+        ((1, 1, None, None), Cause.LOST),
+        ((69, 69, None, None), Cause.LOST),
+        ((1, 1, 1, 1), Cause.FAULT),
     ],
 )
 def test_the_cause_where_the_job_was_killed(statuses, cause):
     assert decided(ended(*statuses), was_killed=True).cause == cause
+
+
+def test_a_node_that_died_with_its_job_is_to_blame_and_not_who_noticed():
+    ends = ended(None, None, 1, 1, reasons=("", "", GONE, GONE))
+    decision = decided(ends, was_killed=True)
+    assert decision.hosts == ("n0",)
+    assert decision.reason == "the job was gone before ranks 0, 1 had ended"
+    assert decided(ended(None, None, 143, 143), was_killed=True).hosts == ()
+
+
+def test_a_node_that_is_gone_is_to_blame_and_not_who_noticed_first():
+    reasons = (GONE, GONE, "", "")
+    assert decided(ended(1, 1, None, None, reasons=reasons)).hosts == ("n1",)
+    assert decided(ended(1, 1, 1, None, reasons=(*reasons[:2], GONE, ""))).hosts == ("n0",)
+    assert decided(ended(1, None, None, None, reasons=reasons)).hosts == ("n0",)
+    assert decided(ended(139, 1, None, None, reasons=reasons)).hosts == ("n0",)
 
 
 def test_who_died_of_a_signal_is_to_blame_and_not_who_noticed():
@@ -90,7 +109,7 @@ def test_where_most_ranks_ended_alike_no_host_is_to_blame(statuses, hosts):
 def test_of_a_hang_who_is_frozen_is_to_blame_and_not_who_waited():
     decision = decided(ended(1, 1, None, 1))
     assert decision.hosts == ("n1",)
-    assert decision.reason == "rank 2 could not even end by the watchdog, as others did"
+    assert decision.reason == "rank 2 left no end, gone or frozen, for which the others waited"
     assert decided(ended(1, None, None, None)).hosts == ("n0",)
     not_all_hung = decided(ended(1, 1, None, 1, reasons=("", GONE, "", "")))
     assert not_all_hung.reason.startswith("rank 0 on n0")
