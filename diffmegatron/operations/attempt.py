@@ -62,16 +62,17 @@ def begin(config: Path, overrides: Sequence[str], nodes: Sequence[str]) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items())
 
 
-def end(folder: Path) -> tuple[Attempt, int]:
+def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
     """End an attempt.
 
     Args:
         folder: that ``begin`` named.
+        spares: nodes of the job that have nothing to do.
 
     Returns:
-        The line of the ledger, and what the job is to do, as an exit status: 0 and 2 end it, 1
-        ends it after the last fault that it may have, 75 asks for a requeue, and 69 for the next
-        attempt at once.
+        The line of the ledger; what the job is to do, as an exit status: 0 and 2 end it, 1 ends it
+        after the last fault that it may have, 75 asks for a requeue, and 69 for the next attempt at
+        once; and the hosts that the next attempt shall do without.
 
     Raises:
         UserError: the attempt is not there.
@@ -82,12 +83,17 @@ def end(folder: Path) -> tuple[Attempt, int]:
     if attempt is None:
         raise UserError(f"{shown(folder)} is no directory of an attempt that has begun")
     ended = ledger.end(attempt)
-    return ended, status_of(ended, bad(folder))
+    bad = bad_hosts(ledger.attempts())
+    replaced = sorted({*bad, *ended.hosts} & set(ended.facts.nodes))
+    if replaced and len(replaced) <= spares and _goes_on(ended):
+        return ended, _EXIT_AGAIN, replaced
+    return ended, status_of(ended, bad), bad
 
 
-def bad(folder: Path) -> list[str]:
-    """Hosts that the next attempt shall do without."""
-    return bad_hosts(Ledger(folder.parent.parent).attempts())
+def _goes_on(attempt: Attempt) -> bool:
+    """Whether a fault came in training, or of a node that is known to be no good."""
+    is_known = attempt.has_trained or bool(attempt.unfit)
+    return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
 
 def status_of(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:

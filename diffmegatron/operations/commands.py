@@ -29,7 +29,10 @@ def begin(
 
 
 @app.command()
-def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
+def end(
+    folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
+    spares: Annotated[int, typer.Option(min=0, help="Nodes of the job that have no ranks")] = 0,
+) -> None:
     """Decide from the ends of the ranks what becomes of the job, say why, and print bad hosts.
 
     Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
@@ -37,9 +40,9 @@ def end(folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")]) -> None:
     """
     from diffmegatron.operations import attempt
 
-    ended, status = attempt.end(folder)
+    ended, status, hosts = attempt.end(folder, spares)
     print(attempt.sentence(ended), file=sys.stderr)
-    print(",".join(attempt.bad(folder)))
+    print(",".join(hosts))
     raise typer.Exit(status)
 
 
@@ -83,6 +86,9 @@ def launch(
     cluster: Annotated[
         Path, typer.Option(metavar="FILE", help="Such as configs/clusters/example.yaml")
     ],
+    spares: Annotated[
+        int, typer.Option(min=0, help="More nodes, each of which takes the place of one that fails")
+    ] = 0,
     dependency: Annotated[str | None, typer.Option(help="As of sbatch, such as afterok:17")] = None,
     chain: Annotated[
         bool, typer.Option("--chain", help="Each stage of the recipe as a job of its own")
@@ -105,8 +111,10 @@ def launch(
     if rendezvous is not None and not torchrun:
         raise UserError("--rendezvous is for --torchrun; Slurm's jobs meet by themselves")
     if torchrun:
-        if chain or dependency is not None:
-            raise UserError("--chain and --dependency are Slurm's; leave them out with --torchrun")
+        if chain or spares or dependency is not None:
+            raise UserError(
+                "--chain, --spares and --dependency are Slurm's; leave them out with --torchrun"
+            )
         _start_torchrun(config, overrides or [], nodes, cluster, rendezvous, dry_run=dry_run)
         return
     from diffmegatron.operations.launch import (
@@ -116,7 +124,7 @@ def launch(
         summary,
     )
 
-    arguments = (config, overrides or [], nodes, cluster, dependency)
+    arguments = (config, overrides or [], nodes, cluster, dependency, spares)
     found = prepare_chain(*arguments) if chain else (prepare_launch(*arguments),)
     for each in found:
         for line in (*summary(each), *(f"warning: {remark}" for remark in each.remarks)):

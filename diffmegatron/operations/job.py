@@ -18,13 +18,14 @@ class Job:
 
     Attributes:
         name: of the job.
-        nodes: how many.
+        nodes: how many have ranks.
         cluster: that they are on.
         arguments: of ``diffmegatron train``: the recipe and its overrides.
         folder: absolute; where the job runs, as paths in a recipe are relative to it.
         log: absolute; of the job's output, ``%j`` stands for its number.
         signal_seconds: before the time limit, when the ranks are told to save.
         dependency: of ``sbatch --dependency``.
+        spares: more nodes, each of which takes the place of one that fails.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Job:
     log: Path
     signal_seconds: int
     dependency: str | None = None
+    spares: int = 0
 
     @property
     def ranks(self) -> int:
@@ -57,6 +59,7 @@ def job_file(job: Job) -> str:
         "export SRUN_EXPORT_ENV=ALL",
         f"within=({shlex.join(_within(cluster.container))})",
         f"srun_options=({shlex.join(_srun_options(cluster.container))})",
+        f"spares={job.spares}",
         f"set -- {shlex.join(job.arguments)}",
         "",
     ]
@@ -70,7 +73,7 @@ def _options(job: Job) -> list[str]:
         "chdir": shlex.quote(str(job.folder)),
         "output": shlex.quote(str(job.log)),
         "open-mode": "append",
-        "nodes": job.nodes,
+        "nodes": job.nodes + job.spares,
         "ntasks-per-node": cluster.ranks,
         "cpus-per-task": cluster.cpus_per_rank,
         "gpus-per-node": cluster.gpus_per_node or None,
@@ -86,7 +89,8 @@ def _options(job: Job) -> list[str]:
         "export": cluster.export,
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    return [*options, "requeue", *(["exclusive"] if cluster.exclusive else [])]
+    flags = {"requeue": True, "exclusive": cluster.exclusive, "no-kill": job.spares > 0}
+    return options + [name for name, is_set in flags.items() if is_set]
 
 
 def _within(container: Container | None) -> list[str]:

@@ -60,6 +60,7 @@ def prepare_launch(
     nodes: int,
     cluster_file: Path,
     dependency: str | None = None,
+    spares: int = 0,
 ) -> Launch:
     """Check a recipe and a cluster against each other, and write nothing.
 
@@ -71,7 +72,7 @@ def prepare_launch(
     cluster = load_cluster(cluster_file)
     check_fit(recipes, nodes, cluster)
     check_free(ledger_of(recipes))
-    return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency)
+    return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
 
 
 def prepare_chain(
@@ -80,6 +81,7 @@ def prepare_chain(
     nodes: int,
     cluster_file: Path,
     dependency: str | None = None,
+    spares: int = 0,
 ) -> tuple[Launch, ...]:
     """The same with a job for each stage of a recipe; those that are finished are left out.
 
@@ -104,7 +106,7 @@ def prepare_chain(
         check_free(ledger_of([recipe]))
         file = Path(recipe.run_dir).absolute() / JOB_RECIPE
         waits_for = dependency if recipe is left[0] else None
-        launch = _launch([recipe], (str(file),), nodes, cluster, waits_for)
+        launch = _launch([recipe], (str(file),), nodes, cluster, waits_for, spares)
         launches.append(replace(launch, recipe=dump_recipe(recipe)))
     return tuple(launches)
 
@@ -135,6 +137,7 @@ def _launch(
     nodes: int,
     cluster: Cluster,
     dependency: str | None,
+    spares: int,
 ) -> Launch:
     gpus = [] if cluster.gpu is None else [cluster.gpu]
     ranks = nodes * cluster.ranks
@@ -150,6 +153,7 @@ def _launch(
         log=folder / "job_%j.log",
         signal_seconds=_signal_seconds(save, step, cluster),
         dependency=dependency,
+        spares=spares,
     )
     remarks = _remarks(save, recipes, job, plans)
     return Launch(job, job_file(job), folder / JOB_FILE, plans, remarks)
@@ -338,5 +342,7 @@ def summary(launch: Launch) -> list[str]:
         )
     if not launch.plans:
         lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU's name")
+    if job.spares:
+        lines.append(f"{job.nodes + job.spares} nodes are asked for, {job.spares} of them spare")
     lines.append(f"SIGUSR1 {job.signal_seconds} s before the time limit")
     return lines

@@ -12,11 +12,14 @@
 #SBATCH --signal=USR1@600
 within=()        # a command in front of this package's, which enters a container
 srun_options=()
+spares=0         # nodes of the job that wait until another one is done without
 set -uo pipefail
 # Of an array SLURM_JOB_ID may be the number of all of it.
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 job="${job:-$SLURM_JOB_ID}"
-nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"
+every_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+needed=$((SLURM_JOB_NUM_NODES - spares))
+export SLURM_NTASKS=$((needed * SLURM_NTASKS_PER_NODE))
 # Slurm before 23.02 does not tell a job when it ends; without a limit it has no date for it.
 end_date="$(squeue --noheader --jobs="$job" --format=%e)"
 if [ -z "${SLURM_JOB_END_TIME:-}" ] && [[ "$end_date" == 20??-*T* ]]; then
@@ -55,21 +58,25 @@ rank='
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
 others='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
 ranks() {
-  PHASE="$1" srun --kill-on-bad-exit=1 --label "${srun_options[@]}" \
+  PHASE="$1" srun --nodes="$needed" --nodelist="$nodes" --kill-on-bad-exit=1 --label \
+    "${srun_options[@]}" \
     bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
     tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$others" &
   wait $!
 }
 described='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
-status=69
-while [ "$status" -eq 69 ]; do  # after a fault in the middle of training: again, on these nodes
+status=69 bad=""
+while [ "$status" -eq 69 ]; do  # after a fault in the middle of training: again, without a requeue
+  every_node="$(grep -vxF "$(tr , '\n' <<<"$bad")" <<<"$every_node")"
+  nodes="$(head -n "$needed" <<<"$every_node" | paste -sd,)"
   # Exit status 2, a mistake in the recipe, ends the job here.
   settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
   eval "$settings"
   env | grep -E "$described" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
   ranks preflight "$@"
   compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || ranks train "$@"
-  bad="$("${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT")"
+  bad="$("${within[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT" \
+    --spares=$(($(wc -l <<<"$every_node") - needed)))"
   status=$?
 done
 if [ "$status" -ne 75 ]; then

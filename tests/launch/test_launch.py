@@ -39,10 +39,10 @@ def launched(corpus, tmp_path, monkeypatch):
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=tmp_path / "run", corpus=corpus))
     monkeypatch.chdir(tmp_path)
 
-    def make(*overrides: str, nodes: int = 2, dependency=None, **changes):
+    def make(*overrides: str, nodes: int = 2, dependency=None, spares: int = 0, **changes):
         file = tmp_path / "cluster.yaml"
         file.write_text(yaml.safe_dump(SMALL | changes))
-        return prepare_launch(tmp_path / "four.yaml", overrides, nodes, file, dependency)
+        return prepare_launch(tmp_path / "four.yaml", overrides, nodes, file, dependency, spares)
 
     return make
 
@@ -102,6 +102,14 @@ def test_the_file_says_all_that_the_cluster_wants(launched, tmp_path):
         *("dependency=afterok:17", "export=NONE", "requeue", "exclusive"),
     }
     assert text.endswith((ROOT / "launch/slurm.sh").read_text().split("set -uo", 1)[1])
+
+
+def test_spare_nodes_are_asked_for_and_have_no_ranks(launched):
+    found = launched(spares=2)
+    assert {"nodes=4", "ntasks-per-node=2", "no-kill"} <= sbatch_lines(found.text)
+    assert "\nspares=2\n" in found.text
+    assert found.job.ranks == 4
+    assert "4 nodes are asked for, 2 of them spare" in summary(found)
 
 
 def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):

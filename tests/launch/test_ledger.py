@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends, read_heartbeat
-from diffmegatron.attempts.ledger import MAX_FAULTS
+from diffmegatron.attempts.ledger import MAX_FAULTS, bad_hosts
 from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
-from diffmegatron.operations.attempt import bad, end, status_of
+from diffmegatron.operations.attempt import end, status_of
 from diffmegatron.training.stragglers import slow
 from tests.launch.conftest import FACTS, checkpoint
 
@@ -28,7 +28,7 @@ def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
         record.at(6, "run")
         record.end(EXIT_STOPPED, "")
     checkpoint(ledger.run_dir, 6)
-    ended, status = end(ledger.folder(1))
+    ended, status, _ = end(ledger.folder(1))
     assert (status, ended.cause, ended.saved, ended.faults) == (EXIT_STOPPED, "stopped", 6, 0)
     assert (ended.first_step, ended.last_step) == (5, 6)
     assert ledger.attempts() == [ended]
@@ -81,7 +81,7 @@ def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
                 end.model_dump_json()
             )
         ledger.end(begun)
-        return bad(ledger.folder(begun.number))
+        return bad_hosts(ledger.attempts())
 
     assert ends(143, 143, 139, 143) == [], "once may be anything"
     assert ends(75, 75, 75, 75) == []
@@ -214,4 +214,31 @@ def test_a_host_that_was_slow_and_then_to_blame_is_left_out(ledger, attempt, mon
             monkeypatch.setenv("SLURMD_NODENAME", f"n{rank // 2}")
             record.end(status if rank == 3 or status == EXIT_STOPPED else 143)
         ledger.end(begun)
-    assert bad(ledger.folder(2)) == ["n1"]
+    assert bad_hosts(ledger.attempts()) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("spares", "trained", "status", "hosts"),
+    [(1, True, 69, ["n1"]), (0, True, 69, []), (1, False, 75, [])],
+)
+def test_a_spare_node_takes_the_place_of_one_that_is_to_blame(
+    spares, trained, status, hosts, ledger, attempt, monkeypatch
+):
+    begun = attempt(None)
+    for rank in range(4):
+        monkeypatch.setenv("SLURMD_NODENAME", f"n{rank // 2}")
+        record = RankRecord(ledger.folder(begun.number), rank)
+        record.at(3, "run")
+        if trained:
+            record.at(4, "run")
+        record.end(137 if rank == 3 else 143)
+    ended, found, without = end(ledger.folder(begun.number), spares)
+    assert (ended.hosts, found, without) == (("n1",), status, hosts)
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_not_fit(ledger, attempt, monkeypatch):
+    for spares, status in {0: 75, 1: 69}.items():
+        begun = attempt(None)
+        monkeypatch.setenv("SLURMD_NODENAME", "n1")
+        RankRecord(ledger.folder(begun.number), 2).end(71, "its clock")
+        assert end(ledger.folder(begun.number), spares)[1:] == (status, ["n1"])

@@ -47,16 +47,25 @@ def jobs(cluster, tmp_path_factory):
     }
 
 
-def submit(cluster, folder: Path, script, *overrides: str) -> str:
+def submit(cluster, folder: Path, script, *overrides: str, spares: int = 0) -> str:
     run_dir = folder / "run"
     run_dir.mkdir()
     (run_dir / "script.json").write_text(json.dumps(script))
     recipe = folder / "tiny.yaml"
     recipe.write_text(FOUR.format(run_dir=run_dir, corpus=folder / "none"))
+    job = folder / "job.sh"
+    text = (ROOT / "launch/slurm.sh").read_text()
+    job.write_text(text.replace("spares=0 ", f"spares={spares} "))
     command = [
-        *["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"],
+        *[
+            "sbatch",
+            "--parsable",
+            f"--nodes={2 + spares}",
+            "--ntasks-per-node=2",
+            "--cpus-per-task=1",
+        ],
         *["--gpus-per-node=0", "--time=30", f"--output={folder}/log"],
-        *[str(ROOT / "launch/slurm.sh"), str(recipe), *overrides],
+        *["--no-kill", str(job), str(recipe), *overrides],
     ]
     return cluster.call(*command).strip()
 
@@ -140,3 +149,15 @@ def test_a_mistyped_key_ends_the_job_before_any_rank_starts(cluster, tmp_path):
     assert cluster.wait(number)["ExitCode"] == "2:0"
     assert not (tmp_path / "run/attempts").exists()
     assert "did you mean 'steps'" in (tmp_path / "log").read_text()
+
+
+def test_a_spare_node_takes_the_place_of_one_that_failed(cluster, tmp_path):
+    script = [WAITING | {"3": "train | together | kill"}, {}]
+    number = submit(cluster, tmp_path, script, spares=1)
+    job = cluster.wait(number)
+    assert (job["ExitCode"], job["Restarts"], job["NumNodes"]) == ("0:0", "0", "3")
+    first, second = Ledger(tmp_path / "run").attempts()
+    assert (first.cause, first.hosts, second.cause) == ("fault", ("127.0.0.2",), "finished")
+    assert first.facts.nodes == ("127.0.0.1", "127.0.0.2")
+    assert second.facts.nodes == ("127.0.0.1", "127.0.0.3")
+    assert {each.facts.ranks for each in (first, second)} == {4}
