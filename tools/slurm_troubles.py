@@ -265,10 +265,12 @@ def crash(month: Month, after: int) -> str:
 def crash_in_start(month: Month, after: int) -> str:
     """A rank in the checks, or while it imports."""
     attempt = month.begun(after)
-    rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
+    rank = month.pick.randrange(attempt.facts.ranks)
     time.sleep(month.pick.uniform(0, 4))
-    os.kill(process, signal.SIGKILL)
-    return f"SIGKILL to rank {rank} while it starts"
+    while True:
+        with suppress(ProcessLookupError):  # between the checks and the training
+            os.kill(month.ranks(attempt)[rank], signal.SIGKILL)
+            return f"SIGKILL to rank {rank} while it starts"
 
 
 def hang(month: Month, after: int) -> str:
