@@ -113,16 +113,21 @@ class Month:
                 raise TimeoutError(f"not so in time: {what}\n{self.cluster.logs()}")
             time.sleep(0.2)
 
-    def begun(self, after: int) -> Attempt:
-        """The next attempt behind a number, once it has begun: the one that is to be hit."""
+    def next(self, after: int) -> Attempt:
+        """The next attempt behind a number, once it has begun."""
         while True:
             newest, is_queued = self.newest(), self.is_queued()
             if newest is not None and newest.number > after and newest.began > self.launched:
-                self.hit = newest.number
                 return newest
             if not is_queued:
                 raise OverTooSoonError(f"job {self.job} is gone, with no attempt after {after}")
             time.sleep(0.2)
+
+    def begun(self, after: int) -> Attempt:
+        """The same, which is to be hit."""
+        attempt = self.next(after)
+        self.hit = attempt.number
+        return attempt
 
     def trained(self, after: int) -> Attempt:
         """The next attempt behind a number that has gone on for a few steps."""
@@ -290,7 +295,7 @@ def full_disk(month: Month, after: int) -> str:
     month.call("scancel", "--signal=USR1", month.job)
     month.until(lambda: not month.is_queued(), "the job has ended")
     month.launch()
-    month.begun(attempt.number)
+    month.next(attempt.number)
     month.until(lambda: not month.is_queued(), "the job that found no space has ended")
     filler.unlink()
     return "the disk is full; asked to stop, launched again before there is space"
@@ -302,7 +307,7 @@ def mistake(month: Month, after: int) -> str:
     right = month.recipe.read_text()
     month.recipe.write_text(month.pick.choice(MISTAKES)(right))
     month.call("scancel", "--signal=USR1", month.job)
-    month.begun(attempt.number)
+    month.next(attempt.number)
     month.until(lambda: not month.is_queued(), "the job has ended")
     month.recipe.write_text(right)
     return "the recipe is edited while the job is at work, which is then asked to stop"
