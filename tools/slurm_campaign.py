@@ -128,7 +128,7 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
         if not disturbed.is_queued():
             disturbed.launch()
         how = trouble(disturbed, disturbed.over())
-        entry = {"trouble": trouble.__name__, "attempt": disturbed.hit, "how": how}
+        entry = {"trouble": trouble.__name__, "attempts": disturbed.hit, "how": how}
         recorded.append(json.dumps(entry))
         say(f"{len(recorded)} of {len(plan)}: {recorded[-1]}")
         done.write_text("\n".join(recorded) + "\n")
@@ -168,10 +168,10 @@ def say(text: str) -> None:
 
 
 def settled(month: Month) -> None:
-    """Wait until the attempt that was hit has ended, or its job is gone."""
+    """Wait until the attempts that were hit have ended, or their job is gone."""
     month.until(
-        lambda: month.ended() >= month.hit or not month.is_queued(),
-        f"attempt {month.hit} has ended",
+        lambda: month.ended() >= max(month.hit) or not month.is_queued(),
+        f"attempts {month.hit} have ended",
     )
 
 
@@ -195,15 +195,15 @@ def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
     attempts = Ledger(disturbed.run_dir).attempts()
     rows, expected = [], True
     for attempt in attempts:
-        hit = [each for each in troubles if each["attempt"] <= attempt.number]
-        trouble = hit[-1] if hit and attempt.cause != Cause.FINISHED else None
-        row = {"number": attempt.number, "trouble": "", "how": ""} | _row(attempt)
+        trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
+        # What no trouble has hit ended with a node that another one did, or with this program.
+        kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""
         if trouble is not None:
             function = next(each for each in TROUBLES if each.__name__ == trouble["trouble"])
             kind, causes, _ = TROUBLES[function]
-            row |= {"trouble": kind, "how": trouble["how"]}
-            expected = expected and attempt.cause in causes
-        rows.append(row)
+            how = trouble["how"]
+        expected = expected and attempt.cause in causes
+        rows.append({"number": attempt.number, "trouble": kind, "how": how} | _row(attempt))
     store = CheckpointStore(disturbed.run_dir)
     unreadable = [found for step in store.steps() if (found := damage(store, step))]
     equal = same_end(alone.run_dir, disturbed.run_dir)

@@ -51,7 +51,7 @@ class Month:
         log: is told each thing that is done.
         job: Slurm's number of the newest one.
         launched: when, in seconds since 1970; earlier attempts are gone.
-        hit: number of the attempt that the newest trouble happened to.
+        hit: numbers of the attempts that end by the newest trouble.
     """
 
     cluster: Cluster
@@ -62,7 +62,7 @@ class Month:
     log: Callable[[str], None]
     job: str = ""
     launched: float = 0.0
-    hit: int = 0
+    hit: tuple[int, ...] = ()
 
     def launch(self) -> None:
         """What an operator types, once the job before is gone."""
@@ -103,7 +103,7 @@ class Month:
 
     def over(self) -> int:
         """Number of the newest attempt that has ended, or was hit; 0: there is none."""
-        return max(self.ended(), self.hit)
+        return max(self.ended(), *self.hit, 0)
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = _WAIT_SECONDS) -> None:
         """Wait."""
@@ -126,8 +126,12 @@ class Month:
     def begun(self, after: int) -> Attempt:
         """The same, which is to be hit."""
         attempt = self.next(after)
-        self.hit = attempt.number
+        self.hit = (attempt.number,)
         return attempt
+
+    def also_hit(self, after: int) -> None:
+        """Count the next attempt as well."""
+        self.hit += (self.next(after).number,)
 
     def trained(self, after: int) -> Attempt:
         """The next attempt behind a number that has gone on for a few steps."""
@@ -295,7 +299,7 @@ def full_disk(month: Month, after: int) -> str:
     month.call("scancel", "--signal=USR1", month.job)
     month.until(lambda: not month.is_queued(), "the job has ended")
     month.launch()
-    month.next(attempt.number)
+    month.also_hit(attempt.number)
     month.until(lambda: not month.is_queued(), "the job that found no space has ended")
     filler.unlink()
     return "the disk is full; asked to stop, launched again before there is space"
@@ -307,7 +311,7 @@ def mistake(month: Month, after: int) -> str:
     right = month.recipe.read_text()
     month.recipe.write_text(month.pick.choice(MISTAKES)(right))
     month.call("scancel", "--signal=USR1", month.job)
-    month.next(attempt.number)
+    month.also_hit(attempt.number)
     month.until(lambda: not month.is_queued(), "the job has ended")
     month.recipe.write_text(right)
     return "the recipe is edited while the job is at work, which is then asked to stop"

@@ -24,8 +24,8 @@ def test_each_attempt_stands_beside_the_trouble_that_hit_it(
     for status in statuses:
         attempt(status)
     troubles = [
-        {"trouble": "crash", "attempt": 1, "how": "SIGKILL to rank 3"},
-        {"trouble": "preempted", "attempt": 2, "how": "preempted"},
+        {"trouble": "crash", "attempts": [1], "how": "SIGKILL to rank 3"},
+        {"trouble": "preempted", "attempts": [2], "how": "preempted"},
     ]
     report = slurm_campaign.reported(month, month, troubles)
     assert report["kept_its_promise"] == kept, "a preemption is no fault"
