@@ -218,9 +218,23 @@ class Cluster:
         return "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
 
     def _end_what_jobs_left(self) -> None:
-        for process in self._of_jobs():
+        for process in [*self._of_jobs(), *self._of_steps()]:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
+
+    def _of_steps(self) -> list[int]:
+        """Daemons of job steps, which wait for a controller to hear of their end, also one gone.
+
+        They overwrite their environment; each has its node's log open.
+        """
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (path / "comm").read_text().startswith("slurmstepd"):
+                    logs = (str(each.readlink()) for each in (path / "fd").iterdir())
+                    if any(log.startswith(f"{self._folder}/log/") for log in logs):
+                        found.append(int(path.name))
+        return found
 
     def _of_jobs(self) -> list[int]:
         """This cluster's configuration and a job's number are in the environment of such."""
