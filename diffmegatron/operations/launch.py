@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffmegatron.attempts.decision import Cause
-from diffmegatron.attempts.ledger import Ledger, ledger_of
+from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.manifest import read_manifest
@@ -289,6 +289,11 @@ def _remarks(
         remarks.append(
             f"checkpoint.time_limit_margin {margin:g} is more than half of the time limit "
             f"{job.cluster.time_limit}"
+        )
+    if bad := set(bad_hosts(ledger_of(recipes).attempts())) - set(job.cluster.exclude):
+        remarks.append(
+            f"{', '.join(sorted(bad))} failed or slowed down two of the last ten attempts, and a "
+            "new job does not know; add to exclude in the cluster's file what is still no good"
         )
     wait = _kill_wait()
     if save is not None and wait is not None and save > wait:

@@ -283,6 +283,18 @@ def test_the_signal_comes_two_saves_and_two_steps_before_the_end(launched, comma
     assert remark.startswith("a save has taken 40 s, and 30 s after a SIGTERM Slurm kills")
 
 
+def test_hosts_that_the_ledger_knows_to_be_bad_are_named(launched, commands, ledger, attempt):
+    commands(squeue="true")
+    for _ in range(2):
+        begun = attempt(None)
+        for rank in range(3):
+            RankRecord(ledger.folder(begun.number), rank).end(0)
+        ledger.end(begun)  # of rank 3 on n1 nothing is left
+    (remark,) = launched().remarks
+    assert remark.startswith("n1 failed or slowed down two of the last ten attempts")
+    assert launched(exclude=["n1"]).remarks == ()
+
+
 def test_an_estimate_where_the_gpu_is_known(launched):
     found = launched(gpu="H100", time_limit="24:00:00")
     line = summary(found)[0]
