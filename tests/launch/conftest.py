@@ -18,6 +18,8 @@ from tests.conftest import TINY
 ROOT = Path(__file__).parent.parent.parent
 # Each of four data-parallel ranks has a microbatch.
 FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")
+# Of a cluster: nodes of two ranks on processors.
+SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 FACTS = Facts(job="17", nodes=("n0", "n1"), ranks=4, versions={}, commit=None)
 
 

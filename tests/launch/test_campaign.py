@@ -1,10 +1,15 @@
 """What the campaign on Slurm reports (``tools/slurm_campaign.py``); it itself takes long."""
 
+import json
 import random
 
 import pytest
 import slurm_campaign
-from slurm_troubles import TROUBLES, Month
+import yaml
+from slurm_troubles import TROUBLES, Month, crash
+
+from diffmegatron.attempts.ledger import Ledger
+from tests.launch.conftest import FOUR, SMALL
 
 
 @pytest.fixture
@@ -40,3 +45,23 @@ def test_a_month_has_thirty_attempts_that_end_by_every_kind_of_trouble():
     assert kinds >= {"time limit", "preemption", "node failure", "crash", "hang", "full disk"}
     assert "recipe mistake" in kinds
     assert sum(times for _, _, times in TROUBLES.values()) >= 30
+
+
+def test_a_trouble_hits_the_attempt_that_it_says(cluster, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 99, "train/loss": 1.0}\n')
+    waiting = {str(rank): "together | train | wait" for rank in range(4)}
+    (run_dir / "script.json").write_text(json.dumps([waiting]))
+    (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=run_dir, corpus=corpus))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(SMALL))
+    files = (tmp_path / "four.yaml", tmp_path / "cluster.yaml", run_dir)
+    month = Month(cluster, *files, random.Random(1), print)
+    month.launch()
+    how = crash(month, month.over())
+    slurm_campaign.settled(month)
+    slurm_campaign.finish(month)
+    first, second = Ledger(run_dir).attempts()
+    assert (month.hit, first.cause, second.cause) == ((1,), "fault", "finished")
+    signal_name, _, rank = how.partition(" to rank ")
+    assert first.reason == f"rank {rank} on {first.host_of(int(rank))}: killed by {signal_name}"

@@ -22,7 +22,7 @@ from diffmegatron.operations.launch import (
     summary,
 )
 from diffmegatron.operations.torchrun import torchrun_file
-from tests.launch.conftest import FACTS, FOUR, ROOT
+from tests.launch.conftest import FACTS, FOUR, ROOT, SMALL
 
 STAGES = """
 stages:
@@ -30,7 +30,6 @@ stages:
   - {name: second, training: {steps: 5}}
   - {name: third, training: {steps: 4}}
 """
-SMALL = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
 from diffmegatron.operations.status import examine
 from diffmegatron.training.metrics import read_metrics
-from tests.launch.conftest import FOUR, ROOT
+from tests.launch.conftest import FOUR, ROOT, SMALL
 
 STEPS = 200
-NODES = {"gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time_limit": "30"}
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def job(cluster, corpus, tmp_path, monkeypatch) -> str:
     setup = [f"export PATH={path}", f"export PYTHONPATH={ROOT}"]
     environment = {"OMP_NUM_THREADS": "1"}
     settings = {"export": "NONE", "setup": setup, "environment": environment}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(NODES | settings))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(SMALL | settings))
     recipe = FOUR.format(run_dir=tmp_path / "run", corpus=corpus).replace("steps: 20", "steps: 200")
     (tmp_path / "tiny.yaml").write_text(recipe)
     for name, value in cluster.environment.items():
