@@ -103,8 +103,9 @@ def overrides(given: list[str]) -> list[str]:
 
 
 def torchrun() -> list[str]:
-    """The command line under torchrun."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks()}", *CLI]
+    """The command line under torchrun, also where this machine's name is in no DNS."""
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
+    return ["-m", "torch.distributed.run", *options, *CLI]
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:

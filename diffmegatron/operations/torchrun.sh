@@ -12,7 +12,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 # Else torchrun keeps one store through all restarts, in which the new ranks find the addresses of
 # the old ones: "connectFullMesh failed ... Connection refused".
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-rendezvous=(--standalone)
+# A machine's own name may be in no DNS.
+rendezvous=(--standalone --local-addr=127.0.0.1)
 if [ "${NNODES:-1}" != 1 ]; then
   rendezvous=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS")
 fi

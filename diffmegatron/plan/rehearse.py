@@ -118,7 +118,13 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
     file = folder / "rehearsal.yaml"
     file.write_text(dump_recipe(rehearsal.recipe))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={rehearsal.world_size}", "-m", "diffmegatron", "train"]
+    command += [
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={rehearsal.world_size}",
+        "-m",
+        "diffmegatron",
+        "train",
+    ]
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -161,7 +161,7 @@ def launch_backward(
             ONE_PASS=problem.one_pass, **_constants(q1, v, blocks, problem, maps),
         )  # fmt: skip
         if problem.one_pass:
-            dqs = [dq.mul_(problem.softmax_scale).to(q1.dtype) for dq in dqs]
+            dqs = [_scaled(dq, problem.softmax_scale, q1.dtype) for dq in dqs]
         else:
             blocks = dq_blocks(width, q1.dtype, problem.target)
             dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
@@ -171,6 +171,11 @@ def launch_backward(
                 **_constants(q1, v, blocks, problem, maps),
             )  # fmt: skip
     return Maps(tuple(dqs), tuple(dks), dv)
+
+
+def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Scaled and cast in one pass over memory."""
+    return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
