@@ -142,14 +142,14 @@ class Month:
                 after = attempt.number  # it did not come so far
                 continue
             beat = read_heartbeat(Ledger(self.run_dir).folder(attempt.number))
-            if beat is not None and self.step() >= beat.first_step + steps:
+            if beat is not None and self.step(attempt.began) >= beat.first_step + steps:
                 return attempt
             time.sleep(0.1)
 
-    def step(self) -> int:
-        """The newest in the metrics."""
+    def step(self, since: float) -> int:
+        """The newest in the metrics, of those since a moment; -1: none."""
         entries = [entry for entry in newest_entries(self.run_dir) if "train/loss" in entry]
-        return int(entries[-1]["step"]) if entries else -1
+        return int(entries[-1]["step"]) if entries and entries[-1]["time"] > since else -1
 
     def ranks(self, attempt: Attempt) -> dict[int, int]:
         """The ranks' processes, by rank, once all are there."""

@@ -50,7 +50,7 @@ def test_a_month_has_thirty_attempts_that_end_by_every_kind_of_trouble():
 def test_a_trouble_hits_the_attempt_that_it_says(cluster, corpus, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text('{"step": 99, "train/loss": 1.0}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 99, "train/loss": 1.0, "time": 9e9}\n')
     waiting = {str(rank): "together | train | wait" for rank in range(4)}
     (run_dir / "script.json").write_text(json.dumps([waiting]))
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=run_dir, corpus=corpus))
