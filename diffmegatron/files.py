@@ -7,6 +7,7 @@ nesting may be is decided here, once.
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -143,11 +144,18 @@ def write_durably(path: Path, content: bytes) -> None:
         OSError: it cannot be written; then what was there before is still there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with create_file(temporary) as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    opened = create_file(temporary)
+    try:
+        with opened as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        # On a full disk what was written of it is space that others want.
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     sync_folder(path.parent)
 
 

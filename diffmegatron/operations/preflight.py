@@ -208,7 +208,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 def _disk(run_dir: Path) -> tuple[float, int]:
     """Bytes per second that this rank writes into ``run_dir``, and the bytes that are free."""
-    path = run_dir / f"preflight_{socket.gethostname()}_{os.getpid()}"
+    # What a killed check leaves the next one writes over.
+    path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         try:

@@ -81,6 +81,16 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert path.read_bytes() == b"first"
 
 
+def test_a_full_disk_gets_back_what_a_failed_write_took(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "file", b"content")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_paths_are_shown_short_and_on_one_line(tmp_path):
     assert shown(tmp_path / "a\nb").endswith("a\\nb")
     assert "\\udcff" in shown(tmp_path / "x\udcff")
