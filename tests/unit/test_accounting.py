@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffmegatron.attention.kernels import norm
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import (
@@ -316,9 +317,10 @@ class FusedNorm(torch.autograd.Function):
 @pytest.mark.parametrize("headwise_norm", [True, False])
 def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypatch):
     """The Transformer's, whose attention kernel keeps the same on both."""
-    monkeypatch.setattr(
-        torch.nn.functional, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
-    )
+    for module in (torch.nn.functional, norm):
+        monkeypatch.setattr(
+            module, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
+        )
     recipe = make_recipe(
         None,
         {"precision": precision},
