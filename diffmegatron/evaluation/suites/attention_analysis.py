@@ -18,6 +18,7 @@ from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 DISTANCE, ALIGNMENT = "cosine distance between heads", "CKA between heads"
@@ -186,9 +187,11 @@ def _draw_lines(
         axes.text(0.5, 0.5, said, ha="center", transform=axes.transAxes)
         return
     axes.set(xlabel="layer")
-    axes.set_ylim(bottom=0)
+    _count_by_ones(axes.xaxis)
+    # Room for the names above the lines.
+    axes.set_ylim(0, (1.1 + 0.1 * len(found)) * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper center")
 
 
 def _draw_map(axes: "Axes", title: str, values: np.ndarray) -> None:
@@ -201,5 +204,13 @@ def _draw_map(axes: "Axes", title: str, values: np.ndarray) -> None:
         # A few heads have most of it.
         norm="log" if is_importance else "linear",
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        _count_by_ones(axis)
     axes.set(title=title, xlabel="head" if is_importance else "layer", ylabel="layer")
     axes.figure.colorbar(image, ax=axes)
+
+
+def _count_by_ones(axis: "Axis") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
