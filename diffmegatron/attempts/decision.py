@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diffmegatron.attempts.ends import EXIT_STOPPED, End
+from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
 _SIGNAL = 128
@@ -63,7 +63,8 @@ def decide(
             of its own.
 
     In this order: a mistake of any rank is one, whatever it did to the others; a rank that says 75
-    has saved together with all others, so that nothing after it matters; a node that is not fit is
+    has saved together with all others, so that nothing after it matters, or had nothing to save,
+    which is no answer where another has crashed; a node that is not fit is
     a fault, and so is a rank that failed of itself, or that left no end; of a job that was killed
     only a rank that a signal of the kernel's ended is one, as others fail when their peers are
     gone; ranks that a signal ended before they could save were asked to stop.
@@ -74,7 +75,10 @@ def decide(
     if mistakes:
         return Decision(Cause.MISTAKE, _said(mistakes, "a mistake that it could not say"))
     stopped = _with(ends, lambda end: end.status == EXIT_STOPPED)
-    if stopped:
+    saved = _with(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
+    crashed = _with(ends, lambda end: end.status > _SIGNAL and end.status not in _ASKED)
+    # srun tells the others to stop when a rank is killed, also those that have not begun.
+    if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "asked to stop, and saved")
     unfit = _with(ends, lambda end: end.status == UnfitNodeError.exit_status)
@@ -83,7 +87,7 @@ def decide(
         return Decision(Cause.FAULT, _said(unfit, "its node is not fit"), hosts, hosts)
     missing = [rank for rank in range(ranks) if rank not in ends]
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
-    failed = _with(ends, lambda end: end.status != 0 and end.status not in _ASKED)
+    failed = _with(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_ASKED})
     if was_killed and missing and not _with(failed, lambda end: end.status > _SIGNAL):
         # Of a node that dies with its job the ranks of the others notice, and fail.
         reason = f"the job was gone before {_named(missing)} had ended"

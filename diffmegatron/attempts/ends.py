@@ -30,6 +30,8 @@ ATTEMPT = "DIFFMEGATRON_ATTEMPT"
 HEARTBEAT = "heartbeat.json"
 # EX_TEMPFAIL of sysexits.h, "try again later": the run has saved and is to be started again.
 EXIT_STOPPED = 75
+# How the reason ends of a rank that was asked to stop when there was nothing to save.
+NOT_BEGUN = "before the run had begun"
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json")
 # A file server should not be written at every step of milliseconds.
 _BEAT_SECONDS = 5.0

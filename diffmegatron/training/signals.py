@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
+from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, RankRecord
 from diffmegatron.parallel.launcher import read_launch
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def stopping_at_once(record: RankRecord) -> Iterator[None]:
     """
 
     def end(number: int, _: FrameType | None) -> None:
-        record.end(EXIT_STOPPED, f"{signal.Signals(number).name} before the run had begun")
+        record.end(EXIT_STOPPED, f"{signal.Signals(number).name} {NOT_BEGUN}")
         # Not by an exception: what is imported may catch it.
         os._exit(EXIT_STOPPED)
 

@@ -136,3 +136,16 @@ def test_a_node_that_is_not_fit_is_known_to_be_so():
     decision = decided(ended(143, 143, 71, 1, reasons=("", "", "its clock", "gone")))
     assert (decision.hosts, decision.unfit) == (("n1",), ("n1",))
     assert decision.reason == "rank 2 on n1: its clock"
+
+
+def test_a_crash_in_start_that_stops_the_others_is_a_fault():
+    """srun ends them with SIGTERM, and they say 75 with nothing saved."""
+    asked = "SIGTERM before the run had begun"
+    ends = ended(75, 137, 75, 75, reasons=(asked, "", asked, asked))
+    found = decided(ends)
+    assert (found.cause, found.hosts) == (Cause.FAULT, ("n0",))
+    assert (
+        decided(ended(75, 137, 75, 75, reasons=(asked, "", "saved", asked))).cause == Cause.STOPPED
+    )
+    assert decided(ends, was_killed=True).cause != Cause.FAULT
+    assert decided(ended(75, 143, 75, 75, reasons=(asked, "", asked, asked))).cause == Cause.STOPPED
