@@ -51,7 +51,7 @@ class _HeldOutLoss:
                 yield
             batch = on_this_rank(loader.read_step(number * training.global_batch_size), topology)
             loss = forward_only(network, batch, topology)
-            # Ranks that found other last bits, or NaN alone, would part for ever.
+            # Ranks that differ in the last bits, or alone find a NaN, would decide differently.
             losses.append(agree(loss, 0.0, stop=False, writing=False, topology=topology).loss)
         return {HELD_OUT: sum(losses) / len(losses)}
 

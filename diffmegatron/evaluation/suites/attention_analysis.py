@@ -188,7 +188,7 @@ def _draw_lines(
         return
     axes.set(xlabel="layer")
     _count_by_ones(axes.xaxis)
-    # Room for the names above the lines.
+    # Space for the legend above the lines.
     axes.set_ylim(0, (1.1 + 0.1 * len(found)) * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small", loc="upper center")

@@ -181,11 +181,11 @@ class Hallucination(Suite):
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)
-        room = self.context - self.answer_tokens - 1 - len(before) - len(after)
+        available = self.context - self.answer_tokens - 1 - len(before) - len(after)
         text = passage.document
-        if len(document) > room:
+        if len(document) > available:
             cut = target.encode(_CUT)
-            half = max(0, room - len(cut)) // 2
+            half = max(0, available - len(cut)) // 2
             ends = (document[:half], document[len(document) - half :])
             text = _CUT.join(map(target.tokenizer.decode, ends))
             document = [*ends[0], *cut, *ends[1]]
