@@ -170,11 +170,11 @@ class Network(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Not asked by any task of multiple choice."""
-        raise NotImplementedError
+        raise NotImplementedError("tasks of multiple choice ask for likelihoods of choices alone")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Not asked by any task of multiple choice."""
-        raise NotImplementedError
+        raise NotImplementedError("tasks of multiple choice ask for likelihoods of choices alone")
 
 
 def load_tokenizer(target: Target) -> Any:

@@ -1,5 +1,6 @@
 """Documents to summarise or to answer from: data sets in files of their published formats."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -30,11 +31,11 @@ class Passage(NamedTuple):
     references: tuple[str, ...]
 
 
-class _Row(BaseModel):
+class _Row(BaseModel, ABC):
     """A row of a published file, and the passages in it."""
 
-    def passages(self) -> Iterator[Passage]:
-        raise NotImplementedError
+    @abstractmethod
+    def passages(self) -> Iterator[Passage]: ...
 
 
 class _XSum(_Row):

@@ -1,6 +1,7 @@
 """Problems of mathematics in words, in files of the published data sets."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +54,12 @@ class Benchmark:
         return list(self.read(read_bytes(path, max_bytes=_MAX_BYTES), shown(path)))
 
 
-class _Row(BaseModel):
+class _Row(BaseModel, ABC):
     """A record of a published file, which is a problem."""
 
+    @abstractmethod
     def read(self, name: str) -> Problem:
         """Raises UserError, which says ``name``, where it has no answer."""
-        raise NotImplementedError
 
 
 # What a calculator of GSM8K's authors would have written.
