@@ -161,8 +161,8 @@ def prepare(
     ] = False,
 ) -> None:
     """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
-    from diffmegatron.data.parts import Part
-    from diffmegatron.data.prepare import prepare as prepare_corpus
+    from diffmegatron.data.prepare.parts import Part
+    from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
     from diffmegatron.files import shown
 
     chosen = None if part is None else Part.parse(part)
@@ -238,8 +238,8 @@ def export(
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
-    from diffmegatron.checkpoint.manifest import read_manifest
-    from diffmegatron.checkpoint.store import CheckpointStore
+    from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+    from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
     from diffmegatron.parallel.launcher import read_launch
 
     read_launch()

@@ -148,7 +148,7 @@ def _ranks_talk_by() -> Finding:
 
 def _attention_choices() -> Iterator[Finding]:
     from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
-    from diffmegatron.attention.kernels.select import importable_libraries
+    from diffmegatron.attention.kernels.select_backend import importable_libraries
 
     for op, what in OPS.items():
         for device in ("cpu", "cuda"):

@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 
 TINY = """
 run_dir: {run_dir}

@@ -27,16 +27,16 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import Position, open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.model.build import build_model
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.gate import held_norms
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.agreement import agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.resume import load_snapshot, newest_good

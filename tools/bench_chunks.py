@@ -26,7 +26,7 @@ from diffmegatron.attention.kernels.api import (
     combine_maps,
 )
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call, why_not
-from diffmegatron.attention.kernels.select import importable_libraries
+from diffmegatron.attention.kernels.select_backend import importable_libraries
 
 BASELINE = "transformer"
 

@@ -25,7 +25,7 @@ from timing import RESULTS, timed
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
-from diffmegatron.parallel.topology import Topology, process_groups
+from diffmegatron.parallel.parallel_state import Topology, process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "Transformer"

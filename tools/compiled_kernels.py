@@ -23,9 +23,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from diffmegatron.attention.kernels.api import HeadwiseNorm
 from diffmegatron.attention.kernels.masks import build_mask
-from diffmegatron.attention.kernels.triton import attention as triton_attention
-from diffmegatron.attention.kernels.triton import blocks as triton_blocks
-from diffmegatron.attention.kernels.triton import subtraction
+from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
+from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
+from diffmegatron.attention.kernels.triton import triton_attention
 
 # Bytes of shared memory that one block may have, by compute capability.
 SHARED_LIMIT = {

@@ -15,19 +15,19 @@ import numpy as np
 
 # What imports torch and Megatron is imported where it is used: prepare's workers import
 # bench_data.py, and this with it.
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data.encode import loaded
-from diffmegatron.data.index_file import write_index
-from diffmegatron.data.manifest import (
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
     Manifest,
     TokenizerRecord,
     hash_file,
     length_histogram,
 )
-from diffmegatron.data.merge import merge
-from diffmegatron.data.parts import Part
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.index.index_file import write_index
+from diffmegatron.data.prepare.encode import loaded
+from diffmegatron.data.prepare.merge_parts import merge
+from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.tokenizers import TiktokenTokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 
@@ -174,7 +174,7 @@ def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple
 def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
     """Start-up with the index already built, and batches of one without the thread."""
     from diffmegatron.data.loader import Loader
-    from diffmegatron.data.samples import open_samples
+    from diffmegatron.data.sampling.samples import open_samples
 
     paths = [{"path": str(folder / n), "weight": w} for n, w in (("one", 0.7), ("two", 0.3))]
     config = DataConfig(tokenizer="bytes", sources=paths)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, fl
 
 def start(prefix: Path) -> dict[str, float]:
     """Open the corpus and read the first sample."""
-    from diffmegatron.data.samples import open_samples
+    from diffmegatron.data.sampling.samples import open_samples
 
     wall = time.perf_counter()
     config = DataConfig(tokenizer="bytes", sources=[{"path": str(prefix)}])  # type: ignore[list-item]
@@ -266,7 +266,7 @@ def start(prefix: Path) -> dict[str, float]:
 
 def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
     """Of ``sampled`` tokens: how many each source gave, and how many are of long documents."""
-    from diffmegatron.data.samples import open_samples
+    from diffmegatron.data.sampling.samples import open_samples
 
     config = DataConfig(
         tokenizer="bytes",

@@ -35,10 +35,10 @@ quiet_libraries()  # before what imports Megatron, which warns of every library 
 
 from fault_trials import run_trials
 
+from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import STATE, open_checkpoint
-from diffmegatron.checkpoint.manifest import MANIFEST
-from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.metrics import read_metrics
 
 # What the directories show of a save, in its order.

@@ -21,6 +21,13 @@ import numpy as np
 import torch
 import zstandard
 
+from diffmegatron.checkpoint.checkpoint_manifest import (
+    MANIFEST,
+    Manifest,
+    describe_file,
+    write_manifest,
+)
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import (
     RECIPE,
     STATE,
@@ -29,19 +36,16 @@ from diffmegatron.checkpoint.contents import (
     open_checkpoint,
     rank_file,
 )
-from diffmegatron.checkpoint.manifest import MANIFEST, Manifest, describe_file, write_manifest
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data import preparation
-from diffmegatron.data.cache import Cache
-from diffmegatron.data.corpus import find_files, read_records
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.store import open_corpus
-from diffmegatron.data.verify import check_hashes
+from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.index.verify_corpus import check_hashes
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.data.prepare.prepare import preparation, prepare
+from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.model.shards import Shard
+from diffmegatron.model.parameter_shards import Shard
 from diffmegatron.training.metrics import METRICS, MetricsWriter, read_metrics
 
 STEP = 7

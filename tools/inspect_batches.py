@@ -25,10 +25,10 @@ quiet_libraries()  # before what imports Megatron, which warns of every library 
 
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.documents import Split
 from diffmegatron.data.loader import collate
-from diffmegatron.data.report import length_table, mixture_table, plot_lengths
-from diffmegatron.data.samples import Samples, open_samples
+from diffmegatron.data.sampling.document_order import Split
+from diffmegatron.data.sampling.samples import Samples, open_samples
+from diffmegatron.data.sampling.sampling_report import length_table, mixture_table, plot_lengths
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 

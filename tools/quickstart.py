@@ -28,7 +28,7 @@ CLI = ["-m", "diffmegatron"]
 def main() -> None:
     """Run every phase, into the present directory; stop at the first that fails."""
     quiet_libraries()
-    from diffmegatron.evaluation.report import Run, write_report
+    from diffmegatron.evaluation.run_report import Run, write_report
 
     arguments = parse_arguments()
     if RUNS.exists():

@@ -30,8 +30,8 @@ from slurm_troubles import SETTINGS, TROUBLES, Month
 
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ledger import Attempt, Ledger
-from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.data.prepare import prepare
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.data.prepare.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 # For the checks before the run, which write 64 MiB from each rank at once, and three checkpoints.

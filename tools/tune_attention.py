@@ -4,7 +4,8 @@ Every combination of rows M, keys N, warps and stages is compiled for one kernel
 that do not compile, need more shared memory than the chip has, or serialise wgmma are left out. On
 a GPU the rest are timed beside the default, and their results compared with it; without one, what
 the compiler says of a chip is listed, with an estimate of a Hopper's tensor-core cycles. Best
-first. Writes NAME.json to benchmarks/results/; `triton/blocks.py` is where a better choice goes.
+first. Writes NAME.json to benchmarks/results/; `triton/block_sizes.py` is where a better choice
+goes.
 
     python tools/tune_attention.py --head-dim 64 --kernels dkdv_one_pass
     python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json --best 8
@@ -29,9 +30,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from diffmegatron.attention.kernels.masks import build_mask
-from diffmegatron.attention.kernels.triton import attention as triton_attention
-from diffmegatron.attention.kernels.triton import launch
-from diffmegatron.attention.kernels.triton.blocks import Blocks
+from diffmegatron.attention.kernels.triton import kernel_launch as launch
+from diffmegatron.attention.kernels.triton import triton_attention
+from diffmegatron.attention.kernels.triton.block_sizes import Blocks
 
 KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
 # Multiply-adds per pair in units of d, and how many loops of the machine code have them all: one

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diffmegatron.attempts.decision import Cause, Decision, decide
 from diffmegatron.attempts.ends import Heartbeat, read_ends, read_heartbeat
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json, reason, shown, write_durably

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
-from diffmegatron.attention.norm import RMSNorm
+from diffmegatron.attention.rms_norm import RMSNorm
 from diffmegatron.attention.self_attention import SelfAttention, SelfAttentionSubmodules
 from diffmegatron.attention.variants.base import Exchange, Variant
-from diffmegatron.config.lora import LoraConfig
+from diffmegatron.config.lora_config import LoraConfig
 
 Host = Literal["local", "transformer_engine"]
 Linear: TypeAlias = type | ModuleSpec

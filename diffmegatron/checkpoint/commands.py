@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diffmegatron.checkpoint.manifest import Manifest, read_manifest
-from diffmegatron.checkpoint.store import CheckpointStore, superfluous
+from diffmegatron.checkpoint.checkpoint_manifest import Manifest, read_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from diffmegatron import __version__
-from diffmegatron.checkpoint.manifest import (
+from diffmegatron.checkpoint.checkpoint_manifest import (
     MAX_STEP,
     FileEntry,
     Manifest,
@@ -30,11 +30,11 @@ from diffmegatron.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import WEIGHT, ShardedReader
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe, load_resolved
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stages import model_keys
+from diffmegatron.config.stage_order import model_keys
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, parse_json, read_bytes, shown
 

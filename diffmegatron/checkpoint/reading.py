@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, parse_json, reason, shown
 

@@ -1,10 +1,10 @@
 """Named tensors in pieces: each rank writes what it owns, any layout reads what it needs.
 
 Every rank writes one safetensors file of flat float32 pieces. A piece is a run of elements of a
-box of a named tensor (:class:`~diffmegatron.model.shards.Shard`), which is what a ZeRO partition
-of a tensor-parallel shard is; the file's header says which. A reader joins pieces to any box, so
-tensor, pipeline and data-parallel sizes may differ between saving and loading, and no rank ever
-holds more than one tensor more than its own.
+box of a named tensor (:class:`~diffmegatron.model.parameter_shards.Shard`), which is what a ZeRO
+partition of a tensor-parallel shard is; the file's header says which. A reader joins pieces to any
+box, so tensor, pipeline and data-parallel sizes may differ between saving and loading, and no rank
+ever holds more than one tensor more than its own.
 
 Why not ``torch.distributed.checkpoint``: its metadata is a pickle, which executes code when read.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.reading import TensorFile
 from diffmegatron.checkpoint.tiling import Box, Place, check_tiling
 from diffmegatron.checkpoint.writing import write_safetensors
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, parse_json, shown
-from diffmegatron.model.shards import Shard
+from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
 # What is saved of every element that is trained: the float32 master weight and Adam's moments. Of

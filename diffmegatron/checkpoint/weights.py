@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import (
     BEGINNING,
     WEIGHT,
@@ -13,16 +15,14 @@ from diffmegatron.checkpoint.contents import (
     finish_checkpoint,
     rank_file,
 )
-from diffmegatron.checkpoint.manifest import FileEntry
 from diffmegatron.checkpoint.sharded import Piece, named_tensors, write_pieces
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import reason, shown
 from diffmegatron.model.build import DTYPES, build_model
 from diffmegatron.model.network import Network, declared_parameter
-from diffmegatron.model.shards import Shard, parameter_shards
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.model.parameter_shards import Shard, parameter_shards
+from diffmegatron.parallel.parallel_state import Topology
 
 MAX_FILE_BYTES = 1 << 30
 

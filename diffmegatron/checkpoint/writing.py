@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.checkpoint.manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 
 _NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 _CHUNK = 1 << 24

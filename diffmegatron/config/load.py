@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from diffmegatron.attention.variants import VARIANTS, Variant
-from diffmegatron.config.documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stages import check_follows, named_stages
+from diffmegatron.config.stage_order import check_follows, named_stages
+from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 

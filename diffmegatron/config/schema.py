@@ -19,15 +19,15 @@ from pydantic_core import PydanticCustomError
 
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.variants import Variant, read_variant
-from diffmegatron.config.data import DataConfig
-from diffmegatron.config.evaluate import EvaluateConfig
-from diffmegatron.config.layout import check_layout, data_parallel_size
-from diffmegatron.config.lora import LoraConfig
-from diffmegatron.config.optimizer import OptimizerConfig
-from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
-from diffmegatron.config.recovery import CheckpointConfig, GuardConfig, WatchdogConfig
-from diffmegatron.config.rope import RopeScaling
-from diffmegatron.config.trainable import check_trainable, of_the_pair
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.config.divisibility import check_layout, data_parallel_size
+from diffmegatron.config.evaluate_config import EvaluateConfig
+from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.optimizer_config import OptimizerConfig
+from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
+from diffmegatron.config.recovery_config import CheckpointConfig, GuardConfig, WatchdogConfig
+from diffmegatron.config.rope_config import RopeScaling
+from diffmegatron.config.trainable_patterns import check_trainable, of_the_pair
 from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Seed, Size, SizeOrNone
 
 

@@ -1,7 +1,7 @@
 """The named tensors of a recipe's network, by arithmetic alone: no torch, no process.
 
-Names and shapes are those of :mod:`diffmegatron.model.shards`, which takes them from the network
-as it is built.
+Names and shapes are those of :mod:`diffmegatron.model.parameter_shards`, which takes them from the
+network as it is built.
 """
 
 import math

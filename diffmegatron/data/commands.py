@@ -18,7 +18,7 @@ def merge(
     ],
 ) -> None:
     """Make one corpus of all parts of a PREFIX, copying none; reads all tokens once."""
-    from diffmegatron.data.merge import merge as merge_parts
+    from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 
     manifest = merge_parts(prefix)
     name = shown(prefix)
@@ -40,8 +40,8 @@ def verify(
     ] = False,
 ) -> None:
     """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
-    from diffmegatron.data.manifest import read_manifest
-    from diffmegatron.data.verify import check_hashes, check_sizes
+    from diffmegatron.data.index.corpus_manifest import read_manifest
+    from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
 
     damaged = 0
     for prefix in prefixes:

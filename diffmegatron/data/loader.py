@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data.samples import Sample, Samples
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.data.sampling.samples import Sample, Samples
 from diffmegatron.errors import UserError
 
 

@@ -43,7 +43,7 @@ def select(
     from diffmegatron.parallel.launcher import read_launch
 
     read_launch()
-    from diffmegatron.dex.select import select_heads
+    from diffmegatron.dex.select_heads import select_heads
 
     selection = select_heads(
         model, data, out, overrides or [], method=method, share=share, sequences=sequences

@@ -15,7 +15,7 @@ from diffmegatron.attention.context.gather import whole_sequence
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.step import forward_backward, forward_only
 
 _QUERIES = 256  # whose attention exists at once

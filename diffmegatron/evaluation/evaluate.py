@@ -13,7 +13,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.outcome import REPORT, make_outcome, write_outcome
 from diffmegatron.evaluation.ranks import Ranks, export_targets, joined
-from diffmegatron.evaluation.records import (
+from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
     Measured,
     SharedRecords,

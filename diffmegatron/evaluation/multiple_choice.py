@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from diffmegatron.data.corpus import find_files, read_records
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, parse_json, read_bytes, shown
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from diffmegatron.data.corpus import find_files, read_records
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.errors import UserError
 from diffmegatron.files import parse_json, shown
 

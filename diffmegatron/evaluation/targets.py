@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from transformers import CONFIG_NAME, PretrainedConfig
 
 from diffmegatron.attention.variants import VARIANTS, Variant
-from diffmegatron.checkpoint.manifest import MANIFEST, read_manifest
-from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.data.manifest import hash_file
+from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.data.index.corpus_manifest import hash_file
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_bytes, shown

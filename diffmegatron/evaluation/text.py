@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from diffmegatron.data.corpus import find_files, read_records
-from diffmegatron.data.layouts import Fields, UnusableError, parse, segments
-from diffmegatron.data.manifest import manifest_path
-from diffmegatron.data.store import check_tokenizer, open_corpus
+from diffmegatron.data.index.corpus_manifest import manifest_path
+from diffmegatron.data.index.token_store import check_tokenizer, open_corpus
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.data.prepare.record_formats import Fields, UnusableError, parse, segments
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from diffmegatron.config.evaluate import EvaluateConfig
+from diffmegatron.config.evaluate_config import EvaluateConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
@@ -28,7 +28,7 @@ from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped
 from diffmegatron.hf.original import find_original
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.evaluators import Values
 from diffmegatron.training.progress import say

@@ -15,11 +15,11 @@ from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import to_hf_config
-from diffmegatron.hf.layout import Weights, table, to_hf
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.original import Original
-from diffmegatron.hf.shards import ShardWriter
+from diffmegatron.hf.safetensors_shards import ShardWriter
 from diffmegatron.hf.tokenizer import write_tokenizer
+from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 from diffmegatron.hf.whole_directory import appearing_whole
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -55,8 +55,8 @@ def write_export(
     when anything fails, nothing stays behind, and what a killed export left is removed by the next.
 
     Args:
-        weights: whole weights under Megatron's names (see :mod:`diffmegatron.hf.layout`), in any
-            order; a generator is read one weight at a time.
+        weights: whole weights under Megatron's names (see :mod:`diffmegatron.hf.weight_mapping`),
+            in any order; a generator is read one weight at a time.
         recipe: the run they come from.
         tokenizer: the run's tokenizer.
         out: directory to create; one that exists must be empty.

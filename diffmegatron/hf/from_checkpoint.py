@@ -9,16 +9,16 @@ from transformers.utils import logging as transformers_logging
 
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.weights import load_network
-from diffmegatron.config.parallel import ParallelConfig, RecomputeConfig
+from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import LORA_A, LORA_B
-from diffmegatron.config.trainable import is_lora
+from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export import LogitDifference, verify_export, write_export
 from diffmegatron.hf.original import find_original
 from diffmegatron.model.build import DTYPES
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 
 # float32 leaves the order of summation. In a bf16 file the headwise norm is folded into the
 # output projection before rounding, in training it multiplies after: each rounds by up to 2^-9.

@@ -15,9 +15,9 @@ from diffmegatron.files import shown
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export import LogitDifference, verify_export
 from diffmegatron.hf.from_checkpoint import sample, training_logits
-from diffmegatron.hf.layout import from_hf, table
 from diffmegatron.hf.original import keep_original
 from diffmegatron.hf.source import Source
+from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.whole_directory import appearing_whole
 
 FOLDER = "hugging_face"

@@ -12,18 +12,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
 from diffmegatron.attention.kernels import registry
-from diffmegatron.attention.kernels.select import dtype_name, importable_libraries
+from diffmegatron.attention.kernels.select_backend import dtype_name, importable_libraries
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
-from diffmegatron.config.layout import context_exchange
-from diffmegatron.config.parallel import RecomputeConfig
+from diffmegatron.config.divisibility import context_exchange
+from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.network import Chunk, Network
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

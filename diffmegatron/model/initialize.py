@@ -14,9 +14,9 @@ from torch import Tensor
 from diffmegatron.attention.variants.base import Constant, Identity
 from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.config.tensors import LORA_B
-from diffmegatron.config.trainable import is_lora
+from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.model.network import Network, declared_parameter
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 
 
 @torch.no_grad()

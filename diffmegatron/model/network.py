@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
-from diffmegatron.config.rope import RopeScaling
+from diffmegatron.config.rope_config import RopeScaling
 from diffmegatron.config.schema import ModelConfig
 from diffmegatron.model.rope import scaled_frequencies
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from diffmegatron.config.rope import RopeScaling
+from diffmegatron.config.rope_config import RopeScaling
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -8,17 +8,17 @@ gradient is zero, so that Adam's moments stay zero and its update is nothing.
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.heads import Heads
+from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import network_tensors
-from diffmegatron.config.trainable import (
+from diffmegatron.config.trainable_patterns import (
     frozen_parts,
     learning_rate_factor,
     trained_parts,
     trains_everything,
 )
 from diffmegatron.model.network import Network
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def mark_trained(network: Network, recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator
 
-from diffmegatron.config.documents import MAX_BYTES, parse_yaml
+from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import PathText, Section, Size, SizeOrNone

@@ -12,8 +12,8 @@ from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.manifest import read_manifest
-from diffmegatron.data.verify import check_sizes
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster

@@ -19,10 +19,10 @@ import torch
 from pydantic import Field
 from torch import distributed
 
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.manifest import read_manifest
-from diffmegatron.data.verify import check_sizes
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import clipped, reason, shown, write_durably
 from diffmegatron.model.accounting import count_parameters

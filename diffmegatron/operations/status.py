@@ -14,7 +14,7 @@ from rich.text import Text
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.training.metrics import Entry, newest_entries

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from diffmegatron.config.recovery import GuardConfig
+from diffmegatron.config.recovery_config import GuardConfig
 
 # Where the window is nearly constant its spread is rounding; nothing within a hundredth of the
 # mean is ever far from it.

@@ -2,7 +2,7 @@
 
 import math
 
-from diffmegatron.config.optimizer import OptimizerConfig
+from diffmegatron.config.optimizer_config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:

@@ -31,7 +31,7 @@ from diffmegatron.optim.gate import (
 )
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.optim.partition import partition_of
-from diffmegatron.parallel.topology import ModelParallelUnit, Topology
+from diffmegatron.parallel.parallel_state import ModelParallelUnit, Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,7 +1,7 @@
 """``diffmegatron plan``: what a recipe will build, run, need and take, before anything runs."""
 
 from diffmegatron.plan.command import run, run_search
-from diffmegatron.plan.layout import Layout
+from diffmegatron.plan.rank_layout import Layout
 from diffmegatron.plan.summary import Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
 

@@ -10,7 +10,7 @@ from diffmegatron.model.accounting import (
     count_parameters,
     peak_memory,
 )
-from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.timing import GPUS_PER_NODE
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import network_tensors
-from diffmegatron.config.trainable import trained_parts
-from diffmegatron.data.prepare import prepare
+from diffmegatron.config.trainable_patterns import trained_parts
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_exchange
 from diffmegatron.training.metrics import read_metrics

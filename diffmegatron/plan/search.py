@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diffmegatron.config.layout import check_ranks
+from diffmegatron.config.divisibility import check_ranks
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import ACCELERATORS, peak_memory
-from diffmegatron.plan.layout import GIB, USABLE_SHARE, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time

@@ -20,7 +20,7 @@ from diffmegatron.model.accounting import (
 )
 from diffmegatron.model.accounting.activations import BYTES
 from diffmegatron.plan.advice import warnings
-from diffmegatron.plan.layout import Layout
+from diffmegatron.plan.rank_layout import Layout
 from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic
 

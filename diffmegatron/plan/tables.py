@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.model.accounting import StageMemory
-from diffmegatron.plan.layout import GIB, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import GIB, Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 TRAFFIC = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.optim.guard import Guard, Verdict
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, distributed
 
 from diffmegatron.attention.context.zigzag import shard_sequence
-from diffmegatron.config.data import DataConfig
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.documents import Split
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.verify_corpus import check_hash, data_files
 from diffmegatron.data.loader import Batch, Loader
-from diffmegatron.data.manifest import read_manifest
-from diffmegatron.data.samples import open_samples
-from diffmegatron.data.verify import check_hash, data_files
+from diffmegatron.data.sampling.document_order import Split
+from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
-from diffmegatron.parallel.topology import Topology, fail_together
+from diffmegatron.parallel.parallel_state import Topology, fail_together
 
 
 def verify_sources(

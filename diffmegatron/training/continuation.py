@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from diffmegatron.attention.variants import Variant
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stages import check_follows
-from diffmegatron.config.trainable import is_lora
+from diffmegatron.config.stage_order import check_follows
+from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.resume import newest_good, open_together, read_fragments
 from diffmegatron.training.snapshot import ParameterShards
 

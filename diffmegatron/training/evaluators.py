@@ -5,7 +5,7 @@ from typing import Protocol
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.agreement import agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.step import forward_only

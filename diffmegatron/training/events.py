@@ -17,7 +17,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
 from diffmegatron.optim.guard import Guard, Verdict
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.records import dispensable
 from diffmegatron.training.snapshot import ParameterShards
 

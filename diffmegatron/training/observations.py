@@ -7,7 +7,7 @@ from torch import distributed
 
 from diffmegatron.model.build import lambda_by_layer
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 
 
 def lambdas(network: Network, topology: Topology) -> dict[str, float]:

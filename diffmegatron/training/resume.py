@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import distributed
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import (
     WEIGHT,
     Checkpoint,
@@ -16,13 +17,12 @@ from diffmegatron.checkpoint.contents import (
     rank_file,
 )
 from diffmegatron.checkpoint.sharded import ShardedReader, pieces_of
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
+from diffmegatron.parallel.parallel_state import Topology, fail_together
 from diffmegatron.parallel.random import restore_random_states
-from diffmegatron.parallel.topology import Topology, fail_together
 from diffmegatron.training.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)

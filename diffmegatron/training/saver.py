@@ -19,16 +19,16 @@ from typing import Any
 
 from torch import distributed
 
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
 from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
-from diffmegatron.checkpoint.manifest import FileEntry
 from diffmegatron.checkpoint.sharded import write_pieces
-from diffmegatron.checkpoint.store import CheckpointStore, superfluous
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.topology import Topology, fail_together
+from diffmegatron.parallel.parallel_state import Topology, fail_together
 from diffmegatron.training.progress import say
 from diffmegatron.training.save_time import save_warnings
 from diffmegatron.training.snapshot import HostCopy, ParameterShards

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of
-from diffmegatron.model.shards import Shard
+from diffmegatron.model.parameter_shards import Shard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.random import random_states
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.context.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Chunk, Network
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.parallel.parallel_state import Topology
 
 PHASES = ("data", "forward_backward", "update")
 # Those in which a rank works by itself; in the last one it waits for the others.

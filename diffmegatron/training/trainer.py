@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.files import write_durably
 from diffmegatron.model.build import build_model
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Action, Guard, Verdict
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.topology import Topology, process_groups
+from diffmegatron.parallel.parallel_state import Topology, process_groups
 from diffmegatron.training.agreement import Agreement, Judgement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start

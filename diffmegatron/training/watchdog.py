@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from diffmegatron.config.recovery import WatchdogConfig
+from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.training.records import dispensable
 

@@ -8,7 +8,7 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.accounting import memory_by_stage
 from diffmegatron.model.build import build_model
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.step import forward_backward
 

@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_ma
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
-from diffmegatron.attention.kernels.select import importable_libraries
-from diffmegatron.attention.kernels.triton.blocks import Target
+from diffmegatron.attention.kernels.select_backend import importable_libraries
+from diffmegatron.attention.kernels.triton.block_sizes import Target
 from diffmegatron.attention.kernels.wrappers import flash, flash_2call, flash_4call, flex
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}

@@ -18,7 +18,7 @@ from compiled_kernels import (  # after the check for triton
     usage_of,
 )
 
-from diffmegatron.attention.kernels.triton import blocks as triton_blocks
+from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -11,8 +11,8 @@ from slurm_cluster import Cluster, missing
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
-from diffmegatron.checkpoint.manifest import Manifest, write_manifest
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,7 +11,7 @@ import pytest
 
 from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, bad_hosts
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.operations.attempt import end, status_of
 from diffmegatron.training.stragglers import slow

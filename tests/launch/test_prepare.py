@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from diffmegatron.data.manifest import read_manifest
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.prepare.prepare import prepare
 from tests.launch.conftest import ROOT
 
 SCRIPT = ROOT / "launch/prepare.sh"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import MAX_FAULTS
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.operations.status import examine, print_status

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from diffmegatron.attempts.ledger import Ledger
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
 from diffmegatron.operations.status import examine
 from diffmegatron.training.metrics import read_metrics

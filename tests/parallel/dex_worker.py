@@ -6,7 +6,7 @@ The arguments are ``MODEL DATA OUT METHOD override ...``.
 import sys
 from pathlib import Path
 
-from diffmegatron.dex.select import select_heads
+from diffmegatron.dex.select_heads import select_heads
 
 
 def main() -> None:

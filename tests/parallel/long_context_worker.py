@@ -16,7 +16,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.default_group import default_group
-from diffmegatron.parallel.topology import Topology, process_groups
+from diffmegatron.parallel.parallel_state import Topology, process_groups
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.step import summed_loss
 from tests.parallel.allocated import AllocatedTensors, living_storages

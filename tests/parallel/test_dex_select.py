@@ -9,12 +9,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data.samples import open_samples
-from diffmegatron.dex.select import METHODS, chosen, select_heads
+from diffmegatron.data.sampling.samples import open_samples
+from diffmegatron.dex.select_heads import METHODS, chosen, select_heads
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.training.trainer import train

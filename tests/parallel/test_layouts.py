@@ -8,8 +8,8 @@ from subprocess import TimeoutExpired
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from tests.conftest import TINY
 from tests.parallel.matrix import (

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.hf.importing import import_model
-from diffmegatron.hf.layout import from_hf
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.hf.weight_mapping import from_hf
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.batches import open_loader
 from diffmegatron.training.trainer import train
 from tests.parallel.matrix import gradient_difference, launch, series

@@ -17,8 +17,8 @@ from diffmegatron.attention.variants.base import (
     Products,
     Variant,
 )
-from diffmegatron.attention.variants.heads import Heads
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
+from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
 

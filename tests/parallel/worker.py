@@ -16,8 +16,8 @@ from torch import distributed
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
-from diffmegatron.model.shards import parameter_shards
-from diffmegatron.parallel.topology import Topology
+from diffmegatron.model.parameter_shards import parameter_shards
+from diffmegatron.parallel.parallel_state import Topology
 from diffmegatron.training import trainer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent

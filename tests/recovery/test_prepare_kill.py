@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from diffmegatron.data import pool
-from diffmegatron.data.manifest import Manifest, read_manifest
-from diffmegatron.data.merge import merge
-from diffmegatron.data.parts import Part
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.index.corpus_manifest import Manifest, read_manifest
+from diffmegatron.data.prepare.merge_parts import merge
+from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.prepare.prepare import worker_pool as pool
 from diffmegatron.errors import UserError
 
 KILLS = 30
 
 # A server that has imported everything once: a fresh process costs milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare", __name__])
+CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare.prepare", __name__])
 
 
 @pytest.fixture(scope="module")

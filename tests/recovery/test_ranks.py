@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training import trainer
 from diffmegatron.training.metrics import read_metrics

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.training import trainer

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.training.metrics import read_metrics

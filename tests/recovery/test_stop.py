@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.checkpoint.store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training import evaluators, saver, trainer
 from diffmegatron.training.metrics import read_metrics
 from diffmegatron.training.trainer import train

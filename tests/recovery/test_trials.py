@@ -22,7 +22,7 @@ def test_every_class_of_faults_is_survived(tmp_path, monkeypatch):
 def test_what_is_not_survived_is_counted(tmp_path, monkeypatch):
     few(monkeypatch, "checkpoint: not finite, good checksums", "checkpoint: missing file")
     monkeypatch.setattr(TensorFile, "check_content", lambda *_: None)
-    monkeypatch.setattr("diffmegatron.checkpoint.manifest._check_files", lambda *_: None)
+    monkeypatch.setattr("diffmegatron.checkpoint.checkpoint_manifest._check_files", lambda *_: None)
     report = run_trials(tmp_path, TINY.format(run_dir="run", corpus="corpus"), seed=1)
     assert report["checkpoint: not finite, good checksums"] == {"tried": 2, "survived": 0}
     assert report["checkpoint: missing file"]["tried"] == 2

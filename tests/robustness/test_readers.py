@@ -15,34 +15,34 @@ import zstandard
 from hypothesis import strategies as st
 
 from diffmegatron.attention.variants.dex import Dex
+from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.manifest import MANIFEST
 from diffmegatron.config.load import check_recipe, load_stages
-from diffmegatron.data.cache import Cache
-from diffmegatron.data.corpus import find_files, read_records
-from diffmegatron.data.encode import Batch, EncodeSettings, encode_batch
-from diffmegatron.data.journal import Journal, last_commit
-from diffmegatron.data.layouts import Fields
-from diffmegatron.data.merge import merge
-from diffmegatron.data.parts import Part
-from diffmegatron.data.preparation import Identity, State
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.sealed import write_sealed
-from diffmegatron.data.store import open_corpus
+from diffmegatron.data.index.sealed_json import write_sealed
+from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.data.prepare.encode import Batch, EncodeSettings, encode_batch
+from diffmegatron.data.prepare.journal import Journal, last_commit
+from diffmegatron.data.prepare.merge_parts import merge
+from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.preparation import Identity, State
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.prepare.record_formats import Fields
+from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classes import TASKS
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
 from diffmegatron.evaluation.passages import read_passages
 from diffmegatron.evaluation.problems import BENCHMARKS
-from diffmegatron.evaluation.records import RecordFile
+from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.layout import table
 from diffmegatron.hf.original import keep_original, read_dtypes
 from diffmegatron.hf.source import Source
 from diffmegatron.hf.tokenizer import convert
+from diffmegatron.hf.weight_mapping import table
 from diffmegatron.training.metrics import MetricsWriter, read_metrics
 from tests.conftest import TINY
 from tests.pretrained import write_pretrained

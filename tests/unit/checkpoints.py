@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
+from diffmegatron.checkpoint.checkpoint_manifest import (
+    MANIFEST,
+    Manifest,
+    describe_file,
+    write_manifest,
+)
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
-from diffmegatron.checkpoint.manifest import MANIFEST, Manifest, describe_file, write_manifest
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import load_recipe
-from diffmegatron.model.shards import Shard
+from diffmegatron.model.parameter_shards import Shard
 from tests.conftest import TINY
 
 NAMES = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.final_layernorm.weight")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffmegatron.attention.kernels import norm
+from diffmegatron.attention.kernels import headwise_norm as norm
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import (
@@ -22,7 +22,7 @@ from diffmegatron.model.accounting import (
 )
 from diffmegatron.model.build import build_model
 from diffmegatron.optim.zero import ZeroEngine, engine_config
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 
 BATCH, LENGTH, VOCABULARY = 2, 64, 320
 

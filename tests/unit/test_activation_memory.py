@@ -5,7 +5,7 @@ import torch
 
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.offload import offloaded_activations
 from diffmegatron.training.step import summed_loss
 

@@ -20,13 +20,16 @@ LAYERS = [
     {"training", "hf"},
     {"attempts"},
     {"checkpoint", "optim", "data"},
+    {"data.prepare", "data.sampling"},
+    {"data.index"},
+    {"data.tokenizers"},
     {"model"},
     {"attention", "parallel"},
     {"config"},
     # The recipe has a section of each variant; their computation they import inside.
     {"attention.variants"},
     {"file_lock"},
-    {"attention.kernels", "section", "config.documents"},
+    {"attention.kernels", "section", "config.yaml_documents"},
     {"files"},
     {"errors", "__init__"},
 ]
@@ -36,12 +39,12 @@ MEGATRON = {
     "model",
     "attention/context",
     "attention/lora.py",
-    "attention/norm.py",
+    "attention/rms_norm.py",
     "attention/self_attention.py",
     "attention/specs.py",
     "parallel",
     "checkpoint",
-    "data/store.py",
+    "data/index/token_store.py",
     "training/step.py",
 }
 

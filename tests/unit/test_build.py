@@ -4,7 +4,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.model.build import build_model, needed_features
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.commands import app
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.errors import UserError
 from tests.unit.checkpoints import NAMES, change_json, sign, write_checkpoint
 

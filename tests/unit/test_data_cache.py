@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffmegatron.data import cache as module
-from diffmegatron.data.cache import Arrays, Cache
+from diffmegatron.data.sampling import array_cache as module
+from diffmegatron.data.sampling.array_cache import Arrays, Cache
 from diffmegatron.errors import UserError
 
 KEY = ("documents", "sha", 3)

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.data import corpus, preparation
-from diffmegatron.data.corpus import find_files, read_records
-from diffmegatron.data.manifest import Manifest, hash_file, printable, read_manifest
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.verify import check_hashes, check_sizes
+from diffmegatron.data.index.corpus_manifest import Manifest, hash_file, printable, read_manifest
+from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 
@@ -435,7 +435,7 @@ def test_finished_files_that_were_damaged_before_they_had_their_names(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("diffmegatron.data.prepare._publish", _interrupt)
+        patch.setattr("diffmegatron.data.prepare.prepare._publish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "out")
     flip(tmp_path / "out.partial" / "tokens.bin")

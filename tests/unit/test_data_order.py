@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffmegatron.data.blocks import Blocks, Concatenated
-from diffmegatron.data.documents import DocumentOrder, Selection, keep_long, select_split
-from diffmegatron.data.history import MixtureHistory, Period, SourceWeight
-from diffmegatron.data.mixture import Mixture
-from diffmegatron.data.packing import best_fit, pack
-from diffmegatron.data.permutation import derive_key, permute, random_bits, uniform
-from diffmegatron.data.samples import SourceSamples
+from diffmegatron.data.sampling.document_order import (
+    DocumentOrder,
+    Selection,
+    keep_long,
+    select_split,
+)
+from diffmegatron.data.sampling.mixture import Mixture
+from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
+from diffmegatron.data.sampling.packing import best_fit, pack
+from diffmegatron.data.sampling.permutation import derive_key, permute, random_bits, uniform
+from diffmegatron.data.sampling.samples import SourceSamples
+from diffmegatron.data.sampling.sequence_blocks import Blocks, Concatenated
 from diffmegatron.errors import UserError
 
 END = 1_000_000

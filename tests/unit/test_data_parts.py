@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diffmegatron.cli import app
-from diffmegatron.config.data import DataConfig
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data import part_tokens, preparation
-from diffmegatron.data.corpus import CorpusFile, find_files, read_records
-from diffmegatron.data.documents import Split
-from diffmegatron.data.manifest import Manifest
-from diffmegatron.data.merge import merge
-from diffmegatron.data.part_tokens import PartTokens
-from diffmegatron.data.parts import Part, cut
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.samples import open_samples
-from diffmegatron.data.store import open_corpus
+from diffmegatron.data.index.corpus_manifest import Manifest
+from diffmegatron.data.index.part_tokens import PartTokens
+from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files, read_records
+from diffmegatron.data.prepare.merge_parts import merge
+from diffmegatron.data.prepare.parts import Part, cut
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.sampling.document_order import Split
+from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 
 
@@ -299,7 +299,7 @@ def test_a_merge_is_repeated_and_verified(
 ) -> None:
     prefix = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("diffmegatron.data.merge.write_durably", interrupt)
+        patch.setattr("diffmegatron.data.prepare.merge_parts.write_durably", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_parts(corpus, prefix, 2)
     first = merge(prefix, show_progress=False)

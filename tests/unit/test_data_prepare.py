@@ -13,10 +13,9 @@ import torch
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from diffmegatron.data import preparation
-from diffmegatron.data.layouts import Fields, UnusableError, segments
-from diffmegatron.data.manifest import Manifest, hash_file
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.index.corpus_manifest import Manifest, hash_file
+from diffmegatron.data.prepare.prepare import preparation, prepare
+from diffmegatron.data.prepare.record_formats import Fields, UnusableError, segments
 from diffmegatron.errors import UserError
 
 TEXTS = ["first", "zweiter Text, naïve 数学", "x" * 3000, "a\nb"]
@@ -91,7 +90,7 @@ def test_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_order_and_bytes_do_not_depend_on_workers(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("diffmegatron.data.pool._BATCH_RECORDS", 7)
+    monkeypatch.setattr("diffmegatron.data.prepare.worker_pool._BATCH_RECORDS", 7)
     path = write_jsonl(tmp_path / "in.jsonl", [f"document {n} " * (n % 13) for n in range(300)])
     run(path, tmp_path / "one", workers=1)
     run(path, tmp_path / "two", workers=2)

@@ -13,16 +13,16 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data.cache import Cache
-from diffmegatron.data.corpus import find_files, read_records
-from diffmegatron.data.encode import Batch, EncodeSettings, encode_batch
-from diffmegatron.data.journal import Journal, last_commit
-from diffmegatron.data.layouts import Fields
-from diffmegatron.data.manifest import read_manifest
-from diffmegatron.data.preparation import Identity, State
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.samples import open_samples
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.data.prepare.encode import Batch, EncodeSettings, encode_batch
+from diffmegatron.data.prepare.journal import Journal, last_commit
+from diffmegatron.data.prepare.preparation import Identity, State
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.prepare.record_formats import Fields
+from diffmegatron.data.sampling.array_cache import Cache
+from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 
 CASES = 150

@@ -9,10 +9,10 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.report import length_table, mixture_table, plot_lengths
-from diffmegatron.data.samples import Samples, open_samples
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.sampling.samples import Samples, open_samples
+from diffmegatron.data.sampling.sampling_report import length_table, mixture_table, plot_lengths
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from diffmegatron.config.data import DataConfig
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data import cache, documents
 from diffmegatron.data.loader import Batch, Loader, collate
-from diffmegatron.data.prepare import prepare
-from diffmegatron.data.samples import Sample, Samples, open_samples
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.sampling.samples import Sample, Samples, open_samples
 from diffmegatron.errors import UserError
 
 

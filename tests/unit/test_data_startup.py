@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffmegatron.data.manifest import FileRecord, Manifest, TokenizerRecord
-from diffmegatron.data.store import open_corpus
+from diffmegatron.data.index.corpus_manifest import FileRecord, Manifest, TokenizerRecord
+from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 
 DOCUMENTS, LENGTH = 100_000_000, 1000

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import distributed
 
-from diffmegatron.config.data import DataConfig
-from diffmegatron.data import manifest
-from diffmegatron.data.merge import merge
-from diffmegatron.data.parts import Part
-from diffmegatron.data.prepare import prepare
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.data.index import corpus_manifest as manifest
+from diffmegatron.data.prepare.merge_parts import merge
+from diffmegatron.data.prepare.parts import Part
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.training import batches
 from diffmegatron.training.batches import verify_sources

@@ -12,7 +12,7 @@ from diffmegatron.attention.variants.dex import LAMBDA_LEARN, PROJECTION, Dex
 from diffmegatron.cli import app
 from diffmegatron.config.load import check_recipe, load_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.hf.layout import from_hf, to_hf
+from diffmegatron.hf.weight_mapping import from_hf, to_hf
 from diffmegatron.model.accounting import count_flops, count_parameters
 from diffmegatron.plan import plan_recipe
 from diffmegatron.plan.rehearse import small_recipe

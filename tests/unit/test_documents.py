@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from diffmegatron.config.documents import MAX_BYTES, dump_yaml, parse_yaml
+from diffmegatron.config.yaml_documents import MAX_BYTES, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 
 

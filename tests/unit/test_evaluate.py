@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.ranks import Ranks, export_targets
-from diffmegatron.evaluation.records import RecordFile
+from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation import attention
-from diffmegatron.evaluation.attention import Layer, layers, quantized, watched
+from diffmegatron.evaluation import captured_attention as attention
+from diffmegatron.evaluation.captured_attention import Layer, layers, quantized, watched
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.haystack import CITIES, Haystack, draw_needles, question
 from diffmegatron.evaluation.model import Model

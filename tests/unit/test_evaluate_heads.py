@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffmegatron.evaluation import attention
-from diffmegatron.evaluation.attention import Layer, watched
+from diffmegatron.evaluation import captured_attention as attention
+from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.heads import (
+from diffmegatron.evaluation.head_statistics import (
     feature_alignment,
     head_importance,
     head_outputs,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data.prepare import prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from diffmegatron.config.recovery import GuardConfig
+from diffmegatron.config.recovery_config import GuardConfig
 from diffmegatron.optim.guard import Action, Guard
 
 CALM = [(2.0 + 0.01 * (n % 7), 1.0 + 0.02 * (n % 5)) for n in range(16)]

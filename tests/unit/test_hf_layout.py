@@ -12,10 +12,10 @@ from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.attention.variants.hugging_face import Rearrange, WeightRule
 from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.hf import layout
+from diffmegatron.hf import weight_mapping as layout
 from diffmegatron.hf.configuration import to_hf_config
 from diffmegatron.hf.export import logit_difference
-from diffmegatron.hf.layout import from_hf, to_hf
+from diffmegatron.hf.weight_mapping import from_hf, to_hf
 
 DIFF = {"kind": "diff_v1"}
 # The pair's: twice the heads that stand beside it, and twice the key-value heads.

@@ -18,7 +18,7 @@ from diffmegatron.attention.kernels.registry import (
     whole_sequence_backends,
     why_not,
 )
-from diffmegatron.attention.kernels.select import importable_libraries, resolve_backend
+from diffmegatron.attention.kernels.select_backend import importable_libraries, resolve_backend
 
 NOTHING: frozenset[str] = frozenset()
 ON_CUDA = Call("differential", "cuda", "bfloat16", 128)

@@ -8,7 +8,7 @@ import torch
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training import logits
 from diffmegatron.training.logits import largest_logits
 from diffmegatron.training.step import summed_loss

@@ -8,9 +8,9 @@ import yaml
 
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import ModelConfig, Recipe
-from diffmegatron.config.stages import check_follows
+from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.tensors import network_tensors
-from diffmegatron.config.trainable import learning_rate_factor, trained_parts
+from diffmegatron.config.trainable_patterns import learning_rate_factor, trained_parts
 from diffmegatron.errors import UserError
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.model.accounting import count_parameters, count_trained

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diffmegatron.config.optimizer import OptimizerConfig, Schedule
+from diffmegatron.config.optimizer_config import OptimizerConfig, Schedule
 from diffmegatron.optim.schedule import learning_rate
 
 

@@ -12,9 +12,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import build_module
 
 from diffmegatron.attention.specs import layer_spec
-from diffmegatron.config.parallel import ParallelConfig
+from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.build import transformer_config
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 
 LENGTH, BATCH, HIDDEN, D, LAYER, STEP = 7, 2, 24, 4, 2, 3
 LAMBDA_INIT = 0.8 - 0.6 * math.exp(-0.3)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from diffmegatron.checkpoint import reading, writing
-from diffmegatron.checkpoint.manifest import describe_file
+from diffmegatron.checkpoint.checkpoint_manifest import describe_file
 from diffmegatron.checkpoint.sharded import ShardedReader, named_tensors, pieces_of, write_pieces
 from diffmegatron.errors import UserError
-from diffmegatron.model.shards import Shard
+from diffmegatron.model.parameter_shards import Shard
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 

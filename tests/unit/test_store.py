@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.checkpoint.manifest import (
+from diffmegatron.checkpoint.checkpoint_manifest import (
     Manifest,
     describe_file,
     read_manifest,
     write_manifest,
 )
-from diffmegatron.checkpoint.store import CheckpointStore, superfluous
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
 from diffmegatron.errors import UserError
 
 
@@ -102,7 +102,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("diffmegatron.checkpoint.store.shutil.rmtree", killed)
+        patch.setattr("diffmegatron.checkpoint.checkpoint_store.shutil.rmtree", killed)
         store.remove(10)
     assert store.steps() == []
     store.begin(20)

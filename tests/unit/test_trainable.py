@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
-from diffmegatron.checkpoint.store import CheckpointStore
 from diffmegatron.config.load import check_recipe
-from diffmegatron.config.lora import LoraConfig
+from diffmegatron.config.lora_config import LoraConfig
 from diffmegatron.config.tensors import network_tensors
-from diffmegatron.config.trainable import trained_parts
+from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint, merged_weights
 from diffmegatron.model.accounting import (
@@ -25,10 +25,10 @@ from diffmegatron.model.accounting import (
     trained_parameters,
 )
 from diffmegatron.model.build import build_model, transformer_config
-from diffmegatron.model.shards import parameter_shards
+from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.topology import process_groups
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.plan.rehearse import small_recipe
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.metrics import read_metrics

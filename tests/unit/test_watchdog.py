@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import sys, threading, time
 from pathlib import Path
-from diffmegatron.config.recovery import WatchdogConfig
+from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.training.watchdog import Watchdog
 
 def a_thread_of_the_loader():

@@ -10,10 +10,10 @@ from .checks import (
     resolve_scale,
 )
 from .chunks import chunk_attention, chunk_gradients
+from .headwise_norm import HeadwiseNorm
 from .maps import Maps, WholeAttention, combine_maps, merge_maps
 from .masks import build_mask
-from .norm import HeadwiseNorm
-from .select import backend_table, call_of, importable_libraries, resolve_backend
+from .select_backend import backend_table, call_of, importable_libraries, resolve_backend
 
 __all__ = [
     "HeadwiseNorm",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from diffmegatron.attention.variants.heads import Heads
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.attention.variants.layer import Context, Layer
+from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.files import clipped
 from diffmegatron.section import Section, SizeOrNone, divisors
 

@@ -36,7 +36,7 @@ from diffmegatron.attention.variants.base import (
     Variant,
 )
 from diffmegatron.attention.variants.softmax import Softmax
-from diffmegatron.attention.variants.two_maps import LambdaInit
+from diffmegatron.attention.variants.two_map_variant import LambdaInit
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import Count, Section, Size
@@ -362,7 +362,7 @@ def _read_heads(path: Path) -> HeadsFile:
     Raises:
         UserError: it cannot be read, or is none.
     """
-    from diffmegatron.config.documents import MAX_BYTES, parse_yaml
+    from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 
     content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
     try:

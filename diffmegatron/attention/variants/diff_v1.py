@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.two_maps import LAMBDA_VECTORS, TwoMaps
+from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
 from diffmegatron.errors import UserError
 
 if TYPE_CHECKING:

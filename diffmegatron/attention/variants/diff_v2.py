@@ -22,7 +22,7 @@ from diffmegatron.attention.variants.base import (
     Products,
     Variant,
 )
-from diffmegatron.attention.variants.heads import Heads, Rows
+from diffmegatron.attention.variants.projection_heads import Heads, Rows
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.section import Size
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffmegatron.attention.variants.heads import Heads
+    from diffmegatron.attention.variants.projection_heads import Heads
 
 Shapes = Mapping[str, tuple[int, ...]]
 Rearrange = Callable[..., tuple["Tensor", ...]]

@@ -15,7 +15,7 @@ from diffmegatron.attention.variants.base import (
     Products,
     Variant,
 )
-from diffmegatron.attention.variants.heads import Heads, Rows
+from diffmegatron.attention.variants.projection_heads import Heads, Rows
 from diffmegatron.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from diffmegatron.config.documents import parse_yaml
+from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from diffmegatron.evaluation import heads
-from diffmegatron.evaluation.attention import Layer, watched
+from diffmegatron.evaluation import head_statistics as heads
+from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, NotFiniteError, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target

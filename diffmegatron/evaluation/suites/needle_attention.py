@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from diffmegatron.evaluation.attention import Layer, watched
+from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import (

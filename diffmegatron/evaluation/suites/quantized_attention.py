@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from diffmegatron.evaluation.attention import quantized
+from diffmegatron.evaluation.captured_attention import quantized
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.loss import windows

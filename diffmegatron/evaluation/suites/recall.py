@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from diffmegatron.data.part_tokens import Tokens
-from diffmegatron.data.store import open_corpus
+from diffmegatron.data.index.part_tokens import Tokens
+from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model

@@ -9,7 +9,7 @@ anything added for LoRA's narrow ones.
 from typing import Literal
 
 from diffmegatron.attention.variants.base import Exchange, Kernels
-from diffmegatron.config.layout import context_exchange as chosen_exchange
+from diffmegatron.config.divisibility import context_exchange as chosen_exchange
 from diffmegatron.config.schema import Recipe
 
 Device = Literal["gpu", "cpu"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import layer_tensors, stage_outer_tensors, stage_tensors
-from diffmegatron.config.trainable import trained_parts, trains_everything
+from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.parameters import (

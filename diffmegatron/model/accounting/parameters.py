@@ -6,7 +6,7 @@ from typing import Literal
 
 from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.config.tensors import EMBEDDING, layer_tensors, network_tensors
-from diffmegatron.config.trainable import is_lora, trained_parts, trains_everything
+from diffmegatron.config.trainable_patterns import is_lora, trained_parts, trains_everything
 
 
 @dataclass(frozen=True)

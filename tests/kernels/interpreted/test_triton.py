@@ -34,7 +34,7 @@ from diffmegatron.attention.kernels.api import (
 from diffmegatron.attention.kernels.costs import Sizes
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.kernels.triton import launch, subtraction
-from diffmegatron.attention.kernels.triton.blocks import Blocks, Target
+from diffmegatron.attention.kernels.triton.block_sizes import Blocks, Target
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
 

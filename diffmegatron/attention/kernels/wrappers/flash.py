@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..masks import AttentionMask
-from .two_maps import Attend
+from .two_map_calls import Attend
 
 ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 

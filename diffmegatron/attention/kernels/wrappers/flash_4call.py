@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from .flash import load_library, plain_attention
-from .two_maps import four_calls
+from .two_map_calls import four_calls
 
 
 def diff_attention(

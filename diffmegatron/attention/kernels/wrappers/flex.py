@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..masks import AttentionMask
-from ..triton.blocks import SIXTEEN_BITS, Target, target_of
-from .two_maps import Attend, two_calls
+from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
+from .two_map_calls import Attend, two_calls
 
 # FlexAttention's own, rows of queries and of keys.
 BLOCK = 128

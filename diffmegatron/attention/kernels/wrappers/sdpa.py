@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..maps import Maps, WholeAttention, map_gradients
 from ..masks import AttentionMask
-from .two_maps import four_calls
+from .two_map_calls import four_calls
 
 aten = torch.ops.aten
 

@@ -1,0 +1,252 @@
+"""Launches the Triton kernels: grids, blocks, pointers or tensor descriptors."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..costs import default_one_pass
+from ..maps import Maps
+from ..masks import AttentionMask
+from .backward_dkdv import dkdv_kernel
+from .backward_dq import dq_kernel
+from .backward_preprocess import preprocess_kernel
+from .block_sizes import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks, target_of
+from .forward import forward_kernel
+
+LOG2_E = math.log2(math.e)
+ROW_SUMS_ROWS = 32
+# CUDA's limit of a launch's second dimension.
+MOST_HEADS = 65535
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call agree on."""
+
+    softmax_scale: float
+    mask: AttentionMask
+    one_pass: bool
+    target: Target
+
+    @property
+    def tma(self) -> bool:
+        """Whether tiles are loaded through tensor descriptors."""
+        return self.target is Target.HOPPER
+
+
+def problem_of(
+    q: Tensor,
+    softmax_scale: float,
+    mask: AttentionMask,
+    one_pass: bool | None,
+    target: Target | None,
+) -> Problem:
+    """What is left open is chosen by the queries and where they are.
+
+    Raises:
+        ValueError: more heads than a launch takes.
+    """
+    if q.shape[0] * q.shape[2] > MOST_HEADS:
+        raise ValueError(
+            f"queries of shape {list(q.shape)} have {q.shape[0] * q.shape[2]} heads in all; the "
+            f"triton backend takes {MOST_HEADS} at once, batch times heads"
+        )
+    if one_pass is None:
+        one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
+    if target is None:
+        # Elsewhere than on a GPU the kernels are interpreted, where blocks of any size fit.
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+        target = target_of(q.dtype, capability)
+    return Problem(softmax_scale, mask, one_pass, target)
+
+
+def launch_forward(
+    inputs: tuple[Tensor, ...],
+    lambda_: Tensor | None,
+    outs: tuple[Tensor, Tensor | None],
+    lses: tuple[Tensor, Tensor | None],
+    problem: Problem,
+    norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
+) -> None:  # fmt: skip
+    """`forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
+    q1, k1, _, _, v = inputs
+    batch, length, heads, width = q1.shape
+    blocks = forward_blocks(width, q1.dtype, problem.target)
+    norm_weight, normed, norm_eps, norm_scale = norm
+    intervals: tuple[Tensor | None, Tensor | None] = (None, None)
+    if problem.mask.cu_seqlens is not None:
+        intervals = problem.mask.key_intervals(q1.device)
+    with on_device(q1):
+        forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
+            *_sources(inputs, blocks, problem.tma), lambda_, *outs, *lses,
+            norm_weight, normed, *intervals, heads, k1.shape[2], length, k1.shape[1],
+            problem.mask.query_offset - problem.mask.key_offset,
+            *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3],
+            problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
+            NORM=norm_weight is not None,
+            **_constants(q1, v, blocks, problem, maps=1 if lambda_ is None else 2),
+        )  # fmt: skip
+
+
+def launch_preprocess(
+    grad: Tensor,
+    out: Tensor,
+    out2: Tensor,
+    lambda_: Tensor,
+    norm: tuple[Tensor | None, float, float],
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
+    """(gradient of `out`, delta of both maps `[b, h, s]`, gradient of the norm's weight)."""
+    norm_weight, norm_eps, norm_scale = norm
+    delta1, delta2 = row_values(out), row_values(out)
+    batch, length, heads, width = out.shape
+    grid = (triton.cdiv(length, ROW_SUMS_ROWS), batch * heads)
+    grad_out, weight_parts = grad, None
+    if norm_weight is not None:
+        grad_out = torch.empty_like(out)
+        weight_parts = delta1.new_empty(grid[0] * grid[1], width)
+    with on_device(out):
+        preprocess_kernel[grid](
+            grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
+            delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
+            value_width=width, M=ROW_SUMS_ROWS, DV=triton.next_power_of_2(width), MAPS=2,
+            NORM=norm_weight is not None, ACCUMULATE=accumulate(out), num_warps=8,
+        )  # fmt: skip
+    weight_grad = None
+    if norm_weight is not None and weight_parts is not None:
+        weight_grad = weight_parts.sum(0).to(norm_weight.dtype)
+    return grad_out, (delta1, delta2), weight_grad
+
+
+def launch_backward(
+    inputs: tuple[Tensor, ...],
+    grad: Tensor,
+    lambda_: Tensor | None,
+    lses: tuple[Tensor, Tensor | None],
+    deltas: tuple[Tensor, Tensor | None],
+    problem: Problem,
+) -> Maps:
+    """The gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
+    q1, k1, _, _, v = inputs
+    batch, length, heads, width = q1.shape
+    key_length, kv_heads = k1.shape[1:3]
+    maps = 1 if lambda_ is None else 2
+    # A lone map has lambda 0, which the kernel reads but does not use.
+    lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
+    if problem.one_pass:
+        dqs = [deltas[0].new_zeros(q1.shape) for _ in range(maps)]
+    else:
+        dqs = [torch.empty(q1.shape, dtype=q1.dtype, device=q1.device) for _ in range(maps)]
+    dks = [torch.empty(k1.shape, dtype=k1.dtype, device=k1.device) for _ in range(maps)]
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    absent = [None] * (2 - maps)
+    is_packed = problem.mask.cu_seqlens is not None
+    none = (None, None)
+    sizes = (
+        heads, kv_heads, length, key_length, problem.mask.query_offset - problem.mask.key_offset,
+        *q1.stride()[:3], *k1.stride()[:3], *v.stride()[:3], *grad.stride()[:3],
+        problem.softmax_scale, problem.softmax_scale * LOG2_E,
+    )  # fmt: skip
+    with on_device(q1):
+        blocks = dkdv_blocks(width, q1.dtype, problem.target)
+        summed = [*dqs, *absent] if problem.one_pass else none
+        dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
+            *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
+            *dks, *absent, dv, *summed,
+            *(problem.mask.query_intervals(q1.device) if is_packed else none), *sizes,
+            ONE_PASS=problem.one_pass, **_constants(q1, v, blocks, problem, maps),
+        )  # fmt: skip
+        if problem.one_pass:
+            dqs = [_scaled(dq, problem.softmax_scale, q1.dtype) for dq in dqs]
+        else:
+            blocks = dq_blocks(width, q1.dtype, problem.target)
+            dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
+                *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
+                *dqs, *absent,
+                *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
+                **_constants(q1, v, blocks, problem, maps),
+            )  # fmt: skip
+    return Maps(tuple(dqs), tuple(dks), dv)
+
+
+def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Scaled and cast in one pass over memory."""
+    return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
+
+
+def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
+    """q1, k1, q2, k2, v (and grad) as the kernels take them: pointers or tensor descriptors."""
+    if not tma:
+        return list(tensors)
+    rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
+    return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Over `[b, heads, length, width]`, in blocks of some rows of one head."""
+    by_head = x.transpose(1, 2)
+    block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
+    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
+
+
+def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int) -> dict[str, Any]:
+    return {
+        "width": q.shape[3],
+        "value_width": v.shape[3],
+        "M": blocks.M,
+        "N": blocks.N,
+        "D": triton.next_power_of_2(q.shape[3]),
+        "DV": triton.next_power_of_2(v.shape[3]),
+        "MAPS": maps,
+        "CAUSAL": problem.mask.causal,
+        "DOCUMENTS": problem.mask.cu_seqlens is not None,
+        "TMA": problem.tma,
+        "ACCUMULATE": accumulate(q),
+        "INTERPRETED": triton.knobs.runtime.interpret,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with one common layout that kernels and descriptors take.
+
+    The last stride is 1 and the others are multiples of 16 bytes above 0, as TMA wants them.
+    """
+    first = tensors[0]
+    step = 16 // first.element_size()
+    if all(
+        x.stride() == first.stride()
+        and x.stride(3) == 1
+        and not any(stride % step or stride == 0 for stride in x.stride()[:3])
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    ):
+        return tensors
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
+def row_values(q: Tensor) -> Tensor:
+    """An uninitialised `[b, h, s]` in the dtype of accumulation."""
+    batch, length, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(batch, heads, length, dtype=dtype)
+
+
+def accumulate(q: Tensor) -> tl.dtype:
+    """The dtype in which sums over inputs like `q` are kept."""
+    return tl.float64 if q.dtype == torch.float64 else tl.float32
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, not on the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def by_head(rows: Tensor) -> Tensor:
+    """`[b, s, h]` as the kernels' contiguous `[b, h, s]`."""
+    return rows.transpose(1, 2).contiguous()

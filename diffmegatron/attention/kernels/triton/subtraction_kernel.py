@@ -1,0 +1,176 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""The subtraction of DIFF V2 in Triton: `signal - lambda noise` per token and signal head.
+
+Heads are `[batch, length, groups (r + 1), width]`, a group's r signal heads before its noise head;
+lambda is a contiguous `[batch, length, groups r]`. A program takes some rows of one group, so that
+the noise head is read once, and its gradient summed over the signal heads, in registers.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..first_order import first_order
+from .kernel_launch import accumulate, on_device
+from .tiles import load_tile, store_tile
+
+ROWS = 32
+
+
+def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
+    """As `api.subtract_noise`."""
+    out: Tensor = _SubtractNoise.apply(heads, lambda_)
+    return out
+
+
+class _SubtractNoise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
+        ctx.save_for_backward(heads, lambda_)
+        heads, lambda_ = _dense(heads), lambda_.contiguous()
+        out = heads.new_empty(*lambda_.shape, heads.shape[3])
+        grid, sizes, constants = _launch(heads, lambda_)
+        with on_device(heads):
+            subtract_kernel[grid](
+                heads, lambda_, out, *sizes, *heads.stride()[:3], **constants
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        given, lambda_ = ctx.saved_tensors
+        heads, grad = _dense(given), _dense(grad)
+        dheads = torch.empty_like(given, memory_format=torch.contiguous_format)
+        dlambda = torch.empty_like(lambda_, memory_format=torch.contiguous_format)
+        grid, sizes, constants = _launch(heads, lambda_)
+        with on_device(heads):
+            subtract_backward_kernel[grid](
+                grad, heads, lambda_.contiguous(), dheads, dlambda, *sizes,
+                *grad.stride()[:3], *heads.stride()[:3], **constants,
+            )  # fmt: skip
+        return dheads, dlambda
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With a last stride of 1."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    """Grid, sizes and compile-time constants of both kernels."""
+    batch, length, all_heads, width = heads.shape
+    signals = lambda_.shape[2]
+    groups = all_heads - signals
+    constants = {
+        "width": width,
+        "M": ROWS,
+        "D": triton.next_power_of_2(width),
+        "ACCUMULATE": accumulate(heads),
+        "num_warps": 4,
+    }
+    grid = (triton.cdiv(length, ROWS) * batch * groups,)
+    return grid, (length, groups, signals // groups), constants
+
+
+@triton.jit
+def _place(length, groups, M: tl.constexpr):
+    """(batch, group, first row) of this program. Grid: row blocks x batch x groups, in one."""
+    blocks = tl.cdiv(length, M)
+    first_row = (tl.program_id(0) % blocks) * M
+    group = (tl.program_id(0) // blocks) % groups
+    batch = tl.program_id(0) // (blocks * groups)
+    return batch, group, first_row
+
+
+@triton.jit
+def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
+    """Of M rows of one signal head."""
+    rows = first_row + tl.arange(0, M)
+    return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
+
+
+@triton.jit
+def subtract_kernel(
+    heads_ptr,
+    lambda_ptr,
+    out_ptr,
+    length,
+    groups,
+    ratio,
+    stride_b,
+    stride_s,
+    stride_h,
+    width: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """M rows of one group's signal heads, less lambda times its noise head."""
+    batch, group, first_row = _place(length, groups, M)
+    is_row = first_row + tl.arange(0, M) < length
+    noise = load_tile(
+        heads_ptr, batch, group * (ratio + 1) + ratio, first_row, length,
+        stride_b, stride_s, stride_h, width, M, D, False,
+    ).to(ACCUMULATE)  # fmt: skip
+    for index in range(ratio):
+        head = group * ratio + index
+        signal = load_tile(
+            heads_ptr, batch, head + group, first_row, length,
+            stride_b, stride_s, stride_h, width, M, D, False,
+        ).to(ACCUMULATE)  # fmt: skip
+        pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
+        weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
+        out = signal - weight[:, None] * noise
+        store_tile(out_ptr, out, batch, head, first_row, length, groups * ratio, width, M, D)
+
+
+@triton.jit
+def subtract_backward_kernel(
+    grad_ptr,
+    heads_ptr,
+    lambda_ptr,
+    dheads_ptr,
+    dlambda_ptr,
+    length,
+    groups,
+    ratio,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_b,
+    stride_s,
+    stride_h,
+    width: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """dsignal = dout; dnoise = -sum of lambda dout; dlambda = -rowsum(dout * noise)."""
+    batch, group, first_row = _place(length, groups, M)
+    is_row = first_row + tl.arange(0, M) < length
+    all_heads = groups * (ratio + 1)
+    noise_head = group * (ratio + 1) + ratio
+    noise = load_tile(
+        heads_ptr, batch, noise_head, first_row, length,
+        stride_b, stride_s, stride_h, width, M, D, False,
+    ).to(ACCUMULATE)  # fmt: skip
+    dnoise = tl.zeros([M, D], dtype=ACCUMULATE)
+    for index in range(ratio):
+        head = group * ratio + index
+        grad = load_tile(
+            grad_ptr, batch, head, first_row, length,
+            stride_gb, stride_gs, stride_gh, width, M, D, False,
+        )  # fmt: skip
+        store_tile(dheads_ptr, grad, batch, head + group, first_row, length, all_heads, width, M, D)
+        grad = grad.to(ACCUMULATE)
+        pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
+        weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
+        dnoise -= weight[:, None] * grad
+        pointers = _lambda_pointers(dlambda_ptr, batch, head, first_row, length, groups * ratio, M)
+        tl.store(pointers, -tl.sum(grad * noise, 1), mask=is_row)
+    store_tile(dheads_ptr, dnoise, batch, noise_head, first_row, length, all_heads, width, M, D)

@@ -1,0 +1,215 @@
+"""The Triton backend: joins the kernels to autograd.
+
+Saved for the backward: the inputs, out, out2 and a log-sum-exp per map (out1 = out + lambda out2).
+Two maps are computed together where every signal head has its own noise head; else one by one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..first_order import first_order
+from ..headwise_norm import HeadwiseNorm
+from ..maps import Maps, WholeAttention, combine_maps, map_gradients
+from ..masks import AttentionMask
+from .block_sizes import Target
+from .kernel_launch import (
+    LOG2_E,
+    Problem,
+    by_head,
+    launch_backward,
+    launch_forward,
+    launch_preprocess,
+    problem_of,
+    row_values,
+    same_strides,
+)
+
+
+def diff_attention(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    lambda_: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+    norm: HeadwiseNorm | None = None,
+    one_pass: bool | None = None,
+    target: Target | None = None,
+) -> Tensor:
+    """Shapes as in `api.diff_attention`.
+
+    Args:
+        norm: applied in the forward's epilogue, but after it where noise heads are shared.
+        one_pass: backward with dQ added up in memory; `default_one_pass` by default.
+        target: how to compile; `target_of` the tensors' device by default.
+    """
+    problem = problem_of(q1, softmax_scale, mask, one_pass, target)
+    if q1.shape[2] != q2.shape[2]:
+        heads: Tensor = _SeparateMaps.apply(problem, lambda_, v, q1, q2, k1, k2)
+        return heads if norm is None else norm.apply_to(heads)
+    weight, eps, scale = norm or (None, 0.0, 1.0)
+    if norm is not None:
+        ones = q1.new_ones(v.shape[-1], dtype=torch.float32)
+        weight = ones if weight is None else weight.contiguous()
+    out: Tensor = _BothMaps.apply(q1, k1, q2, k2, v, lambda_, weight, eps, scale, problem)
+    return out
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+    one_pass: bool | None = None,
+    target: Target | None = None,
+) -> Tensor:
+    """As `diff_attention`, of one map: `[b, s, h, d]`, `[b, t, h_kv, d]` twice."""
+    problem = problem_of(q, softmax_scale, mask, one_pass, target)
+    out: Tensor = _SeparateMaps.apply(problem, None, v, q, k)
+    return out
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """One map's part in `api.chunk_attention`, of values of any width. Not differentiable."""
+    out, lse = _one_map(q, k, v, problem_of(q, softmax_scale, mask, None, None))
+    return out, lse.transpose(1, 2) / LOG2_E
+
+
+def chunk_gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    whole: WholeAttention,
+    *,
+    softmax_scale: float,
+    mask: AttentionMask,
+) -> Maps:
+    """As `api.chunk_gradients`."""
+    problem = problem_of(maps.queries[0], softmax_scale, mask, None, None)
+    lses = [by_head(lse * LOG2_E) for lse in whole.lses]
+    return _gradients(grad, maps, lambda_, lses, whole.deltas(grad, lambda_), problem)
+
+
+class _BothMaps(torch.autograd.Function):
+    """Both maps in one kernel, and the headwise norm in its epilogue."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        v: Tensor,
+        lambda_: Tensor,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+        norm_scale: float,
+        problem: Problem,
+    ) -> Tensor:
+        q1, q2 = same_strides(q1, q2)
+        k1, k2 = same_strides(k1, k2)
+        (v,) = same_strides(v)
+        out, out2 = (v.new_empty(*q1.shape[:3], v.shape[3]) for _ in range(2))
+        lse1, lse2 = row_values(q1), row_values(q1)
+        normed = None if norm_weight is None else torch.empty_like(out)
+        launch_forward(
+            (q1, k1, q2, k2, v), lambda_, (out, out2), (lse1, lse2), problem,
+            norm=(norm_weight, normed, norm_eps, norm_scale),
+        )  # fmt: skip
+        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight)
+        ctx.problem, ctx.norm_eps, ctx.norm_scale = problem, norm_eps, norm_scale
+        return out if normed is None else normed
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q1, k1, q2, k2, v, lambda_, out, out2, lse1, lse2, norm_weight = ctx.saved_tensors
+        (grad,) = same_strides(grad)
+        grad_out, deltas, dweight = launch_preprocess(
+            grad, out, out2, lambda_, (norm_weight, ctx.norm_eps, ctx.norm_scale)
+        )
+        (dq1, dq2), (dk1, dk2), dv = launch_backward(
+            (q1, k1, q2, k2, v), grad_out, lambda_, (lse1, lse2), deltas, ctx.problem
+        )
+        dlambda = -deltas[1].sum().to(lambda_.dtype)
+        return dq1, dk1, dq2, dk2, dv, dlambda, dweight, None, None, None
+
+
+class _SeparateMaps(torch.autograd.Function):
+    """One map, or two one by one: the inputs are all queries, then all keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, lambda_: Tensor | None, v: Tensor, *queries_and_keys: Tensor
+    ) -> Tensor:
+        count = len(queries_and_keys) // 2
+        pairs = zip(queries_and_keys[:count], queries_and_keys[count:], strict=True)
+        outs, lses = zip(*(_one_map(q, k, v, problem) for q, k in pairs), strict=True)
+        out = combine_maps(outs, lambda_).to(v.dtype)
+        out2 = None if lambda_ is None else outs[1].to(v.dtype)
+        ctx.save_for_backward(lambda_, v, out, out2, *lses, *queries_and_keys)
+        ctx.problem = problem
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        lambda_, v, out, out2, *of_maps = ctx.saved_tensors
+        count = len(of_maps) // 3
+        lses, queries, keys = (tuple(of_maps[i * count : (i + 1) * count]) for i in range(3))
+        rows = tuple(lse.transpose(1, 2) for lse in lses)
+        deltas = WholeAttention(out, out2, rows).deltas(grad, lambda_)
+        found = _gradients(grad, Maps(queries, keys, v), lambda_, lses, deltas, ctx.problem)
+        dlambda = None if lambda_ is None else -deltas[1].sum().to(lambda_.dtype)
+        return None, dlambda, found.v, *found.queries, *found.keys
+
+
+def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(softmax(q k^T) v in fp32, or fp64 for fp64; log2-sum-exp2 `[b, h, s]`)."""
+    q, k, v = (same_strides(x)[0] for x in (q, k, v))
+    lse = row_values(q)
+    out = lse.new_empty(*q.shape[:3], v.shape[3])
+    launch_forward((q, k, q, k, v), None, (out, None), (lse, None), problem)
+    return out, lse
+
+
+def _gradients(
+    grad: Tensor,
+    maps: Maps,
+    lambda_: Tensor | None,
+    lses: Sequence[Tensor],
+    deltas: tuple[Tensor, ...],
+    problem: Problem,
+) -> Maps:
+    """From log2-sum-exp2s `[b, heads, s]` and deltas `[b, s, heads]` of each map."""
+    (v,) = same_strides(maps.v)
+    first, last = maps.queries[0], maps.queries[-1]
+    if lambda_ is not None and first.shape == last.shape:
+        (q1, q2), (k1, k2) = same_strides(*maps.queries), same_strides(*maps.keys)
+        (grad,) = same_strides(grad.to(v.dtype))
+        delta1, delta2 = (by_head(x) for x in deltas)
+        return launch_backward(
+            (q1, k1, q2, k2, v), grad, lambda_, (lses[0], lses[1]), (delta1, delta2), problem
+        )
+    factors = [1.0] if lambda_ is None else [1.0, -lambda_.detach()]
+    found = []
+    for q, k, of_map, lse, delta, factor in zip(
+        *maps[:2], map_gradients(grad, lambda_, last.shape[2]), lses, deltas, factors, strict=True
+    ):
+        q, k, of_map = (same_strides(x)[0] for x in (q, k, of_map.to(v.dtype)))
+        rows = ((lse, None), (by_head(factor * delta), None))
+        found.append(launch_backward((q, k, q, k, v), of_map, None, *rows, problem))
+    dqs, dks = (tuple(x for of_map in found for x in of_map[i]) for i in (0, 1))
+    dv, *others = (of_map.v for of_map in found)
+    return Maps(dqs, dks, sum(others, dv))

@@ -1,0 +1,307 @@
+"""Readers: from corpus files to raw records, in an order that never changes.
+
+A reader yields bytes; decoding, parsing and tokenising is the workers' part (``encode.py``).
+"""
+
+import gzip
+import io
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
+
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, open_file, reason, shown
+
+Format = Literal["jsonl", "parquet", "text"]
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+_ARCHIVES = (".gz", ".zst")
+# What the libraries say of a file that is damaged or breaks off.
+_READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
+_READ_BYTES = 1 << 20
+# One call may unpack that much input to 32,768 times its size.
+_ZSTD_BYTES = 1 << 12
+
+
+class Record(NamedTuple):
+    """One document as it lies in its file.
+
+    Attributes:
+        line: 1-based line (of a cut: counted from its first), row, or 1 for a file that is one
+            document.
+        payload: a JSON line, the document's text, or the columns of a row (strings as bytes).
+        problem: why it could not be read, the payload then being empty.
+    """
+
+    line: int
+    payload: bytes | dict[str, Any]
+    problem: str | None = None
+
+
+class Fingerprint(NamedTuple):
+    """What changes with a file: its size in bytes, time of modification in ns, and inode."""
+
+    size: int
+    modified: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One input file, its path as the user would name it, and what it was when it was found.
+
+    Where ``before`` or ``after`` is not 0, it is whole lines of a file that was cut: so many bytes
+    of it belong to others (see :mod:`diffmegatron.data.prepare.parts`).
+    """
+
+    path: Path
+    format: Format
+    fingerprint: Fingerprint
+    before: int = 0
+    after: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes, of the cut if it is one."""
+        return self.fingerprint.size - self.before - self.after
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Between any two lines."""
+        return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
+
+    def check_unchanged(self) -> None:
+        """Refuse to use what was read of a file that is another by now.
+
+        Raises:
+            UserError: it was written, replaced or removed since it was found.
+        """
+        try:
+            changed = "was changed" if _fingerprint(self.path.stat()) != self.fingerprint else None
+        except OSError:
+            changed = "was removed"
+        if changed:
+            raise UserError(
+                f"corpus file {shown(self.path)} {changed} while it was read; let it be, and start "
+                "again with --restart"
+            )
+
+
+def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
+    """The files of a corpus, each folder's in the order of their names.
+
+    Args:
+        inputs: files, and folders that are searched recursively.
+        pattern: glob of the files that count within a folder, such as ``*.py``.
+
+    Raises:
+        UserError: an input does not exist, is no ordinary file or cannot be read, or there is no
+            file in it.
+    """
+    if not pattern:
+        raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
+    return [_corpus_file(file) for path in inputs for file in _find(path, pattern)]
+
+
+def _find(path: Path, pattern: str) -> list[Path]:
+    if not os.path.lexists(path):  # False too for a name that is too long, where others raise
+        raise UserError(f"corpus {shown(path)} does not exist; give a file or a folder")
+    if not path.is_dir():
+        return [path]
+    found = [
+        Path(folder, name)
+        # A folder that cannot be read would go unseen otherwise, with all that it holds.
+        for folder, _, names in os.walk(path, onerror=_refuse_folder)
+        for name in names
+        if Path(folder, name).relative_to(path).match(pattern)
+    ]
+    if not found:
+        raise UserError(f"corpus folder {shown(path)} holds no file that matches {pattern!r}")
+    return sorted(found, key=lambda file: file.as_posix())
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"cannot read corpus folder {shown(Path(error.filename))}: {reason(error)}")
+
+
+def _corpus_file(path: Path) -> CorpusFile:
+    name = path.with_suffix("") if path.suffix in _ARCHIVES else path
+    with open_file(path) as stream:
+        fingerprint = _fingerprint(os.fstat(stream.fileno()))
+    return CorpusFile(path, _SUFFIXES.get(name.suffix, "text"), fingerprint)
+
+
+def _fingerprint(status: os.stat_result) -> Fingerprint:
+    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    """Every record of a file in order; one above ``max_bytes`` is a failed record.
+
+    Args:
+        columns: those of a Parquet file that are read, as far as it has them.
+        max_bytes: the longest payload that is read.
+
+    Raises:
+        UserError: the file cannot be read to its end (an archive that breaks off, a disk error),
+            so that documents would be missing, or it is not what it was when it was found.
+    """
+    line = 0
+    try:
+        for record in _READERS[file.format](file, columns, max_bytes):
+            line = record.line
+            yield record
+    except _READ_ERRORS as error:
+        file.check_unchanged()
+        raise UserError(
+            f"corpus file {shown(file.path)} cannot be read beyond document {line}"
+            f"{f' after byte {file.before}' if file.before else ''}: "
+            f"{clipped(str(error))}; mend it or leave it out, and start again with --restart"
+        ) from None
+    file.check_unchanged()
+
+
+def _read_lines(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with _open(file.path) as stream:
+        if file.before:
+            stream.seek(file.before)
+        left = file.size if file.after else math.inf
+        line = 0
+        while left > 0 and (payload := stream.readline(max_bytes + 2)):
+            line += 1
+            left -= len(payload)
+            if len(payload.rstrip(b"\r\n")) <= max_bytes:
+                yield Record(line, payload)
+                continue
+            while payload and not payload.endswith(b"\n"):
+                payload = stream.readline(_READ_BYTES)
+                left -= len(payload)
+            yield _oversized(line, max_bytes)
+
+
+def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with _open(file.path) as stream:
+        payload = stream.read(max_bytes + 1)
+    yield Record(1, payload) if len(payload) <= max_bytes else _oversized(1, max_bytes)
+
+
+def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+    with open_file(file.path) as stream, pyarrow.parquet.ParquetFile(stream) as table:
+        present = [name for name in columns if name in table.schema_arrow.names]
+        line = 0
+        if not present:
+            # Rows without columns would be no rows to Arrow, and the file would go unseen.
+            yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
+            return
+        for batch in table.iter_batches(batch_size=256, columns=present):
+            for row in _rows(_as_bytes(batch)):
+                line += 1
+                if isinstance(row, str):
+                    yield Record(line, b"", row)
+                    continue
+                size = sum(len(value) for value in row.values() if isinstance(value, bytes))
+                yield Record(line, row) if size <= max_bytes else _oversized(line, max_bytes)
+        if line != table.metadata.num_rows:
+            raise EOFError(f"it says that it has {table.metadata.num_rows} rows")
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
+    """The rows as Python values, or why one has none: bad UTF-8, a date beyond Python's."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            yield f"a value cannot be read: {error}"
+            return
+        for number in range(len(batch)):
+            yield from _rows(batch.slice(number, 1))
+
+
+def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """With string columns as binary: bad UTF-8 in one row would fail the whole batch."""
+    columns = [
+        column.cast(pyarrow.large_binary())
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        else column
+        for column in batch.columns
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+_READERS = {"jsonl": _read_lines, "text": _read_text, "parquet": _read_parquet}
+
+
+def _oversized(line: int, max_bytes: int) -> Record:
+    return Record(line, b"", f"longer than {max_bytes} bytes")
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked where it is an archive.
+
+    Raises:
+        EOFError: on reading; the archive breaks off.
+    """
+    with open_file(path, buffering=_READ_BYTES) as raw:
+        if path.suffix not in _ARCHIVES:
+            yield raw
+            return
+        if not raw.peek(1):  # type: ignore[attr-defined]
+            raise EOFError("the archive is empty")
+        unpacked = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else _ZstdFile(raw)
+        with io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_READ_BYTES) as stream:
+            yield stream
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of the frames of a zstd archive; several in a row are one to zstd's own tools.
+
+    (The library's own reader ends silently where a frame breaks off.)
+    """
+
+    def __init__(self, archive: BinaryIO) -> None:
+        self._archive = archive
+        self._frame: Any = None
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See :class:`io.RawIOBase`.
+
+        Raises:
+            EOFError: the archive ends within a frame.
+        """
+        target = memoryview(buffer)
+        while not self._unpacked and (packed := self._archive.read(_ZSTD_BYTES)):
+            self._unpacked = memoryview(self._unpack(packed))
+        if not self._unpacked and self._frame is not None:
+            raise EOFError("the archive ends within a frame")
+        count = min(len(target), len(self._unpacked))
+        target[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
+
+    def _unpack(self, packed: bytes) -> bytes:
+        parts = []
+        while packed:
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            parts.append(self._frame.decompress(packed))
+            packed, self._frame = (
+                (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
+            )
+        return b"".join(parts)

@@ -1,0 +1,243 @@
+"""``diffmegatron data merge``: parts of a preparation become one corpus, of which none is copied.
+
+``PREFIX.idx`` and ``PREFIX.json`` are written, those that one ``prepare`` of everything would have
+written, checksums and all; the tokens stay in ``PREFIX.parts``. To have the checksum of all tokens
+they are read once, and each part's is compared meanwhile.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import track
+
+from diffmegatron.data.index.corpus_manifest import (
+    FileRecord,
+    LengthBin,
+    Manifest,
+    hash_file,
+    manifest_path,
+    parts_folder,
+    pieces,
+    printable,
+    read_manifest,
+)
+from diffmegatron.data.index.index_file import merge_indexes
+from diffmegatron.data.index.verify_corpus import check_hash, check_hashes, check_sizes
+from diffmegatron.data.prepare.parts import Part, difference, find_parts
+from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import clipped, reason, shown, write_durably
+
+_LISTED = 8
+_COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates")
+
+
+def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
+    """Make one corpus of the parts of a prefix; run on a merged one, it verifies it.
+
+    Killed, it begins anew when it is run again; the manifest is written last.
+
+    Args:
+        prefix: as given to ``prepare``.
+        show_progress: a progress line on standard error.
+
+    Raises:
+        UserError: a part is missing, unfinished, damaged or not like the others, there is something
+            else at the prefix, it cannot be written, or another process is at it.
+    """
+    place = f"the parts of {shown(prefix)}"
+    try:
+        with FileLock(Path(f"{prefix}.lock"), place, "merge others"):
+            parts = _complete(prefix)
+            manifests = [_read(prefix, part) for part in parts]
+            _check_alike(prefix, parts, manifests)
+            _check_cuts(prefix, manifests)
+            if os.path.lexists(manifest_path(prefix)):
+                return _check_merged(prefix, manifests)
+            _check_free(prefix)
+            prefixes = [part.prefix(prefix) for part in parts]
+            for part, manifest in zip(prefixes, manifests, strict=True):
+                check_sizes(part, manifest)
+            return _write(prefix, prefixes, manifests, show_progress)
+    except ValidationError:  # numbers that no corpus has
+        raise UserError(
+            f"the manifests in {shown(parts_folder(prefix))} are damaged: their counts have no "
+            "sum; copy them again, or prepare the parts anew"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot write {shown(Path(error.filename or prefix))}: {reason(error)}; mend that and "
+            "run the same command again"
+        ) from None
+
+
+def _complete(prefix: Path) -> list[Part]:
+    """All parts, each of them finished."""
+    found, folder = find_parts(prefix), shown(parts_folder(prefix))
+    if not found:
+        raise UserError(
+            f"{folder} holds no part; 'diffmegatron prepare INPUT --output {shown(prefix)} --part "
+            "1/8' and so on write them"
+        )
+    whole = [Part(number, found[0].of) for number in range(1, found[0].of + 1)]
+    for problem, parts in (
+        ("missing", [part for part in whole if part not in found]),
+        ("unfinished", [part for part in whole if not _is_finished(prefix, part)]),
+    ):
+        if parts:
+            listed = ", ".join(map(str, parts[:_LISTED])) + (", ..." if parts[_LISTED:] else "")
+            raise UserError(
+                f"{folder} is not complete: {listed} {'is' if len(parts) == 1 else 'are'} "
+                f"{problem}; run 'diffmegatron prepare' with --part {parts[0]}"
+                f"{' and so on' if parts[1:] else ''} first"
+            )
+    return whole
+
+
+def _is_finished(prefix: Path, part: Part) -> bool:
+    place = part.prefix(prefix)
+    return os.path.lexists(manifest_path(place)) and not os.path.lexists(f"{place}.partial")
+
+
+def _read(prefix: Path, part: Part) -> Manifest:
+    manifest = read_manifest(part.prefix(prefix))
+    said = manifest.part
+    if said is None or (said.number, said.of) != (part.number, part.of):
+        path = shown(manifest_path(part.prefix(prefix)))
+        what = f"part {said.number}/{said.of}" if said else "no part"
+        raise UserError(
+            f"{path} says that it is {what}, not {part}; delete it, and run 'diffmegatron prepare' "
+            f"with --part {part}"
+        )
+    return manifest
+
+
+def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manifest]) -> None:
+    first = manifests[0]
+    for part, manifest in zip(parts, manifests, strict=True):
+        if first.part and (problem := difference(manifest, first.settings, first.part)):
+            name = f"{shown(part.prefix(prefix))}.*"
+            raise UserError(
+                f"part {part} was prepared {problem}, unlike part {parts[0]}, and all must be "
+                f"prepared alike; delete {name} and prepare it as part {parts[0]} was"
+            )
+
+
+def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
+    """Where one part ends within a file, the next must begin."""
+    goes_on: tuple[str, int] | None = None
+    for record in (record for manifest in manifests for record in manifest.inputs):
+        begins = (record.path, record.before) if record.before else None
+        if begins != goes_on:
+            break
+        goes_on = (record.path, record.before + record.bytes) if record.after else None
+    else:
+        if goes_on is None:
+            return
+    path = (begins or goes_on or ("",))[0]
+    raise UserError(
+        f"input file {clipped(path)} was changed between the parts of {shown(prefix)} that read "
+        "it: one does not begin where another ends; delete these parts and prepare them anew"
+    )
+
+
+def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
+    """What is there must be these parts."""
+    path = shown(manifest_path(prefix))
+    if read_manifest(prefix).parts != tuple(map(_record, manifests)):
+        raise UserError(f"{path} is of other files than these parts; delete it to merge them")
+    try:
+        return check_hashes(prefix)
+    except UserError as damage:
+        raise UserError(f"{damage} (or delete {path} and merge again)") from None
+
+
+def _check_free(prefix: Path) -> None:
+    for name in (f"{prefix}.bin", f"{prefix}.partial"):
+        if os.path.lexists(name):
+            raise UserError(
+                f"{shown(Path(name))} is of a preparation that was not done in parts; finish it, "
+                "or delete it to merge the parts"
+            )
+
+
+def _record(manifest: Manifest) -> FileRecord:
+    """The tokens of a part, by the name that it was prepared under."""
+    return manifest.outputs[0]
+
+
+def _write(
+    prefix: Path, prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
+) -> Manifest:
+    if not any(manifest.documents for manifest in manifests):
+        raise UserError(
+            f"the {len(manifests)} parts in {shown(parts_folder(prefix))} hold no document with "
+            "text; check the input and its layout"
+        )
+    sha256 = _hash_tokens(prefixes, manifests, show_progress)
+    index = Path(f"{prefix}.idx")
+    merge_indexes(index, [Path(f"{part}.idx") for part in prefixes])
+    records = tuple(map(_record, manifests))
+    tokens = FileRecord(
+        path=printable(f"{prefix.name}.bin"),
+        bytes=sum(record.bytes for record in records),
+        sha256=sha256,
+    )
+    outputs = (
+        tokens,
+        FileRecord(path=printable(index.name), bytes=index.stat().st_size, sha256=hash_file(index)),
+    )
+    merged = Manifest(
+        tokenizer=manifests[0].tokenizer,
+        settings=manifests[0].settings,
+        **{name: sum(getattr(manifest, name) for manifest in manifests) for name in _COUNTS},
+        lengths=_lengths(manifests),
+        inputs=tuple(record for manifest in manifests for record in manifest.inputs),
+        outputs=outputs,
+        parts=records,
+    )
+    write_durably(manifest_path(prefix), merged.model_dump_json(indent=1).encode() + b"\n")
+    return merged
+
+
+def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
+    """The histogram of all documents."""
+    documents, tokens = Counter[int](), Counter[int]()
+    for part in (part for manifest in manifests for part in manifest.lengths):
+        documents[part.at_least.bit_length() - 1] += part.documents
+        tokens[part.at_least.bit_length() - 1] += part.tokens
+    return tuple(
+        LengthBin(at_least=1 << n, documents=documents[n], tokens=tokens[n])
+        for n in range(min(documents, default=0), max(documents, default=-1) + 1)
+    )
+
+
+def _hash_tokens(
+    prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
+) -> str:
+    """sha256 of the tokens of all parts, end to end; both files of each part are compared."""
+    whole, console = hashlib.sha256(), Console(stderr=True)
+    numbered = list(zip(prefixes, manifests, strict=True))
+    with ThreadPoolExecutor(1) as other_core:
+        for prefix, manifest in track(
+            numbered, "merge", console=console, disable=not show_progress
+        ):
+            for _ in check_hash(prefix, ".idx"):
+                pass
+            own, path = hashlib.sha256(), Path(f"{prefix}.bin")
+            for piece in pieces(path):
+                pending = other_core.submit(whole.update, piece)
+                own.update(piece)
+                pending.result()
+            if own.hexdigest() != _record(manifest).sha256:
+                raise UserError(
+                    f"{shown(path)} is damaged: its sha256 is not that of "
+                    f"{shown(manifest_path(prefix))}; prepare this part again with --restart"
+                )
+    return whole.hexdigest()

@@ -1,0 +1,243 @@
+"""The work of ``prepare``: from the last commit over the rest of a corpus to finished files."""
+
+import dataclasses
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from diffmegatron.data.index.corpus_manifest import (
+    FileRecord,
+    InputRecord,
+    Manifest,
+    PartRecord,
+    TokenizerRecord,
+    hash_file,
+    length_histogram,
+    printable,
+)
+from diffmegatron.data.index.index_file import write_index
+from diffmegatron.data.prepare.corpus_readers import CorpusFile
+from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, EncodeSettings, loaded
+from diffmegatron.data.prepare.journal import Journal, remove_journal
+from diffmegatron.data.prepare.prepare_progress import PrepareProgress
+from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, open_file, shown, write_durably
+from diffmegatron.section import Section
+
+TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
+REJECTS = "rejects.jsonl"
+FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
+INDEX, MANIFEST = "index.idx", "manifest.json"
+# Below this many documents one bad one is a large share; the limit then holds at the end only.
+_EARLY_CHECK = 1000
+
+
+@dataclasses.dataclass
+class Counts:
+    """Running totals of a preparation."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    rejected: int = 0
+    empty: int = 0
+    duplicates: int = 0
+
+    def add(self, batch: EncodedBatch, duplicates: int) -> None:
+        """Count a batch."""
+        self.documents += len(batch.counts)
+        self.tokens += len(batch.tokens)
+        self.text_bytes += batch.text_bytes
+        self.rejected += len(batch.rejects)
+        self.empty += batch.empty
+        self.duplicates += duplicates
+
+
+class Identity(Section):
+    """What makes two preparations the same one; files by name, bytes, time of modification."""
+
+    settings: dict[str, str | bool | int | None]
+    files: tuple[tuple[str, int, int], ...]
+    part: PartRecord | None = None
+
+
+class State(Section):
+    """How far a preparation is; ``finished`` when its files wait to be published."""
+
+    identity: Identity
+    position: Position = Position()
+    counts: Counts = Counts()
+    first_reject: str = ""
+    finished: bool = False
+
+
+class Preparation:
+    """One run over the rest of a corpus, from a state and its journal to the finished journal."""
+
+    def __init__(
+        self,
+        prefix: Path,
+        files: list[CorpusFile],
+        settings: EncodeSettings,
+        state: State,
+        journal: Journal,
+    ) -> None:
+        self.prefix, self.files, self.settings = prefix, files, settings
+        self.identity, self.position = state.identity, state.position
+        self.counts = dataclasses.replace(state.counts)
+        self.first_reject = state.first_reject
+        self.journal = journal
+        self.deduplicator = (
+            Deduplicator((journal.folder / DIGESTS).read_bytes()) if settings.deduplicate else None
+        )
+
+    def encode(
+        self,
+        workers: int,
+        max_document_bytes: int,
+        max_reject_share: float,
+        commit_seconds: float,
+        progress: PrepareProgress,
+    ) -> None:
+        """Tokenise what is left, committing as it goes."""
+        progress.update(self.position, self.counts)
+        committed = time.monotonic()
+        for position, batch in encode_in_order(
+            self.files, self.position, self.settings, workers, max_document_bytes
+        ):
+            self._append(batch)
+            self.position = position
+            progress.update(position, self.counts)
+            if time.monotonic() - committed >= commit_seconds:
+                self._commit(finished=False)
+                if self.counts.documents + self.counts.rejected >= _EARLY_CHECK:
+                    self._check_rejects(max_reject_share)
+                committed = time.monotonic()
+        self._commit(finished=False)
+        self._check_rejects(max_reject_share)
+
+    def _append(self, batch: EncodedBatch) -> None:
+        duplicates = self.deduplicator.drop_duplicates(batch) if self.deduplicator else 0
+        self.journal.append(TOKENS, batch.tokens.data)
+        self.journal.append(LENGTHS, batch.lengths.data)
+        self.journal.append(COUNTS, batch.counts.data)
+        if self.deduplicator:
+            self.journal.append(DIGESTS, b"".join(batch.digests))
+        for reject in batch.rejects:
+            self.first_reject = self.first_reject or str(reject)
+            self.journal.append(REJECTS, reject.to_json())
+        self.counts.add(batch, duplicates)
+
+    def _commit(self, *, finished: bool) -> None:
+        self.journal.commit(
+            State(
+                identity=self.identity,
+                position=self.position,
+                counts=self.counts,
+                first_reject=self.first_reject,
+                finished=finished,
+            )
+        )
+
+    def _check_rejects(self, limit: float) -> None:
+        bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
+        if bad > limit * seen:
+            restart = " with --restart" if self.counts.documents else ""
+            raise UserError(
+                f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
+                f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
+                f"{shown(self.journal.folder / REJECTS)}; name the right fields "
+                f"({self._field_options()}){restart}, or allow more and go on"
+            )
+
+    def _field_options(self) -> str:
+        options = {
+            "text": "--text-field",
+            "instruction": "--prompt-field, --response-field",
+            "chat": "--messages-field",
+        }
+        return options[self.settings.fields.layout]
+
+    def _columns(self) -> str:
+        """The columns of a Parquet file that lacks one; its reader sees those it asks for only."""
+        required = set(self.settings.fields.required)
+        for file in self.files:
+            if file.format == "parquet" and self.first_reject.startswith(
+                f"{printable(file.path)} line"
+            ):
+                with suppress(UserError, OSError, pyarrow.ArrowException):
+                    with open_file(file.path) as stream:
+                        names = pyarrow.parquet.read_schema(stream).names
+                    listed = clipped(", ".join(names))
+                    return "" if required <= set(names) else f", its columns: {listed}"
+        return ""
+
+    def finish(self) -> None:
+        """Write index and manifest, and mark the journal as ready to be published."""
+        if not self.counts.documents and self.identity.part is None:
+            self._refuse_empty()
+        folder = self.journal.folder
+        index = folder / INDEX
+        lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
+        write_index(index, lengths, counts, self.settings.dtype())
+        content = self._manifest(index, lengths, counts).model_dump_json(indent=1) + "\n"
+        write_durably(folder / MANIFEST, content.encode())
+        self._commit(finished=True)
+
+    def _refuse_empty(self) -> None:
+        remove_journal(self.journal.folder)
+        names = ", ".join(shown(file.path) for file in self.files[:3])
+        raise UserError(
+            f"the corpus holds no document with text ({len(self.files)} files: {names}"
+            f"{', ...' if len(self.files) > 3 else ''}); check the input and its layout"
+        )
+
+    def _manifest(self, index: Path, lengths: np.ndarray, counts: np.ndarray) -> Manifest:
+        tokenizer = loaded(self.settings.tokenizer)
+        return Manifest(
+            tokenizer=TokenizerRecord(
+                name=tokenizer.name,
+                sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                end_of_document=tokenizer.end_of_document,
+            ),
+            settings=self.identity.settings,
+            **dataclasses.asdict(self.counts),
+            lengths=length_histogram(lengths, counts),
+            inputs=tuple(map(_input_record, self.files)),
+            part=self.identity.part,
+            outputs=(
+                FileRecord(
+                    path=printable(f"{self.prefix.name}.bin"),
+                    bytes=self.counts.tokens * self.settings.dtype().itemsize,
+                    sha256=self.journal.sha256(TOKENS),
+                ),
+                FileRecord(
+                    path=printable(f"{self.prefix.name}.idx"),
+                    bytes=index.stat().st_size,
+                    sha256=hash_file(index),
+                ),
+            ),
+        )
+
+
+def _mapped(path: Path) -> np.ndarray:
+    empty = not path.stat().st_size
+    return np.empty(0, np.int32) if empty else np.memmap(path, dtype=np.int32, mode="r")
+
+
+def _input_record(file: CorpusFile) -> InputRecord:
+    sha256 = hash_file(file.path, file.before, file.after)
+    file.check_unchanged()
+    return InputRecord(
+        path=printable(file.path),
+        bytes=file.size,
+        sha256=sha256,
+        before=file.before,
+        after=file.after,
+    )

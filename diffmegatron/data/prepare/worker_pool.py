@@ -1,0 +1,125 @@
+"""Batches of records through worker processes, out in the order in which they went in."""
+
+import itertools
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
+from diffmegatron.data.prepare.encode import Batch, EncodedBatch, EncodeSettings, encode_batch
+from diffmegatron.errors import UserError
+
+_BATCH_BYTES = 1 << 20
+_BATCH_RECORDS = 1024
+# Enough batches in flight to keep every worker busy while the slowest one finishes.
+_QUEUED_PER_WORKER = 3
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a corpus is used: ``records`` of file number ``file`` and all files before it.
+
+    ``offset`` is about how many bytes of that file these are, for the progress line alone.
+    """
+
+    file: int = 0
+    records: int = 0
+    offset: int = 0
+
+
+def encode_in_order(
+    files: list[CorpusFile],
+    start: Position,
+    settings: EncodeSettings,
+    workers: int,
+    max_bytes: int,
+) -> Iterator[tuple[Position, EncodedBatch]]:
+    """Encode what lies after ``start``; each batch comes with the position after it.
+
+    At most a fixed number of batches is held, so memory does not grow with the corpus.
+
+    Raises:
+        UserError: a file cannot be read to its end or was changed meanwhile, or a worker process
+            was killed.
+    """
+    batches = _read_batches(files, start, settings.fields.columns, max_bytes)
+    if workers == 1:
+        for position, batch in batches:
+            yield position, encode_batch(batch, settings)
+        return
+    with ProcessPoolExecutor(
+        workers,
+        # Not fork: the parent may hold threads and locks of torch or of the progress line.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+    ) as pool:
+        queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
+        try:
+            for position, batch in batches:
+                queued.append((position, pool.submit(encode_batch, batch, settings)))
+                if len(queued) >= _QUEUED_PER_WORKER * workers:
+                    done, future = queued.popleft()
+                    yield done, future.result()
+            while queued:
+                done, future = queued.popleft()
+                yield done, future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"one of the {workers} worker processes was killed (out of memory?); run the same "
+                "command again to go on from the last commit"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    # Nothing that may fail: what an initializer raises is lost, and the worker counts as killed.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """A worker of a killed parent would wait for work forever: it holds its own queue open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _read_batches(
+    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[tuple[Position, Batch]]:
+    """Batches of about a mebibyte, over as many files as that takes."""
+    records: list[tuple[CorpusFile, Record]] = []
+    size = 0
+    for position, file, record in _records_after(files, start, columns, max_bytes):
+        records.append((file, record))
+        size += _payload_size(record)
+        if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
+            yield position, Batch(records)
+            records, size = [], 0
+    if records:
+        yield position, Batch(records)
+
+
+def _records_after(
+    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[tuple[Position, CorpusFile, Record]]:
+    for number in range(start.file, len(files)):
+        file = files[number]
+        used = start.records if number == start.file else 0
+        offset = start.offset if number == start.file else 0
+        for record in itertools.islice(read_records(file, columns, max_bytes), used, None):
+            used += 1
+            offset = min(offset + _payload_size(record), file.size)
+            yield Position(number, used, offset), file, record
+
+
+def _payload_size(record: Record) -> int:
+    if isinstance(record.payload, bytes):
+        return len(record.payload)
+    return sum(len(value) for value in record.payload.values() if isinstance(value, bytes))

@@ -1,0 +1,1 @@
+"""Which tokens make the i-th sample of a run: documents, sequences and mixtures."""

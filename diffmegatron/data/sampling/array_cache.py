@@ -1,0 +1,163 @@
+"""Folders of arrays that are built once and mapped by every rank.
+
+A cache is only that: what is damaged, unfinished or another's is built anew in its place.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+from pydantic import Field
+
+from diffmegatron.data.index.corpus_manifest import hash_file
+from diffmegatron.data.index.sealed_json import read_sealed, write_sealed
+from diffmegatron.data.sampling.permutation import derive_key
+from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import create_file, file_size, open_file, reason, shown, sync_folder
+from diffmegatron.section import Section
+
+log = logging.getLogger(__name__)
+
+# Raised whenever the same key would give other arrays.
+_VERSION = 1
+_CONTENTS = "contents.json"
+_ADVICE = "set data.cache_dir to a folder that all ranks can write"
+
+Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
+
+
+class ArrayRecord(Section):
+    """One array ``[length]``: a file of its numbers alone, named after it and its type."""
+
+    dtype: Literal["int32", "int64"]
+    length: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+class Contents(Section):
+    """What a folder holds, written last: without it there is nothing."""
+
+    key: str
+    arrays: dict[str, ArrayRecord]
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache in a folder, which is made when something is first put into it."""
+
+    parent: Path
+
+    def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
+        """One-dimensional arrays, memory-mapped, and a small JSON-able summary.
+
+        What is there is read once, and counts only if it is what was built for this very key.
+
+        Args:
+            key: everything that the arrays depend on.
+            build: makes them where needed, at most once per file system at a time.
+
+        Raises:
+            UserError: it has to be written and cannot be.
+        """
+        name = repr((_VERSION, *key))
+        folder = self.parent / f"{derive_key(name):016x}"
+        found = _read(folder, name)
+        return found if found is not None else self._build(folder, name, build)
+
+    def _build(self, folder: Path, name: str, build: Callable[[], Arrays]) -> Arrays:
+        place = f"the index cache {self.parent}"
+        with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
+            found = _read(folder, name)  # another may have built it while we waited
+            if found is None:
+                built = build()
+                try:
+                    _write(folder, name, *built)
+                except OSError as error:
+                    raise UserError(f"cannot write {place}: {reason(error)}; {_ADVICE}") from None
+                found = _read(folder, name)
+        if found is None:
+            raise UserError(f"{place} does not hold what was written into it; {_ADVICE}")
+        return found
+
+
+def _read(folder: Path, name: str) -> Arrays | None:
+    """What the folder holds, if that is whole and of this key."""
+    try:
+        contents: Contents = read_sealed(folder / _CONTENTS, Contents)
+        arrays = {
+            array: _mapped(folder / f"{array}.{record.dtype}", record)
+            for array, record in contents.arrays.items()
+        }
+    except UserError as error:
+        if os.path.lexists(folder):
+            log.warning("%s; the index cache is built anew", error)
+        return None
+    return (arrays, contents.summary) if contents.key == name else None
+
+
+def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
+    if file_size(path) != record.length * np.dtype(record.dtype).itemsize:
+        raise UserError(f"{shown(path)} is not of the size that was written")
+    if hash_file(path) != record.sha256:
+        raise UserError(f"{shown(path)} is not what was written")
+    if not record.length:
+        return np.empty(0, record.dtype)
+    with open_file(path) as stream:
+        return np.asarray(np.memmap(stream, record.dtype, mode="r", shape=(record.length,)))
+
+
+def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
+    """Fill a neighbour and rename it over the folder, which ranks may have mapped: it is only
+    unlinked, never written into.
+
+    Where a network file system does not honour the lock between machines, two of them write the
+    same bytes and one rename wins.
+    """
+    own = f"{os.uname().nodename}.{os.getpid()}"
+    temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")
+    _remove(temporary)
+    try:
+        temporary.mkdir()
+        records = {array: _store(temporary, array, values) for array, values in arrays.items()}
+        contents = Contents(key=name, arrays=records, summary=summary)
+        write_sealed(temporary / _CONTENTS, contents.model_dump_json())
+        if os.path.lexists(folder) and _read(folder, name) is None:
+            folder.rename(old)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if _read(folder, name) is None:
+                raise
+        sync_folder(folder.parent)
+    finally:
+        _remove(temporary)
+        _remove(old)
+
+
+def _store(folder: Path, array: str, values: np.ndarray) -> ArrayRecord:
+    values = np.ascontiguousarray(values)
+    with create_file(folder / f"{array}.{values.dtype}") as stream:
+        stream.write(values.data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return ArrayRecord(
+        dtype=cast(Literal["int32", "int64"], str(values.dtype)),
+        length=len(values),
+        sha256=hashlib.sha256(values.data).hexdigest(),
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

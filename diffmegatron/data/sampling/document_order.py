@@ -1,0 +1,179 @@
+"""Which documents of a corpus a split uses, and in which order: built once, opened by all.
+
+Length up-sampling belongs here: it is a choice of documents, so that the same prepared corpus
+serves every sequence length.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from diffmegatron.data.index.corpus_manifest import Histogram, LengthBin
+from diffmegatron.data.index.token_store import Corpus
+from diffmegatron.data.sampling.array_cache import Arrays, Cache
+from diffmegatron.data.sampling.permutation import derive_key, random_bits, uniform
+from diffmegatron.errors import UserError
+
+Split = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Everything that a document order depends on, besides the corpus.
+
+    Attributes:
+        split: which share of the documents.
+        validation_fraction: share of the documents held out for validation.
+        test_fraction: share of the documents held out for testing.
+        split_seed: decides which documents are held out.
+        seed: decides the order, and which short documents are kept.
+        long_tokens: documents of at least so many tokens (end of document not counted) are kept.
+        keep_short: the probability with which a shorter one is; 1: no up-sampling.
+    """
+
+    split: Split
+    validation_fraction: float
+    test_fraction: float
+    split_seed: int
+    seed: int
+    long_tokens: int = 0
+    keep_short: float = 1.0
+
+
+@dataclass(frozen=True)
+class DocumentOrder:
+    """The documents of a split as one stream.
+
+    Attributes:
+        documents: int64 ``[n]``, document numbers in the order of the stream.
+        ends: int64 ``[n]``, tokens of the stream up to the end of each document.
+        split_lengths: histogram of all documents of the split.
+        lengths: histogram of those in the stream, which up-sampling makes fewer.
+    """
+
+    documents: np.ndarray
+    ends: np.ndarray
+    split_lengths: tuple[LengthBin, ...]
+    lengths: tuple[LengthBin, ...]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the stream."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def kept_share(self) -> float:
+        """Tokens of the stream over those of the whole split."""
+        return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
+
+
+def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
+    """Where the indices of a corpus are kept: beside it, or where the recipe says."""
+    return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
+
+
+def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
+    """The document order of a split, from the cache, which is filled first where it is empty.
+
+    Raises:
+        UserError: the index points outside its file, or the cache cannot be written.
+    """
+    arrays, summary = cache.open(
+        ("documents", corpus.manifest.content, selection),
+        lambda: build_order(corpus, selection),
+    )
+    return DocumentOrder(
+        arrays["documents"],
+        arrays["ends"],
+        split_lengths=_bins(summary["split_lengths"]),
+        lengths=_bins(summary["lengths"]),
+    )
+
+
+def build_order(corpus: Corpus, selection: Selection) -> Arrays:
+    """The arrays and histograms of a :class:`DocumentOrder`."""
+    corpus.check_index()
+    documents = select_split(corpus.num_documents, selection)
+    all_lengths = corpus.lengths[documents]
+    documents = documents[keep_long(all_lengths, documents, selection)]
+    documents = _shuffle(documents, derive_key("order", selection.seed))
+    lengths = corpus.lengths[documents]
+    summary = {"split_lengths": _histogram(all_lengths), "lengths": _histogram(lengths)}
+    return {"documents": documents, "ends": np.cumsum(lengths, dtype=np.int64)}, summary
+
+
+def select_split(num_documents: int, selection: Selection) -> np.ndarray:
+    """Documents of a split, ascending int64: disjoint, together all, held-out ones never none.
+
+    Training always keeps one: a corpus of a single document has no held-out split, one of two has
+    no test split beside validation.
+    """
+    chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
+    training = np.ones(num_documents, dtype=bool)
+    for split, fraction in (
+        ("validation", selection.validation_fraction),
+        ("test", selection.test_fraction),
+    ):
+        held_out = _lowest(chance, training, fraction)
+        if selection.split == split:
+            return np.flatnonzero(held_out)
+        training &= ~held_out
+    return np.flatnonzero(training)
+
+
+def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
+    """Mask of the documents that length up-sampling keeps (Fu et al., arXiv 2402.10171).
+
+    Published as: estimated tokens below 4096, kept with probability 0.1; here tokens are counted.
+
+    Args:
+        lengths: tokens of each document, end of document counted.
+        documents: their numbers, which with the seed decide each one's chance.
+    """
+    if selection.keep_short == 1:
+        return np.ones(len(documents), dtype=bool)
+    chance = uniform(derive_key("keep_short", selection.seed), documents)
+    return (lengths - 1 >= selection.long_tokens) | (chance < selection.keep_short)
+
+
+def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
+    """Mask of the share ``fraction`` of all with the lowest chance among the free ones."""
+    number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
+    if number <= 0:
+        return np.zeros_like(free)
+    candidates = chance[free]
+    candidates.partition(number - 1)
+    return free & (chance <= candidates[number - 1])
+
+
+def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
+    # By hash, not numpy's generator: that may give other numbers in another version. The hash is a
+    # bijection, so there are no ties and the fastest sort is as good as a stable one.
+    return documents[np.argsort(random_bits(key, documents))]
+
+
+def _histogram(lengths: np.ndarray) -> list[dict[str, Any]]:
+    histogram = Histogram()
+    histogram.add(lengths)
+    return [part.model_dump() for part in histogram.bins()]
+
+
+def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
+    return tuple(LengthBin.model_validate(part) for part in saved)
+
+
+def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
+    """Refuse up-sampling that leaves nothing of a source.
+
+    Raises:
+        UserError: every document of the split is short and none was kept.
+    """
+    if order.split_lengths and not order.tokens:
+        raise UserError(
+            f"up-sampling keeps no document of source {corpus.prefix}: none has "
+            f"{selection.long_tokens} tokens, and short ones are kept with probability "
+            f"{selection.keep_short:g}; lower data.upsampling.long_tokens or raise keep_short"
+        )

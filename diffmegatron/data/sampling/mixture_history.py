@@ -1,0 +1,119 @@
+"""The mixtures of a run: which weights held from which sample on.
+
+A change of weights, or a new source, at sample n is one more period. What came before n stays as
+it was, each source goes on from its own position, and the saved periods replay the whole run.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from diffmegatron.data.sampling.mixture import Mixture
+from diffmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class SourceWeight:
+    """A source by the path it then had and the hash of its content, and its weight."""
+
+    path: str
+    content: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Period:
+    """The weights that hold from ``from_sample`` until the next period."""
+
+    from_sample: int
+    sources: tuple[SourceWeight, ...]
+
+
+class MixtureHistory:
+    """Periods in order, the first from sample 0.
+
+    Raises:
+        UserError: a period's weights are negative or sum to zero.
+    """
+
+    def __init__(self, periods: Sequence[Period]) -> None:
+        self.periods = tuple(periods)
+        self._starts = [period.from_sample for period in self.periods]
+        # Sorted by content: the order in which a recipe lists its sources decides nothing.
+        self._contents = [
+            sorted(source.content for source in period.sources) for period in self.periods
+        ]
+        self._mixtures = [
+            _mixture(period, contents)
+            for period, contents in zip(self.periods, self._contents, strict=True)
+        ]
+        self._before: list[dict[str, int]] = [{}]
+        for number, (start, end) in enumerate(pairwise(self._starts)):
+            self._before.append(self._counts_within(number, end - start))
+
+    def locate(self, index: int) -> tuple[str, int]:
+        """Content hash of the source of a sample, and how many of its samples came before."""
+        number = bisect_right(self._starts, index) - 1
+        place, local = self._mixtures[number].locate(index - self._starts[number])
+        content = self._contents[number][place]
+        return content, self._before[number].get(content, 0) + local
+
+    def counts(self, num_samples: int) -> dict[str, int]:
+        """How many of the first samples come from each source."""
+        number = max(0, bisect_right(self._starts, num_samples) - 1)
+        return self._counts_within(number, num_samples - self._starts[number])
+
+    def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
+        """Counts up to the given number of samples into a period."""
+        counts = dict(self._before[number])
+        within = self._mixtures[number].counts(num_samples)
+        for content, count in zip(self._contents[number], within, strict=True):
+            counts[content] = counts.get(content, 0) + count
+        return counts
+
+    def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
+        """The history in which these weights hold from a sample on; itself where they did."""
+        if _shares(self.periods[-1].sources) == _shares(sources):
+            return self
+        kept = [period for period in self.periods if period.from_sample < from_sample]
+        return MixtureHistory([*kept, Period(from_sample, sources)])
+
+    def path(self, content: str) -> str:
+        """The last path that a source was known by."""
+        known = {s.content: s.path for period in self.periods for s in period.sources}
+        return known[content]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """For the checkpoint; :meth:`from_json` reads it."""
+        return [asdict(period) for period in self.periods]
+
+    @classmethod
+    def from_json(cls, saved: Sequence[dict[str, Any]]) -> "MixtureHistory":
+        """See :meth:`to_json`."""
+        return cls(
+            [
+                Period(
+                    period["from_sample"],
+                    tuple(SourceWeight(**source) for source in period["sources"]),
+                )
+                for period in saved
+            ]
+        )
+
+
+def _mixture(period: Period, contents: list[str]) -> Mixture:
+    weights = {source.content: source.weight for source in period.sources}
+    try:
+        return Mixture([weights[content] for content in contents])
+    except ValueError:
+        listed = ", ".join(f"{source.path} {source.weight:g}" for source in period.sources)
+        raise UserError(
+            f"the weights of data.sources ({listed}) must not be negative and must not sum to zero"
+        ) from None
+
+
+def _shares(sources: tuple[SourceWeight, ...]) -> dict[str, float]:
+    total = sum(source.weight for source in sources)
+    return {source.content: source.weight / total for source in sources if source.weight}

@@ -1,0 +1,312 @@
+"""The samples of a run: an infinite order that (seed, weights, files) alone decide.
+
+``samples[i]`` is a function of i: nothing of it depends on ranks, batch sizes or workers, and
+position in the data is one number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from diffmegatron.config.data_config import DataConfig, Source
+from diffmegatron.data.index.token_store import Corpus, check_tokenizer, open_corpus
+from diffmegatron.data.sampling.document_order import (
+    DocumentOrder,
+    Selection,
+    Split,
+    corpus_cache,
+    open_order,
+    require_documents,
+)
+from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
+from diffmegatron.data.sampling.permutation import derive_key, permute
+from diffmegatron.data.sampling.sequence_blocks import Blocks, Pieces, open_blocks
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence and the token after it.
+
+    Attributes:
+        tokens: int64 ``[s + 1]``; the inputs are ``[:-1]``, the labels ``[1:]``.
+        starts: int64 ``[n]``, positions at which a document (or padding) begins, the first 0.
+        loss_mask: bool ``[s + 1]``, tokens that count as labels; None: all of them.
+        source: path of the source it comes from.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    loss_mask: np.ndarray | None
+    source: str
+
+
+class SourceSamples:
+    """One source in its own order: blocks, shuffled anew in each pass over the documents.
+
+    Where it does not ``repeat``, there is one pass, without the block that runs into a second.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        order: DocumentOrder,
+        blocks: Blocks,
+        seq_length: int,
+        key: int,
+        *,
+        repeat: bool,
+    ) -> None:
+        self.corpus, self.order, self.blocks = corpus, order, blocks
+        self._seq_length, self._key, self._repeat = seq_length, key, repeat
+
+    def block(self, index: int) -> int:
+        """Which block the source's ``index``-th sample is."""
+        epoch = self.blocks.epoch(index)
+        first = self.blocks.first(epoch)
+        size = self.blocks.first(epoch + 1) - first if self._repeat else self.blocks.whole()
+        return first + permute(index - first, size, derive_key(self._key, epoch))
+
+    def __getitem__(self, index: int) -> Sample:
+        pieces = self.blocks.pieces(self.block(index))
+        tokens = np.empty(self._seq_length + 1, dtype=np.int64)
+        ends = np.cumsum(pieces.lengths)
+        filled = int(ends[-1])
+        firsts = self.corpus.offsets[pieces.documents] // self.corpus.tokens.itemsize
+        firsts += pieces.starts
+        self._check_places(firsts, pieces.lengths, filled)
+        stored, end = self.corpus.tokens, 0
+        for first, length in zip(firsts.tolist(), pieces.lengths.tolist(), strict=True):
+            tokens[end : end + length] = stored[first : first + length]
+            end += length
+        self._check_ids(tokens[:filled])
+        tokens[filled:] = self.corpus.end_of_document
+        starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
+        return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
+
+    def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
+        """An index that was damaged since the cache was made of it points anywhere."""
+        inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
+        if not inside.all() or filled > self._seq_length + 1:
+            raise self._damaged_index()
+
+    def _damaged_index(self) -> UserError:
+        return UserError(
+            f"index {self.corpus.prefix}.idx is damaged: a sequence that was made of it has tokens "
+            "that are not there; copy or prepare it again"
+        )
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        """A damaged file has ids without a row in the embedding, which ends a GPU's process."""
+        ids = self.corpus.vocab_size
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= ids:
+            raise UserError(
+                f"{self.corpus.prefix}.bin holds token id {smallest if smallest < 0 else largest}, "
+                f"but its tokenizer has ids 0 to {ids - 1}; the file is damaged, copy or prepare "
+                "it again"
+            )
+
+    def _loss_mask(self, pieces: Pieces, filled: int) -> np.ndarray | None:
+        if not self.corpus.is_fine_tuning:
+            if filled == self._seq_length + 1:
+                return None
+            return np.arange(self._seq_length + 1) < filled
+        loss_mask = np.zeros(self._seq_length + 1, dtype=bool)
+        parts = [
+            self.corpus.loss_mask(document)[start : start + length]
+            for document, start, length in zip(*pieces, strict=True)
+        ]
+        if sum(map(len, parts)) != filled:
+            raise self._damaged_index()
+        loss_mask[:filled] = np.concatenate(parts)
+        return loss_mask
+
+
+class Samples:
+    """The global order of a run (see the module).
+
+    Attributes:
+        config: the ``data`` section they were opened from.
+        sources: by the hash of their content.
+        history: which weights hold from which sample on.
+        settings: what else the order depends on, for the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        sources: dict[str, SourceSamples],
+        history: MixtureHistory,
+        settings: dict[str, Any],
+    ) -> None:
+        self.config, self.sources = config, sources
+        self.history, self.settings = history, settings
+        self._repeat = config.on_exhausted == "repeat"
+
+    def __getitem__(self, index: int) -> Sample:
+        content, local = self.history.locate(index)
+        source = self.sources.get(content)
+        if source is None:
+            raise UserError(
+                f"sample {index} comes from source {self.history.path(content)}, which "
+                "data.sources no longer has; put it back to replay the run from there"
+            )
+        if not self._repeat and local >= source.blocks.whole():
+            raise UserError(self._exhausted(source))
+        return source[local]
+
+    def require(self, num_samples: int) -> None:
+        """Check before training that no source ends within the run.
+
+        Raises:
+            UserError: ``data.on_exhausted`` is ``stop`` and one does.
+        """
+        for content, count in self.history.counts(num_samples).items():
+            source = self.sources.get(content)
+            if not self._repeat and source is not None and count > source.blocks.whole():
+                raise UserError(
+                    f"{self._exhausted(source)}; the run of {num_samples} samples takes {count}"
+                )
+
+    def epochs(self, num_samples: int) -> dict[str, float]:
+        """Passes over each source (by path) that the first samples make."""
+        counts = self.history.counts(num_samples)
+        return {
+            source.corpus.prefix: counts.get(content, 0) / source.blocks.first(1)
+            for content, source in self.sources.items()
+        }
+
+    def state(self, consumed_samples: int) -> dict[str, Any]:
+        """What :meth:`resumed` needs to go on from there, JSON-able."""
+        return {
+            "consumed_samples": consumed_samples,
+            "settings": self.settings,
+            "mixture": self.history.to_json(),
+        }
+
+    def resumed(self, state: Mapping[str, Any]) -> "Samples":
+        """The order that a run with this :meth:`state` goes on in.
+
+        Where these samples have other weights or sources than it knows, they hold from its
+        ``consumed_samples`` on; the history says so, and replays the run from any sample.
+
+        Raises:
+            UserError: the state is a position in another order.
+        """
+        for name, value in self.settings.items():
+            if state["settings"].get(name) != value:
+                raise UserError(
+                    f"the data position was saved with {name} {state['settings'].get(name)}, but "
+                    f"the recipe has {value}, which is another order; keep it, or start a new run"
+                )
+        history = MixtureHistory.from_json(state["mixture"])
+        history = history.changed(int(state["consumed_samples"]), self.history.periods[-1].sources)
+        return Samples(self.config, self.sources, history, self.settings)
+
+    def _exhausted(self, source: SourceSamples) -> str:
+        return (
+            f"source {source.corpus.prefix} is used up after {source.blocks.whole()} samples and "
+            "data.on_exhausted is 'stop'; lower its weight, add data, or set it to 'repeat'"
+        )
+
+
+def open_samples(
+    config: DataConfig,
+    seq_length: int,
+    seed: int,
+    split: Split,
+) -> Samples:
+    """Open the sources of a recipe.
+
+    The first call fills the index cache; later ones, on any rank, open it. Held-out splits hang
+    on ``config.split_seed`` and not on ``seed``: runs with other seeds are measured on the same
+    documents in the same order. They are not up-sampled.
+
+    Args:
+        config: the ``data`` section.
+        seq_length: tokens s per sample.
+        seed: decides the order of the training split.
+        split: ``train``, ``validation`` or ``test``.
+
+    Raises:
+        UserError: a source is missing, damaged or of another tokenizer, or no source has a
+            document in the split.
+    """
+    selection = _selection(config, seed, split)
+    sources = _open_sources(config, seq_length, selection)
+    weights = tuple(
+        SourceWeight(source.path, content, _weight(config, source, sources[content].order))
+        for source, content in zip(config.sources, sources, strict=True)
+    )
+    if not any(weight.weight for weight in weights):
+        raise UserError(
+            f"no source with a weight has a document in the {split} split "
+            f"(data.validation_fraction {config.validation_fraction:g}, data.test_fraction "
+            f"{config.test_fraction:g}); give more data or a larger fraction"
+        )
+    settings = _order_settings(config, seq_length, selection)
+    return Samples(config, sources, MixtureHistory((Period(0, weights),)), settings)
+
+
+def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
+    upsampled = split == "train" and config.upsampling.mode != "none"
+    return Selection(
+        split,
+        config.validation_fraction,
+        config.test_fraction,
+        config.split_seed,
+        seed if split == "train" else config.split_seed,
+        config.upsampling.long_tokens if upsampled else 0,
+        config.upsampling.keep_short if upsampled else 1.0,
+    )
+
+
+def _open_sources(
+    config: DataConfig, seq_length: int, selection: Selection
+) -> dict[str, SourceSamples]:
+    """The sources by content, in the order of the recipe."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    sources: dict[str, SourceSamples] = {}
+    for source in config.sources:
+        corpus = open_corpus(source.path)
+        content = corpus.manifest.content
+        if content in sources:
+            raise UserError(
+                f"sources {sources[content].corpus.prefix} and {source.path} hold the same tokens; "
+                "list one and give it both weights"
+            )
+        check_tokenizer(corpus, tokenizer)
+        cache = corpus_cache(corpus, config.cache_dir)
+        order = open_order(corpus, selection, cache)
+        require_documents(order, corpus, selection)
+        blocks = open_blocks(corpus, order, seq_length, config.packing, selection, cache)
+        key = derive_key("samples", content, selection.split, selection.seed)
+        repeat = config.on_exhausted == "repeat"
+        sources[content] = SourceSamples(corpus, order, blocks, seq_length, key, repeat=repeat)
+    return sources
+
+
+def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
+    """The share of tokens of a source: as asked, unless up-sampling is global."""
+    if not order.tokens:
+        return 0.0
+    if config.upsampling.mode == "global":
+        return source.weight * order.kept_share
+    return source.weight
+
+
+def _order_settings(config: DataConfig, seq_length: int, selection: Selection) -> dict[str, Any]:
+    return {
+        "seq_length": seq_length,
+        "seed": selection.seed,
+        "packing": config.packing,
+        "long_tokens": selection.long_tokens,
+        "keep_short": selection.keep_short,
+        "validation_fraction": config.validation_fraction,
+        "test_fraction": config.test_fraction,
+        "split_seed": config.split_seed,
+    }

@@ -1,0 +1,89 @@
+"""What a sampling order does to the lengths of documents and to the shares of sources."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffmegatron.data.index.corpus_manifest import LengthBin
+from diffmegatron.data.sampling.samples import Samples, SourceSamples
+
+
+def length_table(samples: Samples) -> str:
+    """Per source and power of two of the length: documents and share of tokens before and after.
+
+    Before is every document of the split, after what length up-sampling leaves of them. Lengths
+    count the end-of-document token.
+    """
+    lines = [
+        f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
+        f"{'source':<16} {'at least':>9} {'before':>11} {'after':>11} {'before':>8} {'after':>8}",
+    ]
+    for source in samples.sources.values():
+        lines += _rows(source)
+    return "\n".join(lines)
+
+
+def _rows(source: SourceSamples) -> list[str]:
+    order, name = source.order, Path(source.corpus.prefix).name
+    before, after = order.split_lengths, {part.at_least: part for part in order.lengths}
+    total_before, total_after = _tokens(before), max(1, _tokens(order.lengths))
+    rows = []
+    for part in before:
+        kept = after.get(part.at_least) or LengthBin(at_least=part.at_least, documents=0, tokens=0)
+        rows.append(
+            f"{name:<16} {part.at_least:>9,} {part.documents:>11,} {kept.documents:>11,} "
+            f"{part.tokens / total_before:>8.2%} {kept.tokens / total_after:>8.2%}"
+        )
+    return rows
+
+
+def plot_lengths(samples: Samples, path: Path) -> None:
+    """The token shares of :func:`length_table` as a picture, a panel per source."""
+    # Needs no display; and importing it takes a second, which training need not spend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sources = list(samples.sources.values())
+    figure = Figure(figsize=(7, 0.6 + 2.2 * len(sources)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(sources), 1, squeeze=False)[:, 0]
+    for source, axes in zip(sources, panels, strict=True):
+        order = source.order
+        for label, bins, offset in (
+            ("before", order.split_lengths, -0.2),
+            ("after", order.lengths, 0.2),
+        ):
+            places = [part.at_least.bit_length() - 1 + offset for part in bins]
+            shares = [100 * part.tokens / max(1, _tokens(bins)) for part in bins]
+            axes.bar(places, shares, width=0.4, label=f"{label} ({_tokens(bins):,} tokens)")
+        exponents = [part.at_least.bit_length() - 1 for part in order.split_lengths]
+        axes.set_xticks(exponents, [_binary(exponent) for exponent in exponents], fontsize=8)
+        axes.set_title(Path(source.corpus.prefix).name, fontsize=10, loc="left")
+        axes.set_ylabel("% of tokens")
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("tokens of the document, at least")
+    figure.savefig(path, dpi=120)
+
+
+def mixture_table(samples: Samples, first: int, number: int) -> str:
+    """Asked and realised share of each source in ``number`` samples from ``first`` on."""
+    realised = Counter(samples[index].source for index in range(first, first + number))
+    weights = samples.history.periods[-1].sources
+    total = sum(source.weight for source in weights)
+    lines = [f"{'source':<50} {'asked':>9} {'realised':>9}"]
+    lines += [
+        f"{source.path:<50} {source.weight / total:>9.3%} {realised[source.path] / number:>9.3%}"
+        for source in weights
+    ]
+    return "\n".join(lines)
+
+
+def _binary(exponent: int) -> str:
+    """A power of two as people write sequence lengths: 512, 4K, 1M."""
+    unit = min(2, exponent // 10)
+    return f"{1 << exponent - 10 * unit}{('', 'K', 'M')[unit]}"
+
+
+def _tokens(bins: Sequence[LengthBin]) -> int:
+    return sum(part.tokens for part in bins)

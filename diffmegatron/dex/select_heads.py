@@ -1,0 +1,158 @@
+"""Which heads DEX extends: every head's score on text, and the share of each layer to extend."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import distributed
+
+from diffmegatron.attention.variants.dex import HeadsFile, SelectedOn
+from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.contents import RECIPE
+from diffmegatron.checkpoint.weights import load_network
+from diffmegatron.config.load import check_recipe, load_resolved
+from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
+from diffmegatron.config.schema import Recipe
+from diffmegatron.config.yaml_documents import dump_yaml
+from diffmegatron.dex.picture import draw_scores
+from diffmegatron.dex.scores import Entropy, Gradient, Sums
+from diffmegatron.errors import UserError
+from diffmegatron.files import reason, shown, write_durably
+from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.parallel_state import Topology, process_groups
+from diffmegatron.training.batches import on_this_rank, open_loader
+from diffmegatron.training.resume import open_together
+
+Method = Literal["entropy", "gradient"]
+Scores = list[list[float]]
+METHODS = {"entropy": Entropy(), "gradient": Gradient()}
+
+
+def select_heads(
+    model: Path,
+    data: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    method: Method,
+    share: float,
+    sequences: int,
+) -> str | None:
+    """Score every head of a checkpoint and write the file that ``selected_heads`` reads.
+
+    Args:
+        model: a checkpoint, or a run, whose newest it is then.
+        data: prefix of the text, of the model's tokenizer.
+        out: file to create; ``.scores.json`` and ``.png`` in the place of its ending stand beside.
+        overrides: of the checkpoint's recipe, whose layout is one process.
+        method: what scores them.
+        share: of a layer's heads that are chosen, the nearest number of heads and at least one.
+        sequences: of ``training.seq_length`` tokens.
+
+    Returns:
+        What was chosen, in words, on the first rank; None on the others.
+
+    Raises:
+        UserError: the checkpoint, the text, the layout or ``out`` does not fit.
+    """
+    for path in (out, *_beside(out)):
+        if path.exists():
+            raise UserError(f"{shown(path)} exists already; give an --out that is new")
+    directory = CheckpointStore(model).latest() or model
+    step = read_manifest(directory).step
+    recipe = _calibration(directory / RECIPE, data, sequences, overrides)
+    recipe.data_parallel(read_launch().ranks)
+    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+        checkpoint = open_together(directory, topology)
+        network = load_network(checkpoint, recipe, topology)
+        network.at_step(step)
+        batches = open_loader(recipe, topology, "train").read_step(0)
+        measured = METHODS[method].sums(network, on_this_rank(batches, topology), topology)
+        scores = _gathered(*measured, topology)
+        if not topology.is_main:
+            return None
+        fingerprint = checkpoint.fingerprint()
+    highest = METHODS[method].highest
+    heads = [chosen(of_layer, share, highest=highest) for of_layer in scores]
+    made_on = SelectedOn(num_layers=len(scores), num_heads=len(scores[0]), fingerprint=fingerprint)
+    file = HeadsFile.model_validate(
+        {"model": made_on, "method": method, "share": share, "heads": heads}
+    )
+    _write(out, file, scores, {"model": str(directory), "data": str(data), "sequences": sequences})
+    return f"{sum(map(len, heads))} of {sum(map(len, scores))} heads by {method}"
+
+
+def chosen(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
+    """The heads of a layer with the highest, or lowest, scores; of equal ones the first."""
+    count = max(1, round(share * len(scores)))
+    order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
+    return tuple(sorted(order[:count]))
+
+
+def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[str]) -> Recipe:
+    """A recipe whose first global batch is the text: a checkpoint's, in one process."""
+    recipe = load_resolved(saved)
+    attention = recipe.model.attention
+    heads = attention.heads
+    if attention.operation != "softmax" or heads.queries * heads.head_dim != heads.output_channels:
+        raise UserError(
+            f"model.attention.kind {attention.kind!r} is differential already; DEX extends heads "
+            "of ordinary attention"
+        )
+    values = recipe.model_dump(mode="json")
+    values["parallel"] = ParallelConfig().model_dump(mode="json")
+    values["recompute"] = RecomputeConfig().model_dump(mode="json")
+    values["checkpoint"] |= {"start_from": None}
+    values["optimizer"]["schedule"] = {"kind": "constant"}
+    values["training"] |= {
+        "micro_batch_size": 1,
+        "global_batch_size": sequences,
+        "steps": 1,
+        "tokens": None,
+        "offload_activations": False,
+    }
+    values["data"] |= {
+        "sources": [{"path": str(data)}],
+        "validation_fraction": 0.0,
+        "test_fraction": 0.0,
+        "upsampling": {"mode": "none"},
+    }
+    return check_recipe(values, shown(saved), overrides)
+
+
+def _gathered(sums: Sums, weight: float, topology: Topology) -> Scores:
+    """The scores of all layers and heads, on every rank, summed in the order of the ranks."""
+    place = (topology.data_rank, topology.tensor_rank)
+    mine = {layer: value.tolist() for layer, value in sums.items()}
+    ranks: list[tuple] = [() for _ in range(topology.world_size)]
+    distributed.all_gather_object(ranks, (place, mine, weight))
+    parts: dict[tuple[int, int], torch.Tensor] = {}
+    weights: dict[tuple[int, int], float] = {}
+    for (_, tensor), of_layers, count in sorted(ranks, key=lambda each: each[0]):
+        for layer, values in of_layers.items():
+            key = (layer, tensor)
+            parts[key] = parts.get(key, 0) + torch.tensor(values, dtype=torch.float64)
+            weights[key] = weights.get(key, 0) + count
+    scores: dict[int, list[float]] = {}
+    for key in sorted(parts):
+        scores.setdefault(key[0], []).extend((parts[key] / weights[key]).tolist())
+    return list(scores.values())
+
+
+def _beside(out: Path) -> tuple[Path, Path]:
+    return out.with_suffix(".scores.json"), out.with_suffix(".png")
+
+
+def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
+    """The file of heads last: where it stands all do."""
+    described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
+    table, picture = _beside(out)
+    try:
+        draw_scores(picture, scores, file.heads, file.method)
+        write_durably(table, (json.dumps(described, indent=1) + "\n").encode())
+        write_durably(out, dump_yaml(file.model_dump(mode="json")).encode())
+    except OSError as error:
+        raise UserError(f"cannot write {shown(out)}: {reason(error)}") from None

@@ -1,0 +1,236 @@
+"""What the heads of a network do in one text: the figures of DEX (Kong, Jang, Kwak, 2025).
+
+A score is an entry of a head's map, of a token and one that is not after it; docs/evaluation.md
+defines every measure.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor, nn
+
+from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import NotFiniteError
+
+MAPS, HEADS = "two maps of a head", "two heads of a layer"
+TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
+NEAR_ZERO = "share of |scores| below "
+ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
+NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
+
+# By measure, a number for each layer.
+ByLayer = dict[str, list[float]]
+
+
+@torch.no_grad()
+def map_statistics(
+    seen: Sequence[Layer], top: float, epsilons: Sequence[float]
+) -> tuple[ByLayer, Tensor]:
+    """Means over the rows and heads of every layer, and the distances between all heads.
+
+    The maps of all layers exist for one block of rows at a time.
+
+    Args:
+        seen: the layers of a forward pass, in order.
+        top: the share of a row's tokens that are its top tokens; rows are left out where that is
+            less than one token.
+        epsilons: below which a score is near zero.
+
+    Returns:
+        The means, and 1 - cosine of the maps of every two heads, float64 [heads, heads], layer
+        after layer.
+
+    Raises:
+        NotFiniteError: a score is not.
+    """
+    rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
+    sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
+    products: Tensor = torch.zeros((), dtype=torch.float64, device=seen[0].hidden.device)
+    for first, end in row_blocks(queries, rows):
+        block, scores = _Block(first, end, top, seen[0].hidden.device), []
+        for layer, of_layer in zip(seen, sums, strict=True):
+            softmax = layer.logits(first, end).softmax(-1)
+            maps = layer.subtracted(softmax, first, end)
+            if not maps.isfinite().all():
+                raise NotFiniteError(f"a score of layer {layer.number + 1} is not finite")
+            for name, value in _measured(block, layer, softmax, maps, epsilons):
+                # The sum over the rows, and how many they are.
+                total, count = of_layer.get(name, (0.0, 0))
+                of_layer[name] = total + value.double().sum(), count + value.numel()
+            scores.append(maps.flatten(1))
+        flat = torch.cat(scores)
+        products = products + (flat @ flat.T).double()
+    means = {
+        name: [float(of_layer[name][0] / of_layer[name][1]) for of_layer in sums]
+        for name in sums[0]
+    }
+    for name, by_layer in means.items():
+        for number, mean in enumerate(by_layer, start=1):
+            if not math.isfinite(mean):
+                raise NotFiniteError(f"{name} of layer {number} is not finite")
+    lengths = products.diagonal().sqrt()
+    return means, 1 - products / (lengths[:, None] * lengths)
+
+
+def _measured(
+    block: "_Block", layer: Layer, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
+) -> Iterator[tuple[str, Tensor]]:
+    """What a layer's rows have of every measure: [heads, rows], or [pairs of heads, rows]."""
+    sizes = maps.abs()
+    for epsilon in epsilons:
+        yield f"{NEAR_ZERO}{epsilon:g}", block.share(sizes < epsilon)
+    yield ENTROPY, _entropy(sizes)
+    yield NEGATIVE, block.share(maps < 0)
+    yield NEGATIVE_MASS, (sizes - maps).sum(2) / 2 / sizes.sum(2)
+    tops = block.tops(sizes)
+    if len(maps) > 1:
+        one, other = torch.triu_indices(len(maps), len(maps), 1, device=maps.device)
+        together = torch.einsum("hrk,grk->hgr", tops, tops)[one, other]
+        yield f"{TOP}, {HEADS}", together[:, block.skipped :] / block.counts[block.skipped :]
+    if pairs := layer.variant.map_pairs:
+        signal, noise = (softmax[[pair[side] for pair in pairs]] for side in (0, 1))
+        yield FIRST_ENTROPY, _entropy(signal)
+        yield SECOND_ENTROPY, _entropy(noise)
+        yield from _overlaps(block, signal, noise)
+
+
+def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of two maps each, [heads, rows, keys]."""
+    one, other = block.tops(signal), block.tops(noise)
+    both = (one * other).sum(2)[:, block.skipped :]
+    yield f"{TOP}, {MAPS}", both / block.counts[block.skipped :]
+    smaller, larger, either = signal.minimum(noise), signal.maximum(noise), one.maximum(other)
+    for name, chosen in ((IN_TOP, either), (IN_REST, 1 - either)):
+        shares = (smaller * chosen).sum(2) / (larger * chosen).sum(2)
+        yield f"{name}, {MAPS}", shares[:, block.skipped :].nan_to_num(0)
+
+
+def _entropy(sizes: Tensor) -> Tensor:
+    """In nats, of rows that are made to sum to 1."""
+    return torch.special.entr(sizes / sizes.sum(2, keepdim=True)).sum(2)
+
+
+class _Block:
+    """Rows from ``first`` to ``end`` of square maps, of which row n has n + 1 scores."""
+
+    def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
+        self._lengths = torch.arange(first, end, device=device) + 1
+        # How many top tokens a row has; the rows without any come before all others.
+        self.counts = (self._lengths.double() * top + 1e-9).floor().long()
+        self.skipped = int((self.counts == 0).sum())
+        self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
+
+    def share(self, chosen: Tensor) -> Tensor:
+        """Of the scores that are chosen in [heads, rows, keys], by row."""
+        return (chosen & self._earlier).sum(2) / self._lengths
+
+    def tops(self, sizes: Tensor) -> Tensor:
+        """1 where a score is among the largest of its row, else 0: [heads, rows, keys]."""
+        most = max(1, int(self.counts[-1]))
+        places = sizes.masked_fill(~self._earlier, -torch.inf).topk(most, dim=2).indices
+        is_top = torch.arange(most, device=sizes.device) < self.counts[:, None]
+        return torch.zeros_like(sizes).scatter(2, places, is_top.expand_as(places).to(sizes.dtype))
+
+
+@torch.no_grad()
+def feature_alignment(features: Sequence[Tensor]) -> Tensor:
+    """Linear CKA between the outputs of every two heads, from the unbiased HSIC of its tokens.
+
+    Nguyen, Raghu, Kornblith (2021), equation 3, without the matrices of tokens by tokens.
+
+    Args:
+        features: of every layer, [tokens, heads, width].
+
+    Returns:
+        Float64 [heads, heads], layer after layer.
+    """
+    # HSIC does not change with a constant that is added to all tokens; float32 would.
+    centred = [x.float() - x.float().mean(0) for x in features]
+    kernels = [_Kernels(x) for x in centred]
+    ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
+    found = features[0].new_zeros(ends[-1], ends[-1], dtype=torch.float64)
+    for i, j in combinations_with_replacement(range(len(features)), 2):
+        part = kernels[i].hsic(kernels[j])
+        found[ends[i] : ends[i + 1], ends[j] : ends[j + 1]] = part
+        found[ends[j] : ends[j + 1], ends[i] : ends[i + 1]] = part.T
+    lengths = found.diagonal().sqrt()
+    return found / (lengths[:, None] * lengths)
+
+
+class _Kernels:
+    """K = X X^T with zeros on the diagonal, of every head's X [tokens, width]."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        # The diagonals that are missing, and the sums of rows: float64 [tokens, heads].
+        self._diagonal = x.double().square().sum(2)
+        self._sums = torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - self._diagonal
+
+    def hsic(self, other: "_Kernels") -> Tensor:
+        """Unbiased, but for its factor 1 / (n (n - 3)): [heads, heads of the other]."""
+        n = len(self._x)
+        products = torch.einsum("nhd,nge->hgde", self._x, other._x)
+        trace = products.double().square().sum((2, 3)) - self._diagonal.T @ other._diagonal
+        totals = self._sums.sum(0)[:, None] * other._sums.sum(0) / ((n - 1) * (n - 2))
+        return trace + totals - 2 / (n - 2) * (self._sums.T @ other._sums)
+
+
+def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
+    """|dL / dxi| of factors xi = 1 on the heads' outputs (Michel et al., 2019).
+
+    Takes the memory of a backward pass, and all logits.
+
+    Args:
+        model: of the heads.
+        ids: a text; L is the mean loss of its tokens after the first.
+        heads: of every layer.
+
+    Returns:
+        Float64 [layers, heads].
+
+    Raises:
+        NotFiniteError: one is not.
+    """
+    network = model.network
+    factors = [
+        torch.ones(heads, 1, dtype=network.dtype, device=model.device, requires_grad=True)
+        for _ in layers(model)
+    ]
+
+    def multiply(factor: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return ((args[0].unflatten(-1, (heads, -1)) * factor).flatten(-2),)
+
+    with torch.enable_grad(), ExitStack() as stack:
+        for layer, factor in zip(layers(model), factors, strict=True):
+            hook = _projection(layer).register_forward_pre_hook(partial(multiply, factor))
+            stack.callback(hook.remove)
+        batch = model.batch(ids)
+        loss = network(batch, labels=batch, use_cache=False).loss
+        found = torch.stack(torch.autograd.grad(loss, factors)).squeeze(2).double().abs().cpu()
+    if not found.isfinite().all():
+        raise NotFiniteError("a gradient of a head is not finite")
+    return found
+
+
+@contextmanager
+def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
+    """Gathers what every layer's heads give to the output projection, [tokens, heads, width]."""
+    found: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0][0].unflatten(-1, (heads, -1)))
+
+    with ExitStack() as stack:
+        for layer in layers(model):
+            stack.callback(_projection(layer).register_forward_pre_hook(keep).remove)
+        yield found
+
+
+def _projection(layer: nn.Module) -> nn.Module:
+    attention: nn.Module = layer.self_attn  # type: ignore[assignment]
+    return attention.get_submodule("o_proj")

@@ -1,0 +1,124 @@
+"""Runs of one recipe side by side, a pair or more: ``report.json`` and ``report.png``."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.sampling.samples import open_samples
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.plots import plot_runs
+from diffmegatron.hf.export import MAX_VERIFY_TOKENS, verify_export
+from diffmegatron.hf.from_checkpoint import training_logits
+from diffmegatron.hf.modeling import register
+from diffmegatron.model.accounting import count_parameters
+from diffmegatron.training.metrics import read_metrics
+
+_PROMPT_TOKENS = 64
+_NEW_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs: its name, its ``run_dir`` and its Hugging Face export."""
+
+    name: str
+    run_dir: Path
+    export: Path
+
+
+def write_report(
+    out: Path, runs: Sequence[Run], seconds: dict[str, float], started: float
+) -> dict[str, Any]:
+    """Measure what is left to measure and write ``report.json`` and ``report.png`` into ``out``.
+
+    Args:
+        out: directory of the report.
+        runs: finished and exported, of one recipe.
+        seconds: duration of the phases so far.
+        started: when this phase began, of ``time.perf_counter``.
+
+    Returns:
+        The report as written.
+
+    Raises:
+        UserError: a run has no checkpoint.
+    """
+    transformers_logging.disable_progress_bar()
+    register()
+    metrics = {run.name: read_metrics(run.run_dir) for run in runs}
+    models = {run.name: _describe(run, metrics[run.name]) for run in runs}
+    titles = {name: str(model["title"]) for name, model in models.items()}
+    plot_runs(out / "report.png", {titles[name]: metrics[name] for name in metrics})
+    report = {
+        "machine": {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "models": models,
+        "seconds": seconds | {"report": round(time.perf_counter() - started, 1)},
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _describe(run: Run, metrics: list[dict[str, float]]) -> dict[str, Any]:
+    latest = CheckpointStore(run.run_dir).latest()
+    if latest is None:
+        raise UserError(f"{run.run_dir} has no checkpoint; train it before reporting on it")
+    checkpoint = open_checkpoint(latest)
+    tokens = _held_out(checkpoint.recipe)
+    difference = verify_export(run.export, tokens, training_logits(checkpoint, tokens))
+    held_out = [entry["valid/loss"] for entry in metrics if "valid/loss" in entry]
+    speeds = [e["perf/tokens_per_second"] for e in metrics if "perf/tokens_per_second" in e]
+    parameters = count_parameters(checkpoint.recipe.model)
+    return {
+        "title": checkpoint.recipe.model.attention.title,
+        "attention": checkpoint.recipe.model.attention.model_dump(mode="json"),
+        "parameters": parameters.total,
+        "tokens": checkpoint.state["step"] * checkpoint.recipe.training.tokens_per_step,
+        "loss_first": held_out[0],
+        "loss_last": held_out[-1],
+        "tokens_per_second": round(statistics.median(speeds)),
+        "logit_difference": {"absolute": difference.absolute, "relative": difference.relative},
+        "continuation": _continue(run.export, tokens[:, :_PROMPT_TOKENS]),
+        "checkpoint": str(latest),
+        "export": str(run.export),
+    }
+
+
+def _held_out(recipe: Recipe) -> torch.Tensor:
+    """Token ids [1, s] of held-out text."""
+    training = recipe.training
+    sample = open_samples(recipe.data, training.seq_length, training.seed, "validation")[0]
+    return torch.from_numpy(sample.tokens[: min(training.seq_length, MAX_VERIFY_TOKENS)])[None]
+
+
+def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
+    """What the exported model makes of the beginning of a held-out text, sampled with a seed."""
+    model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)
+    torch.manual_seed(0)
+    ids = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=True,
+        temperature=0.7,
+    )[0]
+    length = prompt.shape[1]
+    return {"prompt": tokenizer.decode(ids[:length]), "text": tokenizer.decode(ids[length:])}
