@@ -29,7 +29,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         max_bytes: a larger file is refused unread.
 
     Raises:
-        UserError: it is missing, is no ordinary file (a FIFO would be waited for for ever), is
+        UserError: it is missing, is no ordinary file (a FIFO would be waited for forever), is
             larger than ``max_bytes``, or cannot be read.
     """
     with open_file(path) as stream:
@@ -55,7 +55,7 @@ def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
         buffering: bytes, as of :func:`open`.
 
     Raises:
-        UserError: it is missing, is no ordinary file (a FIFO would be waited for for ever), or
+        UserError: it is missing, is no ordinary file (a FIFO would be waited for forever), or
             cannot be opened.
     """
     try:

@@ -101,24 +101,24 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir()
     store = CheckpointStore(run_dir)
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state)
         shards = parameter_shards(network)
-        engine = ZeroEngine(network, recipe, topology)
+        engine = ZeroEngine(network, recipe, parallel_state)
         guard = Guard(recipe.guard)
-        with open_loader(recipe, topology, "train") as loader:
-            batches = on_this_rank(next(loader), topology)
+        with open_loader(recipe, parallel_state, "train") as loader:
+            batches = on_this_rank(next(loader), parallel_state)
 
             def step() -> float:
                 started = time.perf_counter()
-                loss = forward_backward(engine, batches, topology)
-                engine.step(1e-3, lambda norm: judge(guard, loss, norm, topology))
+                loss = forward_backward(engine, batches, parallel_state)
+                engine.step(1e-3, lambda norm: judge(guard, loss, norm, parallel_state))
                 return time.perf_counter() - started
 
             steps = [step() for _ in range(8)][3:]
-            guard_seconds = guard_cost(engine, guard, batches, topology)
+            guard_seconds = guard_cost(engine, guard, batches, parallel_state)
             before = peak_memory()
-            saver = Saver(store, engine, shards, recipe, topology, None)
+            saver = Saver(store, engine, shards, recipe, parallel_state, None)
             # The first save makes the buffers and tells the size.
             first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
             size = int(first["ckpt/bytes"])
@@ -135,7 +135,11 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
                 training.append(saver.settle())
             after = peak_memory()
         path = store.latest()
-        load = timed(lambda: load_snapshot(newest_good(store, topology), engine, shards, topology))
+        load = timed(
+            lambda: load_snapshot(
+                newest_good(store, parallel_state), engine, shards, parallel_state
+            )
+        )
         verify = timed(lambda: open_checkpoint(path))
     return {
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}",
@@ -155,20 +159,20 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
     }
 
 
-def judge(guard: Guard, loss, norm, topology) -> bool:  # type: ignore[no-untyped-def]
+def judge(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
     """As the trainer judges a step."""
-    agreed = agree(loss, norm, stop=False, writing=False, topology=topology)
+    agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
     return guard.judge(agreed.loss, agreed.gradient_norm).applied
 
 
-def guard_cost(engine, guard, batches, topology) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """Seconds of what a step has because of the guard: the pass over the gradients, the rest."""
     passes, rests = [], []
     for _ in range(7):
-        loss = forward_backward(engine, batches, topology)
+        loss = forward_backward(engine, batches, parallel_state)
         passes.append(timed(lambda: held_norms(engine._partition, engine.network)))
         norm = torch.tensor(1.0)
-        rests.append(timed(lambda: judge(guard, loss, norm, topology)))  # noqa: B023
+        rests.append(timed(lambda: judge(guard, loss, norm, parallel_state)))  # noqa: B023
         engine.step(1e-3, lambda _: False)
     one, rest = statistics.median(passes), statistics.median(rests)
     return {

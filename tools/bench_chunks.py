@@ -19,7 +19,7 @@ from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 
 from diffmegatron.attention.kernels.api import (
-    Maps,
+    QKV,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def draw_maps(arguments: argparse.Namespace, count: int) -> Maps:
+def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
     """Queries, keys and values of one map with 2h heads, or of two with h heads of 2d values."""
     heads = arguments.heads * 2 // count
 
@@ -57,7 +57,7 @@ def draw_maps(arguments: argparse.Namespace, count: int) -> Maps:
 
     width = arguments.head_dim
     queries, keys = (tuple(draw(width) for _ in range(count)) for _ in range(2))
-    return Maps(queries, keys, draw(count * width))
+    return QKV(queries, keys, draw(count * width))
 
 
 def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
@@ -69,7 +69,7 @@ def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callab
         call = Call("differential", arguments.device, arguments.dtype, width, frozenset({"chunks"}))
         return why_not(backend, call, importable_libraries()) is None
 
-    def add(name: str, backend: str, maps: Maps, lambda_: Tensor | None) -> None:
+    def add(name: str, backend: str, maps: QKV, lambda_: Tensor | None) -> None:
         parts = chunk_attention(maps, backend=backend, **placed)
         outs = [out.to(dtype) for out, _ in parts]
         out = combine_maps(outs, lambda_)

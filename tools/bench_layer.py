@@ -25,7 +25,7 @@ from timing import RESULTS, timed
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
-from diffmegatron.parallel.parallel_state import Topology, process_groups
+from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "Transformer"
@@ -96,16 +96,18 @@ def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in models}
     memory: dict[str, int | None] = {}
     training = models[BASELINE].training
-    with process_groups(models[BASELINE].parallel, training.seed) as topology:
+    with process_groups(models[BASELINE].parallel, training.seed) as parallel_state:
         steps = {}
         for name, recipe in models.items():
-            held_by_others = torch.cuda.memory_allocated() if topology.device.type == "cuda" else 0
-            steps[name] = prepare(shortened(recipe, layers), topology)
-            peak = peak_memory(steps[name], topology)
+            held_by_others = (
+                torch.cuda.memory_allocated() if parallel_state.device.type == "cuda" else 0
+            )
+            steps[name] = prepare(shortened(recipe, layers), parallel_state)
+            peak = peak_memory(steps[name], parallel_state)
             memory[name] = None if peak is None else peak - held_by_others
         for _ in range(repetitions):
             for name, step in steps.items():
-                elapsed, _ = timed(step, topology.device.type)
+                elapsed, _ = timed(step, parallel_state.device.type)
                 seconds[name].append(elapsed)
     return {
         name: {"seconds": statistics.median(seconds[name]), "peak_bytes": memory[name]}
@@ -119,15 +121,15 @@ def shortened(recipe: Recipe, layers: int) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def prepare(recipe: Recipe, topology: Topology):  # type: ignore[no-untyped-def]
+def prepare(recipe: Recipe, parallel_state: ParallelState):  # type: ignore[no-untyped-def]
     """A function that runs one forward and backward pass on random tokens."""
-    network = build_model(recipe, topology)
+    network = build_model(recipe, parallel_state)
     training = recipe.training
     shape = (training.micro_batch_size, training.seq_length + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, recipe.model.vocab_size, shape, generator=generator)
-    tokens = tokens.to(topology.device)
-    positions = torch.arange(training.seq_length, device=topology.device).expand(shape[0], -1)
+    tokens = tokens.to(parallel_state.device)
+    positions = torch.arange(training.seq_length, device=parallel_state.device).expand(shape[0], -1)
 
     def step() -> None:
         network.zero_grad(set_to_none=True)
@@ -137,10 +139,10 @@ def prepare(recipe: Recipe, topology: Topology):  # type: ignore[no-untyped-def]
     return step
 
 
-def peak_memory(step, topology: Topology) -> int | None:  # type: ignore[no-untyped-def]
+def peak_memory(step, parallel_state: ParallelState) -> int | None:  # type: ignore[no-untyped-def]
     """Bytes at the peak of a step on the device; None on a CPU, where only the process is known."""
     step()
-    if topology.device.type != "cuda":
+    if parallel_state.device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
     step()

@@ -40,8 +40,9 @@ from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_piec
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.index.verify_corpus import check_hashes
+from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.prepare import preparation, prepare
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock

@@ -1,7 +1,7 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
 ``peft`` replaces ``torch.nn.Linear``; these layers it does not know, nor what tensor-parallel ranks
-exchange between A and B. As in Hu et al., 2021 (arXiv 2106.09685), without dropout; A and B are
+communicate between A and B. As in Hu et al., 2021 (arXiv 2106.09685), without dropout; A and B are
 sharded as Megatron shards W: B by rows with W's rows, A by columns with W's columns.
 """
 
@@ -43,7 +43,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """[s, b, in], or [s / tensor, b, in] under sequence parallelism, to [s, b, out / tensor].
 
-        The ranks exchange A's output, which is ``rank`` wide.
+        The ranks communicate A's output, which is ``rank`` wide.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)

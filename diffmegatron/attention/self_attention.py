@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context.attend import SequenceContext
-from diffmegatron.attention.variants.base import QKV_BIAS, Exchange, Variant
+from diffmegatron.attention.variants.base import QKV_BIAS, ContextCommunication, Variant
 
 # query, key [s, b, heads, d] of this rank and the ends of documents, as they are attended to.
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -66,14 +66,14 @@ class SelfAttention(MegatronModule):
         *,
         variant: Variant,
         backend: str,
-        exchange: Exchange,
+        communication: ContextCommunication,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.context_group = groups.tp, groups.cp
         self.variant, self.layer_number = variant, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
-        self.backend, self.exchange = backend, exchange
+        self.backend, self.communication = backend, communication
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
         heads, common = variant.heads, {"config": config, "is_expert": False}
@@ -170,7 +170,7 @@ class SelfAttention(MegatronModule):
         value: Tensor,
         gate: Tensor | None,
     ) -> Tensor:
-        context = SequenceContext(self.context_group, self.exchange, self.backend, documents)
+        context = SequenceContext(self.context_group, self.communication, self.backend, documents)
         heads = self.variant.attend(self, context, query, key, value, gate)
         return heads.to(query.dtype).flatten(2).contiguous()
 
@@ -199,7 +199,7 @@ class SelfAttention(MegatronModule):
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """``hidden`` by a sharded matrix: [s, b, rows of this rank], of the whole sequence.
 
-        The matrix has few rows. So the ranks exchange it and its products, which are hundreds of
+        The matrix has few rows. So the ranks communicate it and its products, which are hundreds of
         times smaller than the hidden states that a column-parallel layer would gather.
         """
         weight = getattr(self, name)

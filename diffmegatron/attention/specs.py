@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.attention.rms_norm import RMSNorm
 from diffmegatron.attention.self_attention import SelfAttention, SelfAttentionSubmodules
-from diffmegatron.attention.variants.base import Exchange, Variant
+from diffmegatron.attention.variants.base import ContextCommunication, Variant
 from diffmegatron.config.lora_config import LoraConfig
 
 Host = Literal["local", "transformer_engine"]
@@ -43,7 +43,7 @@ def layer_spec(
     variant: Variant,
     host: Host,
     backend: str = "auto",
-    exchange: Exchange = "ring",
+    communication: ContextCommunication = "ring",
     lora: LoraConfig | None = None,
 ) -> ModuleSpec:
     """The spec of one transformer layer: pre-norm, no biases, SwiGLU.
@@ -52,10 +52,10 @@ def layer_spec(
         variant: of attention, with its sizes.
         host: whose linear and norm classes.
         backend: the differential attention kernel, ``auto`` or a name that ``doctor`` lists.
-        exchange: what context-parallel ranks exchange, where there are any.
+        communication: of context-parallel ranks, where there are any.
         lora: of the projections; the host is local then.
     """
-    attention = {"variant": variant, "backend": backend, "exchange": exchange}
+    attention = {"variant": variant, "backend": backend, "communication": communication}
     if host == "transformer_engine":
         return _transformer_engine_layer(attention)
     return _local_layer(attention, lora)

@@ -118,7 +118,7 @@ class CheckpointStore:
         return self.path(step).rename(aside)
 
 
-def superfluous(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
     """Those of ascending steps whose checkpoints a retention policy does not keep.
 
     Args:

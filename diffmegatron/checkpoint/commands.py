@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, read_manifest
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
@@ -71,7 +71,7 @@ def prune(
 ) -> None:
     """Remove the complete checkpoints that the options do not keep; damaged ones are left."""
     store = _store(run_dir)
-    steps = superfluous(store.complete(), keep_last, keep_every)
+    steps = prunable(store.complete(), keep_last, keep_every)
     for step in steps:
         if not dry_run:
             store.remove(step)

@@ -22,7 +22,7 @@ from diffmegatron.files import reason, shown
 from diffmegatron.model.build import DTYPES, build_model
 from diffmegatron.model.network import Network, declared_parameter
 from diffmegatron.model.parameter_shards import Shard, parameter_shards
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 
 MAX_FILE_BYTES = 1 << 30
 
@@ -80,19 +80,19 @@ def _filled(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[P
 
 
 @torch.no_grad()
-def load_network(checkpoint: Checkpoint, recipe: Recipe, topology: Topology) -> Network:
+def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
     """A checkpoint's weights as a network that is not trained, on this rank's stage of any layout.
 
     Args:
         checkpoint: its weights are rounded to the precision of its run.
         recipe: whose layout, and precision of the arithmetic, the network has.
-        topology: where this rank stands.
+        parallel_state: where this rank stands.
 
     Raises:
         UserError: the checkpoint is of another network.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
-    network = build_model(recipe, topology, initial_weights=False).eval()
+    network = build_model(recipe, parallel_state, initial_weights=False).eval()
     network.at_step(checkpoint.state["step"])
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:

@@ -66,16 +66,16 @@ def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
     return data
 
 
-def context_exchange(recipe: "Recipe") -> Literal["ring", "all_gather", "ulysses"]:
-    """What context-parallel ranks exchange: what the recipe says, or by a rule of this function.
+def context_communication(recipe: "Recipe") -> Literal["ring", "all_gather", "ulysses"]:
+    """How context-parallel ranks communicate: as the recipe says, or by a rule of this function.
 
     Ulysses moves the least (each rank's own queries, keys, values and outputs, once) and leaves the
     kernels as fast as on one rank, but shares the key-value heads of a tensor-parallel rank; where
     they do not divide, the ring takes any number of ranks and keeps memory at 1 / context.
     """
     parallel = recipe.parallel
-    if parallel.context_exchange != "auto":
-        return parallel.context_exchange
+    if parallel.context_communication != "auto":
+        return parallel.context_communication
     heads = recipe.model.attention.num_kv_heads // parallel.tensor
     return "ring" if heads % parallel.context else "ulysses"
 
@@ -131,10 +131,10 @@ def _check_context(recipe: "Recipe") -> None:
             f"context-parallel size for this length {fits}"
         )
     heads = recipe.model.attention.num_kv_heads // parallel.tensor
-    if parallel.context_exchange == "ulysses" and heads % parallel.context:
+    if parallel.context_communication == "ulysses" and heads % parallel.context:
         fits = _nearest_divisor(heads, parallel.context)
         raise ValueError(
-            f"parallel.context_exchange 'ulysses' shares the {heads} key-value heads of a "
+            f"parallel.context_communication 'ulysses' shares the {heads} key-value heads of a "
             f"tensor-parallel rank over parallel.context {parallel.context}, which does not divide "
             f"them; the nearest size is {fits}, and 'ring' takes any"
         )
@@ -146,13 +146,13 @@ def _check_ring(recipe: "Recipe") -> None:
     if (
         recipe.model.attention.operation == "differential"
         and recipe.parallel.context > 1
-        and context_exchange(recipe) == "ring"
+        and context_communication(recipe) == "ring"
         and backend in whole_sequence_backends("differential")
     ):
         raise ValueError(
             f"training.attention_backend {backend!r} attends to whole sequences, and "
             f"parallel.context {recipe.parallel.context} by 'ring' has chunks of them; give 'auto' "
-            "or 'triton', or parallel.context_exchange 'all_gather'"
+            "or 'triton', or parallel.context_communication 'all_gather'"
         )
 
 

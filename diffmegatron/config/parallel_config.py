@@ -16,7 +16,7 @@ class ParallelConfig(Section):
         default=1, description="model chunks per pipeline rank; above 1: interleaved 1F1B"
     )
     context: Ranks = Field(default=1, description="ranks that share each sequence")
-    context_exchange: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
+    context_communication: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
         default="auto",
         description="auto: ulysses where the key-value heads divide over the ranks, else ring",
     )
@@ -51,10 +51,11 @@ class ParallelConfig(Section):
                 "pipeline stages, and parallel.pipeline is 1; give parallel.pipeline of at least 2 "
                 "or parallel.virtual_pipeline 1"
             )
-        if self.context_exchange != "auto" and self.context == 1:
+        if self.context_communication != "auto" and self.context == 1:
             raise ValueError(
-                f"parallel.context_exchange is {self.context_exchange!r} with parallel.context 1, "
-                "where nothing is exchanged; give parallel.context of at least 2 or 'auto'"
+                f"parallel.context_communication is {self.context_communication!r} with "
+                "parallel.context 1, where one rank has nobody to communicate with; give "
+                "parallel.context of at least 2 or 'auto'"
             )
         return self
 

@@ -41,8 +41,8 @@ class Initialization(Section):
 
     The paper names no scheme. Embeddings start at N(0, 1): the headwise norm makes the output of
     every differential head as large as a trained one from the first step, and embeddings of 0.02
-    drown in it (docs/recipes.md shows the loss). Where the output layer is the same matrix it
-    would make logits of that size, so tied embeddings start with ``std``.
+    are small beside it (docs/recipes.md shows the loss). Where the output layer is the same matrix
+    it would make logits of that size, so tied embeddings start with ``std``.
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"

@@ -15,7 +15,7 @@ from diffmegatron.attention.context.gather import whole_sequence
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.step import forward_backward, forward_only
 
 _QUERIES = 256  # whose attention exists at once
@@ -32,14 +32,14 @@ class Score(ABC):
 
     @abstractmethod
     def sums(
-        self, network: Network, microbatches: Sequence[Batch], topology: Topology
+        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
         """What is to be summed over data and context-parallel ranks, and what that is divided by.
 
         Args:
             network: this rank's.
             microbatches: of this rank.
-            topology: where it stands.
+            parallel_state: where it stands.
         """
 
 
@@ -49,7 +49,7 @@ class Entropy(Score):
     highest = True
 
     def sums(
-        self, network: Network, microbatches: Sequence[Batch], topology: Topology
+        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
         """As :class:`Score` says; the number of queries.
 
@@ -63,7 +63,7 @@ class Entropy(Score):
             )
 
         with _watched(network, lambda layer: _observed(layer, partial(observe, layer))):
-            forward_only(network, microbatches, topology)
+            forward_only(network, microbatches, parallel_state)
         return dict(found), sum(batch.tokens.numel() for batch in microbatches)
 
 
@@ -77,7 +77,7 @@ class Gradient(Score):
     highest = False
 
     def sums(
-        self, network: Network, microbatches: Sequence[Batch], topology: Topology
+        self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
         """As :class:`Score` says; the gradients count every sequence once, over all ranks."""
         found: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
@@ -92,12 +92,12 @@ class Gradient(Score):
             found[layer.layer_number] = found[layer.layer_number] + of_sequences.abs().sum(0).cpu()
 
         with _watched(network, lambda layer: _differentiated(layer, partial(add, layer))):
-            forward_backward(_Plain(network), microbatches, topology)
+            forward_backward(_Plain(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
         # forward_backward multiplies the loss by the ranks over which DeepSpeed would average, and
         # each of those that share a sequence has found all of it.
-        ranks = topology.data_size * topology.context_size
-        scale = 1 / (ranks * topology.context_size)
+        ranks = parallel_state.data_size * parallel_state.context_size
+        scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in found.items()}, 1 / ranks
 
 

@@ -22,7 +22,7 @@ from diffmegatron.dex.scores import Entropy, Gradient, Sums
 from diffmegatron.errors import UserError
 from diffmegatron.files import reason, shown, write_durably
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.parallel_state import Topology, process_groups
+from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.resume import open_together
 
@@ -65,14 +65,16 @@ def select_heads(
     step = read_manifest(directory).step
     recipe = _calibration(directory / RECIPE, data, sequences, overrides)
     recipe.data_parallel(read_launch().ranks)
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        checkpoint = open_together(directory, topology)
-        network = load_network(checkpoint, recipe, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        checkpoint = open_together(directory, parallel_state)
+        network = load_network(checkpoint, recipe, parallel_state)
         network.at_step(step)
-        batches = open_loader(recipe, topology, "train").read_step(0)
-        measured = METHODS[method].sums(network, on_this_rank(batches, topology), topology)
-        scores = _gathered(*measured, topology)
-        if not topology.is_main:
+        batches = open_loader(recipe, parallel_state, "train").read_step(0)
+        measured = METHODS[method].sums(
+            network, on_this_rank(batches, parallel_state), parallel_state
+        )
+        scores = _gathered(*measured, parallel_state)
+        if not parallel_state.is_main:
             return None
         fingerprint = checkpoint.fingerprint()
     highest = METHODS[method].highest
@@ -123,11 +125,11 @@ def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[st
     return check_recipe(values, shown(saved), overrides)
 
 
-def _gathered(sums: Sums, weight: float, topology: Topology) -> Scores:
+def _gathered(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
     """The scores of all layers and heads, on every rank, summed in the order of the ranks."""
-    place = (topology.data_rank, topology.tensor_rank)
+    place = (parallel_state.data_rank, parallel_state.tensor_rank)
     mine = {layer: value.tolist() for layer, value in sums.items()}
-    ranks: list[tuple] = [() for _ in range(topology.world_size)]
+    ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
     distributed.all_gather_object(ranks, (place, mine, weight))
     parts: dict[tuple[int, int], torch.Tensor] = {}
     weights: dict[tuple[int, int], float] = {}

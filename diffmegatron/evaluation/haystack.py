@@ -123,15 +123,15 @@ class Haystack:
         """
         sentences = [self._target.encode(needle.sentence) for needle in needles]
         ending = self._target.encode(asked)
-        room = length - 1 - len(ending) - sum(map(len, sentences))
-        if room < 1:
+        space = length - 1 - len(ending) - sum(map(len, sentences))
+        if space < 1:
             raise UserError(
-                f"{len(needles)} needles and their question have {length - 1 - room} tokens of "
+                f"{len(needles)} needles and their question have {length - 1 - space} tokens of "
                 f"{self._target.name}; give lengths of more than that, not {length}"
             )
-        pieces = self._pieces(room, draw)
+        pieces = self._pieces(space, draw)
         starts = [0, *accumulate(map(len, pieces))]
-        places = [min(starts, key=lambda start: abs(start - n.depth * room)) for n in needles]
+        places = [min(starts, key=lambda start: abs(start - n.depth * space)) for n in needles]
         ids, spans = [self._target.start], {}
         order = sorted(range(len(needles)), key=lambda number: (places[number], number))
         for start, piece in zip(starts, [*pieces, []], strict=True):
@@ -142,9 +142,9 @@ class Haystack:
             ids += piece
         return Hidden([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
-    def _pieces(self, room: int, draw: random.Random) -> list[list[int]]:
-        """Sentences in order that have ``room`` tokens together; the last is cut."""
-        first, pieces, left = draw.randrange(len(self._sentences)), [], room
+    def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
+        """Sentences in order that have ``space`` tokens together; the last is cut."""
+        first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):
             if ids := self._encoded((first + step) % len(self._sentences)):
                 pieces.append(ids[:left])
@@ -152,8 +152,8 @@ class Haystack:
             if not left:
                 return pieces
         raise UserError(
-            f"--haystack {shown(self._path)} has {room - left} tokens of {self._target.name}, and "
-            f"{room} are to be filled; give a longer text, or shorter lengths"
+            f"--haystack {shown(self._path)} has {space - left} tokens of {self._target.name}, and "
+            f"{space} are to be filled; give a longer text, or shorter lengths"
         )
 
     def _encoded(self, number: int) -> list[int]:

@@ -28,7 +28,7 @@ from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped
 from diffmegatron.hf.original import find_original
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.evaluators import Values
 from diffmegatron.training.progress import say
@@ -164,9 +164,11 @@ class SuiteEvaluator:
         self.every = every
         self._suite, self._items, self._target = suite, items, target
 
-    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+    def measure(
+        self, network: Network, parallel_state: ParallelState
+    ) -> Generator[None, None, Values]:
         """An item at a time; no values where the network gives what is no number."""
-        model = _RunModel(self._target, network, topology)
+        model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for number, item in enumerate(self._items):
             if number:
@@ -174,7 +176,7 @@ class SuiteEvaluator:
             try:
                 record = self._suite.score(model, item)
             except NotFiniteError as error:
-                if topology.is_main:
+                if parallel_state.is_main:
                     say(f"suite {self._suite.name} has no values: of item {item.key} {error}")
                 return {}
             for name, share in self._suite.means(record).items():
@@ -195,13 +197,13 @@ def metric_name(suite: str, measure: str) -> str:
 class _RunModel(Model):
     """The network of a run in the place of its export."""
 
-    def __init__(self, target: RunTarget, network: Network, topology: Topology) -> None:
+    def __init__(self, target: RunTarget, network: Network, parallel_state: ParallelState) -> None:
         super().__init__(target)
-        self._sharded, self._topology = network, topology
+        self._sharded, self._parallel_state = network, parallel_state
 
     def losses(self, ids: Sequence[int]) -> Tensor:
         """As :class:`Model`."""
-        losses = token_losses(self._sharded, self._batch(ids[:-1], ids[1:]), self._topology)
+        losses = token_losses(self._sharded, self._batch(ids[:-1], ids[1:]), self._parallel_state)
         losses = losses[0, : len(ids) - 1].cpu()
         bad = (~losses.isfinite()).nonzero()
         if len(bad):
@@ -213,7 +215,7 @@ class _RunModel(Model):
         tokenizer, found = self.target.tokenizer, list[int]()
         while True:
             before = [*ids, *found]
-            after = next_tokens(self._sharded, self._batch(before, before), self._topology)
+            after = next_tokens(self._sharded, self._batch(before, before), self._parallel_state)
             token = int(after[0, len(before) - 1])
             if token < 0:
                 raise NotFiniteError(f"a logit after {len(before)} tokens is not finite")
@@ -228,9 +230,9 @@ class _RunModel(Model):
 
         Sequence-parallel ranks share it evenly, and context-parallel ones two parts each.
         """
-        unit = 2 * self._topology.context_size * self._topology.tensor_size
+        unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit
         tokens, wanted = (torch.tensor([[*each, *[0] * more]]) for each in (ids, labels))
         positions = torch.arange(len(ids) + more)[None]
         batch = Batch(tokens, wanted, torch.ones(tokens.shape), positions, None)
-        return on_this_rank([batch], self._topology)[0]
+        return on_this_rank([batch], self._parallel_state)[0]

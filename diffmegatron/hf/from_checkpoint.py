@@ -105,10 +105,12 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     The weights are rounded to the precision of the run, the arithmetic is float32.
     """
     recipe = _single_process(checkpoint.recipe)
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = load_network(checkpoint, recipe, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = load_network(checkpoint, recipe, parallel_state)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = network(tokens.to(topology.device), positions.to(topology.device), None)
+        logits = network(
+            tokens.to(parallel_state.device), positions.to(parallel_state.device), None
+        )
         return logits[..., : recipe.model.tokens].float().cpu()
 
 

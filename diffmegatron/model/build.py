@@ -15,7 +15,7 @@ from diffmegatron.attention.kernels import registry
 from diffmegatron.attention.kernels.select_backend import dtype_name, importable_libraries
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.specs import available_host, final_norm, layer_spec
-from diffmegatron.config.divisibility import context_exchange
+from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -23,7 +23,7 @@ from diffmegatron.model.initialize import initialize
 from diffmegatron.model.network import Chunk, Network
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -74,48 +74,50 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     )
 
 
-def build_model(recipe: Recipe, topology: Topology, *, initial_weights: bool = True) -> Network:
+def build_model(
+    recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
+) -> Network:
     """This rank's stage of the network, on its device.
 
     Args:
         recipe: sizes, attention, layout, precision, seed.
-        topology: where this rank stands.
+        parallel_state: where this rank stands.
         initial_weights: whether to fill it; without, the weights are arbitrary.
 
     Raises:
         UserError: the attention backend asked for cannot run here.
     """
-    _check_backend(recipe, topology)
+    _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
     chunks = [
-        _build_chunk(recipe, config, topology, number)
-        for number in range(topology.virtual_pipeline_size)
+        _build_chunk(recipe, config, parallel_state, number)
+        for number in range(parallel_state.virtual_pipeline_size)
     ]
-    network = Network(chunks).to(topology.device)
+    network = Network(chunks).to(parallel_state.device)
     if initial_weights:
         initialize(network, recipe)
     _mark_tensor_parallel(network)
     mark_trained(network, recipe)
     if recipe.parallel.sequence_parallel:
-        _sum_sequence_parallel_gradients(network, topology)
+        _sum_sequence_parallel_gradients(network, parallel_state)
     return network
 
 
 def _build_chunk(
-    recipe: Recipe, config: TransformerConfig, topology: Topology, number: int
+    recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
 ) -> Chunk:
     """Chunk ``number`` of this pipeline rank; the network's first one embeds, its last one judges.
 
     Interleaved, chunk 0 of every rank comes before chunk 1 of the first.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
-    chunks = topology.virtual_pipeline_size
+    chunks = parallel_state.virtual_pipeline_size
     virtual_stage = number if chunks > 1 else None
     spec = layer_spec(
         model.attention,
         host,
         recipe.training.attention_backend,
-        context_exchange(recipe),
+        context_communication(recipe),
         model.lora,
     )
     return Chunk(
@@ -126,8 +128,8 @@ def _build_chunk(
         ),
         vocab_size=model.vocab_size,
         max_sequence_length=recipe.training.seq_length,
-        pre_process=topology.is_first_stage and number == 0,
-        post_process=topology.is_last_stage and number == chunks - 1,
+        pre_process=parallel_state.is_first_stage and number == 0,
+        post_process=parallel_state.is_last_stage and number == chunks - 1,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
@@ -151,9 +153,9 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
     }
 
 
-def _check_backend(recipe: Recipe, topology: Topology) -> None:
+def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
     """Say before the first step what the kernels would say in it."""
-    dtype, device = DTYPES[recipe.training.precision], topology.device.type
+    dtype, device = DTYPES[recipe.training.precision], parallel_state.device.type
     attention = recipe.model.attention
     if attention.operation == "softmax":
         return
@@ -178,7 +180,7 @@ def needed_features(recipe: Recipe) -> frozenset[str]:
     return registry.needed_features(
         documents=recipe.data.reset_attention_mask,
         context=recipe.parallel.context,
-        exchange=context_exchange(recipe),
+        communication=context_communication(recipe),
     )
 
 
@@ -207,7 +209,7 @@ def _mark_tensor_parallel(network: Network) -> None:
         parameter.tensor_model_parallel = parameter.numel() < whole  # type: ignore[attr-defined]
 
 
-def _sum_sequence_parallel_gradients(network: Network, topology: Topology) -> None:
+def _sum_sequence_parallel_gradients(network: Network, parallel_state: ParallelState) -> None:
     """Sum over the tensor-parallel ranks what each saw of its part of the sequence.
 
     Megatron's own data-parallel wrapper does this for parameters it marks ``sequence_parallel``;
@@ -216,7 +218,7 @@ def _sum_sequence_parallel_gradients(network: Network, topology: Topology) -> No
 
     def summed(gradient: Tensor) -> Tensor:
         total = gradient.contiguous().clone()
-        distributed.all_reduce(total, group=topology.tensor_group)
+        distributed.all_reduce(total, group=parallel_state.tensor_group)
         return total
 
     for parameter in network.parameters():

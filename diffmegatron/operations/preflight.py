@@ -1,7 +1,7 @@
 """What every node of a job is checked for before its first step, in less than a minute.
 
 Each rank looks at its own machine, all tell each other what they have found, and all come to the
-same judgement. A machine that is unlike the others is not fit, and the next attempt goes without
+same decision. A machine that is unlike the others is not fit, and the next attempt goes without
 it; what is wrong on all of them is for a person.
 """
 
@@ -33,7 +33,7 @@ from diffmegatron.section import Section
 
 # Once all are there; until then they wait for each other as a run does.
 _TIMEOUT = timedelta(minutes=5)
-# Bytes that a rank writes and exchanges; sizes of the product's matrices.
+# Bytes that a rank writes and sends; sizes of the product's matrices.
 _WRITTEN = 1 << 26
 _REDUCED = {"cpu": 1 << 22, "cuda": 1 << 28}
 _MATRIX = {"cpu": 512, "cuda": 8192}

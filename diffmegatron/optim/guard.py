@@ -1,4 +1,4 @@
-"""Which steps are applied: the judgement of a step's loss and gradient norm.
+"""Which steps are applied: the decision of a step's loss and gradient norm.
 
 Pure arithmetic on numbers that are the same on every rank, so that all ranks judge alike without
 talking. Not finite: never applied. Far above the recent past: a spike, recorded or skipped. After
@@ -28,8 +28,8 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The judgement of one step.
+class StepDecision:
+    """The decision of one step.
 
     Attributes:
         applied: whether the optimizer may use the gradients.
@@ -58,7 +58,7 @@ class Guard:
         self.spikes = 0
         self.rollbacks = 0
 
-    def judge(self, loss: float, gradient_norm: float) -> Verdict:
+    def decide(self, loss: float, gradient_norm: float) -> StepDecision:
         """Judge a step before the optimizer changes anything, and remember it."""
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
@@ -72,7 +72,7 @@ class Guard:
         self._in_a_row = 0
         for name, value in values.items():
             self._recent[name].append(value)
-        return Verdict(applied=True, reason=" and ".join(far) or None)
+        return StepDecision(applied=True, reason=" and ".join(far) or None)
 
     def state(self) -> dict[str, Any]:
         """Everything remembered, JSON-able and the same on every rank."""
@@ -96,7 +96,7 @@ class Guard:
     def rolled_back(self, state: dict[str, Any]) -> None:
         """Take over the window of the checkpoint gone back to, but none of its counts.
 
-        Else a run could go back to the same checkpoint for ever.
+        Else a run could go back to the same checkpoint forever.
         """
         counts = (self.skipped, self.spikes, self.rollbacks + 1)
         self.restore(state)
@@ -111,14 +111,14 @@ class Guard:
             "guard/rollbacks": self.rollbacks,
         }
 
-    def _skip(self, reason: str) -> Verdict:
+    def _skip(self, reason: str) -> StepDecision:
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row < self._config.patience:
-            return Verdict(applied=False, reason=reason)
+            return StepDecision(applied=False, reason=reason)
         exhausted = self.rollbacks >= self._config.max_rollbacks
         stop = self._config.then == "stop" or exhausted
-        return Verdict(False, Action.STOP if stop else Action.ROLL_BACK, reason)
+        return StepDecision(False, Action.STOP if stop else Action.ROLL_BACK, reason)
 
     def _spike(self, name: str, value: float) -> str | None:
         recent = self._recent[name]

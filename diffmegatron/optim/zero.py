@@ -31,7 +31,7 @@ from diffmegatron.optim.gate import (
 )
 from diffmegatron.optim.groups import parameter_groups
 from diffmegatron.optim.partition import partition_of
-from diffmegatron.parallel.parallel_state import ModelParallelUnit, Topology
+from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,12 +56,12 @@ class Fragment:
 class ZeroEngine:
     """AdamW with gradient clipping over the ranks, its state partitioned over data parallel."""
 
-    def __init__(self, network: Network, recipe: Recipe, topology: Topology) -> None:
+    def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(dist_init_required=False)
         self.network = network
-        self._topology = topology
-        self._tied = _tied_embedding(network, recipe, topology)
+        self._parallel_state = parallel_state
+        self._tied = _tied_embedding(network, recipe, parallel_state)
         self._held_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
@@ -77,8 +77,8 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         self._partition = partition_of(self._optimizer)
-        self._exact = ExactValues(rounded, self._partition, topology.data_group)
-        self._frozen = FrozenWeights(network, topology.data_group)
+        self._exact = ExactValues(rounded, self._partition, parallel_state.data_group)
+        self._frozen = FrozenWeights(network, parallel_state.data_group)
         self._optimizer.optimizer.decaying_rows = decaying_rows(self._partition, network)
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class ZeroEngine:
         self._exact.refresh()
         if gate.answer is None:
             # DeepSpeed dropped gradients that are not finite before it came to the optimizer.
-            allow(torch.tensor(torch.inf, device=self._topology.device))
+            allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
             # Else the next step would need the moments that a skipped first one has not made.
             self._create_moments()
@@ -194,7 +194,7 @@ class ZeroEngine:
         gradient = accumulated_gradient(self._tied)
         if gradient is None:
             raise RuntimeError("the tied embedding has no gradient; DeepSpeed keeps it elsewhere")
-        distributed.all_reduce(gradient, group=self._topology.embedding_group)
+        distributed.all_reduce(gradient, group=self._parallel_state.embedding_group)
 
 
 def engine_config(recipe: Recipe) -> dict[str, Any]:
@@ -284,20 +284,20 @@ def _restoring(
 
 
 def _tied_embedding(
-    network: Network, recipe: Recipe, topology: Topology
+    network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
     """The embedding this stage shares with another, marked so that the norm counts it once.
 
     None where there is none, or where it is frozen.
     """
-    on_edge = topology.is_first_stage or topology.is_last_stage
-    if not recipe.model.tied_embeddings or topology.pipeline_size == 1 or not on_edge:
+    on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
+    if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
     # The network's first chunk is the first stage's first, its last one the last stage's last.
-    chunk = network.chunks[0 if topology.is_first_stage else -1]
+    chunk = network.chunks[0 if parallel_state.is_first_stage else -1]
     parameter = chunk.shared_embedding_or_output_weight()
     if not parameter.requires_grad:
         return None
-    if topology.is_last_stage:
+    if parallel_state.is_last_stage:
         parameter.ds_pipe_replicated = True
     return parameter

@@ -47,7 +47,7 @@ def default_group(
     """All ranks of the launcher; around several :func:`process_groups` it joins them once.
 
     Torch cannot start a second default group under ``torchrun``: it would find the first one's
-    keys in the store and wait for ever.
+    keys in the store and wait forever.
 
     Args:
         timeout: how long a collective may wait.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state as megatron_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -19,7 +19,7 @@ from diffmegatron.parallel.default_group import TIMEOUT, default_group, own_devi
 
 
 @dataclass(frozen=True)
-class Topology:
+class ParallelState:
     """This rank's place in the layout, and its device."""
 
     rank: int
@@ -53,27 +53,27 @@ class Topology:
     @property
     def data_group(self) -> ProcessGroup:
         """The ranks that hold the same shard of the model: data x context parallel."""
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def tensor_group(self) -> ProcessGroup:
         """The ranks that share each layer of this stage."""
-        return parallel_state.get_tensor_model_parallel_group()
+        return megatron_state.get_tensor_model_parallel_group()
 
     @property
     def context_group(self) -> ProcessGroup:
         """The ranks that share each sequence."""
-        return parallel_state.get_context_parallel_group()
+        return megatron_state.get_context_parallel_group()
 
     @property
     def pipeline_group(self) -> ProcessGroup:
         """The ranks that hold the other stages of this rank's shard."""
-        return parallel_state.get_pipeline_model_parallel_group()
+        return megatron_state.get_pipeline_model_parallel_group()
 
     @property
     def embedding_group(self) -> ProcessGroup:
         """The first and last stage, which share a tied embedding."""
-        return parallel_state.get_embedding_group()
+        return megatron_state.get_embedding_group()
 
 
 class ModelParallelUnit:
@@ -85,47 +85,47 @@ class ModelParallelUnit:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Ranks over which ZeRO partitions."""
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     def get_data_parallel_rank(self) -> int:
         """Rank within :meth:`get_data_parallel_group`."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return megatron_state.get_data_parallel_rank(with_context_parallel=True)
 
     def get_data_parallel_world_size(self) -> int:
         """Size of :meth:`get_data_parallel_group`."""
-        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return megatron_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def get_model_parallel_group(self) -> ProcessGroup:
         """Ranks that together hold one whole model."""
-        return parallel_state.get_model_parallel_group()
+        return megatron_state.get_model_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
         """Rank within :meth:`get_model_parallel_group`."""
-        return distributed.get_rank(parallel_state.get_model_parallel_group())
+        return distributed.get_rank(megatron_state.get_model_parallel_group())
 
     def get_model_parallel_world_size(self) -> int:
         """Size of :meth:`get_model_parallel_group`."""
-        return distributed.get_world_size(parallel_state.get_model_parallel_group())
+        return distributed.get_world_size(megatron_state.get_model_parallel_group())
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
         """Ranks that share each layer."""
-        return parallel_state.get_tensor_model_parallel_group()
+        return megatron_state.get_tensor_model_parallel_group()
 
     def get_tensor_model_parallel_rank(self) -> int:
         """Rank within :meth:`get_tensor_model_parallel_group`."""
-        return parallel_state.get_tensor_model_parallel_rank()
+        return megatron_state.get_tensor_model_parallel_rank()
 
     def get_tensor_model_parallel_world_size(self) -> int:
         """Size of :meth:`get_tensor_model_parallel_group`."""
-        return parallel_state.get_tensor_model_parallel_world_size()
+        return megatron_state.get_tensor_model_parallel_world_size()
 
     def get_pipeline_model_parallel_rank(self) -> int:
         """This rank's stage."""
-        return parallel_state.get_pipeline_model_parallel_rank()
+        return megatron_state.get_pipeline_model_parallel_rank()
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         """Number of stages."""
-        return parallel_state.get_pipeline_model_parallel_world_size()
+        return megatron_state.get_pipeline_model_parallel_world_size()
 
 
 def fail_together(problem: str | None) -> None:
@@ -144,7 +144,7 @@ def fail_together(problem: str | None) -> None:
 @contextmanager
 def process_groups(
     parallel: ParallelConfig, seed: int, timeout: timedelta = TIMEOUT
-) -> Iterator[Topology]:
+) -> Iterator[ParallelState]:
     """Start the process groups of a layout and end them cleanly.
 
     Under ``torchrun`` the ranks meet through its environment; without, this process is the only
@@ -159,7 +159,7 @@ def process_groups(
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
         try:
-            parallel_state.initialize_model_parallel(
+            megatron_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
                 virtual_pipeline_model_parallel_size=(
@@ -170,18 +170,19 @@ def process_groups(
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(seed)
-            yield _topology(device)
+            yield _current_state(device)
         finally:
-            parallel_state.destroy_model_parallel()
+            megatron_state.destroy_model_parallel()
 
 
 @contextmanager
 def _ending_new_groups() -> Iterator[None]:
     """End the groups that are made inside, whoever makes them.
 
-    Megatron's ``destroy_model_parallel`` only forgets its forty groups: torch keeps them and their
-    threads, fifty a layout with gloo, until the default group ends, and a network keeps the groups
-    it was built with for as long as it waits in reference cycles for the collector.
+    Megatron's ``destroy_model_parallel`` only drops its references to its forty groups: torch keeps
+    them and their threads, fifty a layout with gloo, until the default group ends, and a network
+    keeps the groups it was built with for as long as it waits in reference cycles for the
+    collector.
 
     Meanwhile the collector leaves alone what was there before, most of it modules: DeepSpeed
     collects before and after each parameter group it takes, a quarter of a second each time.
@@ -202,20 +203,20 @@ def _groups() -> list[ProcessGroup]:
     return list(distributed.distributed_c10d._world.pg_map)
 
 
-def _topology(device: torch.device) -> Topology:
-    return Topology(
+def _current_state(device: torch.device) -> ParallelState:
+    return ParallelState(
         rank=distributed.get_rank(),
         world_size=distributed.get_world_size(),
         device=device,
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor_size=megatron_state.get_tensor_model_parallel_world_size(),
+        tensor_rank=megatron_state.get_tensor_model_parallel_rank(),
+        pipeline_size=megatron_state.get_pipeline_model_parallel_world_size(),
+        pipeline_rank=megatron_state.get_pipeline_model_parallel_rank(),
         virtual_pipeline_size=(
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+            megatron_state.get_virtual_pipeline_model_parallel_world_size() or 1
         ),
-        context_size=parallel_state.get_context_parallel_world_size(),
-        context_rank=parallel_state.get_context_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
+        context_size=megatron_state.get_context_parallel_world_size(),
+        context_rank=megatron_state.get_context_parallel_rank(),
+        data_size=megatron_state.get_data_parallel_world_size(),
+        data_rank=megatron_state.get_data_parallel_rank(),
     )

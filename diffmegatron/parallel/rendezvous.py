@@ -17,7 +17,7 @@ from diffmegatron.files import clipped, reason
 from diffmegatron.parallel.launcher import Launch
 
 # Rank 0 judges who is there; the others wait for that as much longer.
-_VERDICT, _MARGIN_SECONDS = "verdict", 15.0
+_OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 _SHOWN_RANKS = 16
 # How the one problem begins that another start does not mend.
 _SIZES = "rank 0 was started with WORLD_SIZE"
@@ -59,7 +59,7 @@ def _judge(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str
         problem = _other_sizes(store.multi_get(list(arrivals)))
     else:
         problem = _absent(store, arrivals, seconds)
-    store.set(_VERDICT, problem)
+    store.set(_OUTCOME, problem)
     if problem:  # with this process its store goes
         told = [_told(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])]
         _until(lambda: store.check(told), _MARGIN_SECONDS)
@@ -70,9 +70,9 @@ def _ask(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> st
     """Any other rank: what rank 0 found."""
     if not _until(lambda: store.check([arrivals[0]]), seconds):
         return _absent(store, arrivals, seconds)
-    if not _until(lambda: store.check([_VERDICT]), seconds + _MARGIN_SECONDS):
+    if not _until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
         return f"rank 0 arrived, and then said nothing for {seconds:g} s"
-    problem = store.get(_VERDICT).decode()
+    problem = store.get(_OUTCOME).decode()
     store.set(_told(rank), "")
     return problem
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting.activations import context_exchange
+from diffmegatron.model.accounting.activations import context_communication
 
 GIB = 2**30
 # Of a GPU's memory; CUDA, NCCL, kernels' workspaces and fragmentation take the rest.
@@ -13,12 +13,12 @@ USABLE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Layout:
-    """A recipe's layout on a number of ranks; ``context_exchange`` is None without context."""
+    """A recipe's layout on a number of ranks; ``context_communication`` is None without context."""
 
     world_size: int
     tensor: int
     context: int
-    context_exchange: str | None
+    context_communication: str | None
     pipeline: int
     virtual_pipeline: int
     data: int
@@ -41,7 +41,7 @@ class Layout:
             world_size=world_size,
             tensor=parallel.tensor,
             context=parallel.context,
-            context_exchange=context_exchange(recipe),
+            context_communication=context_communication(recipe),
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
             data=recipe.data_parallel(world_size),

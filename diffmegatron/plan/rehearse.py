@@ -1,8 +1,8 @@
 """``plan --rehearse``: two real steps of a recipe's layout, with a tiny network, on CPU ranks.
 
-What is rehearsed is the layout: its process groups, schedule, ZeRO stage, exchange, recomputation,
-data path and checkpoint, through ``diffmegatron train`` itself. What is not: memory, speed and
-kernels of a GPU.
+What is rehearsed is the layout: its process groups, schedule, ZeRO stage, communication,
+recomputation, data path and checkpoint, through ``diffmegatron train`` itself. What is not: memory,
+speed and kernels of a GPU.
 """
 
 import math
@@ -22,7 +22,7 @@ from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting.activations import context_exchange
+from diffmegatron.model.accounting.activations import context_communication
 from diffmegatron.training.metrics import read_metrics
 
 # A laptop starts so many processes in a minute.
@@ -89,7 +89,7 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
     if sizes["tensor"] == 1:
         values["parallel"]["sequence_parallel"] = False
     if sizes["context"] == 1:
-        values["parallel"]["context_exchange"] = "auto"
+        values["parallel"]["context_communication"] = "auto"
     chunk_layers = _shrink_layers(values)
     values["model"] |= _model(recipe, sizes, chunk_layers)
     values["training"] |= _training(recipe, sizes)
@@ -187,7 +187,7 @@ def _model(recipe: Recipe, sizes: dict[str, int], chunk_layers: int) -> dict[str
     """
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
-    shares = sizes["context"] if context_exchange(recipe) == "ulysses" else 1
+    shares = sizes["context"] if context_communication(recipe) == "ulysses" else 1
     kv_heads = tensor * shares
     per_kv_head = attention.num_heads // attention.num_kv_heads // attention.ratio
     heads = kv_heads * attention.ratio * min(MAX_RATIO, per_kv_head)

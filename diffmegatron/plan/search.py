@@ -27,7 +27,7 @@ CONTEXTS = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)
 # Pipelines of more stages are not tried.
 MOST_STAGES = 64
-# A shorter part of the sequence per rank than this is not worth an exchange.
+# A shorter part of the sequence per rank than this is not worth the communication.
 SHORTEST_PART = 2048
 # How many times as many GPUs are tried when none fit.
 MORE = (2, 4, 8, 16, 32)
@@ -169,7 +169,7 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
                     parallel = {
                         "tensor": tensor,
                         "context": context,
-                        "context_exchange": "auto",
+                        "context_communication": "auto",
                         "pipeline": pipeline,
                         "virtual_pipeline": chunks,
                         "sequence_parallel": tensor > 1,

@@ -143,7 +143,7 @@ def _product(layout: Layout) -> str:
     """The sizes above 1, tensor and data always."""
     parts = [f"tensor {layout.tensor}"]
     if layout.context > 1:
-        parts.append(f"context {layout.context} ({_words(layout.context_exchange or '')})")
+        parts.append(f"context {layout.context} ({_words(layout.context_communication or '')})")
     if layout.pipeline > 1:
         chunks = f" ({layout.virtual_pipeline} chunks)" if layout.virtual_pipeline > 1 else ""
         parts.append(f"pipeline {layout.pipeline}{chunks}")

@@ -10,7 +10,12 @@ from diffmegatron.model.accounting import (
     model_flops_utilization,
     trained_parameters,
 )
-from diffmegatron.model.accounting.activations import BYTES, FLOAT32, context_exchange, local_tokens
+from diffmegatron.model.accounting.activations import (
+    BYTES,
+    FLOAT32,
+    context_communication,
+    local_tokens,
+)
 from diffmegatron.plan.traffic import count_traffic, forward_passes
 
 # The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
@@ -45,7 +50,7 @@ class Assumptions:
             "bandwidth",
             f"{self.network / 1e9:g} GB/s per GPU between nodes and {self.host / 1e9:g} GB/s to "
             f"the host; collectives reach {self.links:.0%} of links and network",
-            "ring attention overlaps its exchange with attention; nothing else overlaps",
+            "ring attention overlaps its communication with attention; nothing else overlaps",
             "recomputation costs time and is no model FLOP; data loading, checkpoints and "
             "stragglers are left out",
         )
@@ -176,11 +181,11 @@ def _communication(
         rate = gpu.link_bandwidth if span <= GPUS_PER_NODE else assumed.network
         return size / (assumed.links * rate)
 
-    exchange = seconds(traffic.context, inner)
-    if context_exchange(recipe) == "ring":
-        exchange = max(0.0, exchange - attention)
+    communication = seconds(traffic.context, inner)
+    if context_communication(recipe) == "ring":
+        communication = max(0.0, communication - attention)
     zero = seconds(traffic.gradients + traffic.weights, data)
-    in_pipeline = seconds(traffic.tensor, parallel.tensor) + exchange
+    in_pipeline = seconds(traffic.tensor, parallel.tensor) + communication
     return in_pipeline + seconds(traffic.pipeline, world_size), zero
 
 

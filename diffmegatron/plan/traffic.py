@@ -11,7 +11,7 @@ from diffmegatron.model.accounting import rank_parameters, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
-    context_exchange,
+    context_communication,
     local_tokens,
 )
 
@@ -83,20 +83,21 @@ def _tensor(recipe: Recipe) -> float:
 def _context(recipe: Recipe) -> float:
     """Per microbatch."""
     model, parallel = recipe.model, recipe.parallel
-    size, exchange = parallel.context, context_exchange(recipe)
-    if exchange is None:
+    size, communication = parallel.context, context_communication(recipe)
+    if communication is None:
         return 0.0
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     attention = model.attention.heads
     pair = 2 * tokens * attention.key_channels / parallel.tensor
-    if exchange == "ulysses":
+    if communication == "ulysses":
         others = tokens * (attention.query_channels + attention.output_channels) / parallel.tensor
         heads = element * (pair + others)
         forward = backward = heads * (size - 1) / size
     else:
         forward = backward = element * pair * (size - 1)
-        if exchange == "ring":
-            # Gradients travel in float32 beside the keys and values, and home at the end.
+        if communication == "ring":
+            # Gradients travel in float32 beside the keys and values, and return to their rank at
+            # the end.
             backward += FLOAT32 * pair * size
     again = 2 if recipe.recompute.granularity != "none" else 1
     return model.num_layers / parallel.pipeline * (again * forward + backward)

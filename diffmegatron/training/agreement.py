@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.optim.guard import Guard, Verdict
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.optim.guard import Guard, StepDecision
+from diffmegatron.parallel.parallel_state import ParallelState
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,17 @@ class Agreement:
 
 
 def agree(
-    loss: Tensor, gradient_norm: Tensor | float, *, stop: bool, writing: bool, topology: Topology
+    loss: Tensor,
+    gradient_norm: Tensor | float,
+    *,
+    stop: bool,
+    writing: bool,
+    parallel_state: ParallelState,
 ) -> Agreement:
     """Take the greatest of every rank's values.
 
     The loss and the norm are reduced already, but by groups whose sums may differ in the last
-    bit, and ranks that judge a step differently would part for ever. Reading the loss is the one
+    bit, and ranks that judge a step differently would part forever. Reading the loss is the one
     wait for the device here, which a run that knows its loss makes anyway.
 
     Args:
@@ -41,10 +46,10 @@ def agree(
         gradient_norm: 0-dim float32 or a number.
         stop: whether this rank was asked to stop.
         writing: whether this rank still writes.
-        topology: the ranks.
+        parallel_state: the ranks.
     """
-    flags = torch.tensor([stop, writing], dtype=torch.float32, device=topology.device)
-    norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=topology.device)
+    flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
+    norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
     numbers = torch.cat([torch.stack([loss.float(), norm]), flags])
     # The greatest of NaN and a number is either, depending on the library.
     numbers = torch.where(numbers.isfinite(), numbers, torch.inf)
@@ -53,22 +58,22 @@ def agree(
     return Agreement(agreed[0], agreed[1], bool(agreed[2]), bool(agreed[3]))
 
 
-class Judgement:
-    """The agreement on a step and the guard's verdict on it, made when the engine asks."""
+class AgreedDecision:
+    """The agreement on a step and the guard's decision on it, made when the engine asks."""
 
     def __init__(self, guard: Guard, agree_on: Callable[[Tensor], Agreement]) -> None:
         self._guard, self._agree_on = guard, agree_on
-        self._result: tuple[Agreement, Verdict] | None = None
+        self._result: tuple[Agreement, StepDecision] | None = None
 
     def allow(self, gradient_norm: Tensor) -> bool:
         """Whether the optimizer may go on; once per step."""
         agreed = self._agree_on(gradient_norm)
-        verdict = self._guard.judge(agreed.loss, agreed.gradient_norm)
-        self._result = agreed, verdict
-        return verdict.applied
+        decision = self._guard.decide(agreed.loss, agreed.gradient_norm)
+        self._result = agreed, decision
+        return decision.applied
 
     @property
-    def result(self) -> tuple[Agreement, Verdict]:
+    def result(self) -> tuple[Agreement, StepDecision]:
         """What was agreed and judged."""
         assert self._result is not None, "the engine steps without asking"
         return self._result

@@ -17,11 +17,13 @@ from diffmegatron.data.loader import Batch, Loader
 from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
-from diffmegatron.parallel.parallel_state import Topology, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 
 
 def verify_sources(
-    data: DataConfig, topology: Topology, patience: Callable[[], AbstractContextManager[None]]
+    data: DataConfig,
+    parallel_state: ParallelState,
+    patience: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Read every source in full and compare the hashes, where ``data.verify`` asks for it.
 
@@ -30,7 +32,7 @@ def verify_sources(
 
     Args:
         data: the ``data`` section.
-        topology: the ranks.
+        parallel_state: the ranks.
         patience: gives the time that one such part may take, as of the watchdog.
 
     Raises:
@@ -38,7 +40,7 @@ def verify_sources(
     """
     if data.verify != "hashes":
         return
-    parts = _hash(data, topology.rank, topology.world_size)
+    parts = _hash(data, parallel_state.rank, parallel_state.world_size)
     pending = True
     while pending:
         problem = None
@@ -48,7 +50,7 @@ def verify_sources(
             except UserError as error:
                 ended, problem = True, str(error)
             fail_together(problem)
-            flag = torch.tensor([not ended], dtype=torch.int32, device=topology.device)
+            flag = torch.tensor([not ended], dtype=torch.int32, device=parallel_state.device)
             distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
         pending = bool(flag)
 
@@ -66,7 +68,10 @@ def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
 
 
 def open_loader(
-    recipe: Recipe, topology: Topology, split: Split, state: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    parallel_state: ParallelState,
+    split: Split,
+    state: Mapping[str, Any] | None = None,
 ) -> Loader:
     """The batches of a split for this rank, going on from a loader's ``state`` if given.
 
@@ -85,13 +90,13 @@ def open_loader(
         seq_length=training.seq_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
-        data_parallel_rank=topology.data_rank,
-        data_parallel_size=topology.data_size,
+        data_parallel_rank=parallel_state.data_rank,
+        data_parallel_size=parallel_state.data_size,
         consumed_samples=int(state["consumed_samples"]) if state else 0,
     )
 
 
-def on_this_rank(microbatches: Sequence[Batch], topology: Topology) -> list[Batch]:
+def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
     """This rank's part of the microbatches, on its device.
 
     Context-parallel ranks hold the zigzag parts of each sequence; documents stay whole and on the
@@ -101,7 +106,9 @@ def on_this_rank(microbatches: Sequence[Batch], topology: Topology) -> list[Batc
         replace(
             batch,
             **{
-                field.name: _part(value, topology).to(topology.device, non_blocking=True)
+                field.name: _part(value, parallel_state).to(
+                    parallel_state.device, non_blocking=True
+                )
                 for field in fields(batch)
                 if field.name != "document_ids"
                 and (value := getattr(batch, field.name)) is not None
@@ -111,7 +118,7 @@ def on_this_rank(microbatches: Sequence[Batch], topology: Topology) -> list[Batc
     ]
 
 
-def _part(whole: Tensor, topology: Topology) -> Tensor:
-    if topology.context_size == 1:
+def _part(whole: Tensor, parallel_state: ParallelState) -> Tensor:
+    if parallel_state.context_size == 1:
         return whole
-    return shard_sequence(whole, 1, topology.context_rank, topology.context_size)
+    return shard_sequence(whole, 1, parallel_state.context_rank, parallel_state.context_size)

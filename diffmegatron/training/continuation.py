@@ -12,12 +12,12 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.resume import newest_good, open_together, read_fragments
 from diffmegatron.training.snapshot import ParameterShards
 
 
-def open_start(recipe: Recipe, topology: Topology) -> Checkpoint | None:
+def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
     """The checkpoint whose weights a new run starts with, or None; found by all ranks together.
 
     Raises:
@@ -27,7 +27,9 @@ def open_start(recipe: Recipe, topology: Topology) -> Checkpoint | None:
     if recipe.checkpoint.start_from is None:
         return None
     path = Path(recipe.checkpoint.start_from)
-    source = newest_good(CheckpointStore(path), topology) or open_together(path, topology)
+    source = newest_good(CheckpointStore(path), parallel_state) or open_together(
+        path, parallel_state
+    )
     check_follows(source.recipe, str(source.directory), recipe, "the recipe")
     _check_made_for(source, recipe.model.attention)
     return source

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.network import Network
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.agreement import agree
 from diffmegatron.training.batches import on_this_rank, open_loader
 from diffmegatron.training.step import forward_only
@@ -22,7 +22,9 @@ class Evaluator(Protocol):
 
     every: int
 
-    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+    def measure(
+        self, network: Network, parallel_state: ParallelState
+    ) -> Generator[None, None, Values]:
         """In parts of a forward pass or a few, which are the same on every rank.
 
         Returns:
@@ -42,17 +44,23 @@ class _HeldOutLoss:
         self.every = recipe.training.eval_interval
         self._recipe = recipe
 
-    def measure(self, network: Network, topology: Topology) -> Generator[None, None, Values]:
+    def measure(
+        self, network: Network, parallel_state: ParallelState
+    ) -> Generator[None, None, Values]:
         """A global batch at a time."""
         training, losses = self._recipe.training, list[float]()
-        loader = open_loader(self._recipe, topology, "validation")
+        loader = open_loader(self._recipe, parallel_state, "validation")
         for number in range(training.eval_batches):
             if number:
                 yield
-            batch = on_this_rank(loader.read_step(number * training.global_batch_size), topology)
-            loss = forward_only(network, batch, topology)
+            batch = on_this_rank(
+                loader.read_step(number * training.global_batch_size), parallel_state
+            )
+            loss = forward_only(network, batch, parallel_state)
             # Ranks that differ in the last bits, or alone find a NaN, would decide differently.
-            losses.append(agree(loss, 0.0, stop=False, writing=False, topology=topology).loss)
+            losses.append(
+                agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
+            )
         return {HELD_OUT: sum(losses) / len(losses)}
 
 
@@ -62,21 +70,24 @@ def held_out_loss(recipe: Recipe) -> list[Evaluator]:
 
 
 def measure(
-    due: Sequence[Evaluator], network: Network, topology: Topology, goes_on: Callable[[], bool]
+    due: Sequence[Evaluator],
+    network: Network,
+    parallel_state: ParallelState,
+    goes_on: Callable[[], bool],
 ) -> Values:
     """The values of evaluators, up to one that is broken off.
 
     Args:
         due: the evaluators.
         network: this rank's.
-        topology: where it stands.
+        parallel_state: where it stands.
         goes_on: asked after every part; the same on all ranks.
     """
     found: Values = {}
     network.eval()
     try:
         for evaluator in due:
-            parts: Generator[None, None, Values] | None = evaluator.measure(network, topology)
+            parts: Generator[None, None, Values] | None = evaluator.measure(network, parallel_state)
             while parts is not None:
                 try:
                     next(parts)

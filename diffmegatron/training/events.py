@@ -16,8 +16,8 @@ from torch import distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
-from diffmegatron.optim.guard import Guard, Verdict
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.optim.guard import Guard, StepDecision
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.records import dispensable
 from diffmegatron.training.snapshot import ParameterShards
 
@@ -30,51 +30,51 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 def write_event(
     run_dir: Path,
     step: int,
-    verdict: Verdict,
+    decision: StepDecision,
     event: Mapping[str, Any],
     norms: Mapping[torch.nn.Parameter, float],
     logits: Mapping[int, float],
     shards: ParameterShards,
-    topology: Topology,
+    parallel_state: ParallelState,
 ) -> None:
     """Write ``run_dir/events/step_XXXXXXXX.json`` with all ranks, and a line into the log.
 
     Args:
         run_dir: of the run.
         step: the step out of order, from 1.
-        verdict: on it.
+        decision: on it.
         event: what else is known of it on every rank.
         norms: of the gradients this rank held (``ZeroEngine.held_gradient_norms``).
         logits: the largest attention logit of each of this rank's layers.
         shards: the names of the parameters.
-        topology: the ranks.
+        parallel_state: the ranks.
     """
     named = {shards[parameter][0].name: norm for parameter, norm in norms.items()}
     mine = {
-        "rank": topology.rank,
+        "rank": parallel_state.rank,
         "gradient_norm_by_layer": _by_layer(named),
         "largest_attention_logit": {f"layer_{layer:02d}": logits[layer] for layer in logits},
         "not_finite": [name for name, norm in named.items() if not math.isfinite(norm)],
     }
-    ranks: list[Any] = [None] * topology.world_size
+    ranks: list[Any] = [None] * parallel_state.world_size
     distributed.all_gather_object(ranks, mine)
-    if not topology.is_main:
+    if not parallel_state.is_main:
         return
-    log.warning("step %d %s: %s", step, _fate(verdict), verdict.reason)
-    judged = {"step": step, "time": round(time.time(), 3), "reason": verdict.reason}
-    judged |= {"applied": verdict.applied, "then": verdict.action.name.lower()}
+    log.warning("step %d %s: %s", step, _fate(decision), decision.reason)
+    judged = {"step": step, "time": round(time.time(), 3), "reason": decision.reason}
+    judged |= {"applied": decision.applied, "then": decision.action.name.lower()}
     content = json.dumps(_json_numbers({**judged, **event, "ranks": ranks}), indent=1) + "\n"
     with dispensable(run_dir / EVENTS):
         write_durably(_new_path(run_dir / EVENTS, step), content.encode())
 
 
 def stopped_by_guard(
-    recipe: Recipe, step: int, verdict: Verdict, guard: Guard, newest: Path | None
+    recipe: Recipe, step: int, decision: StepDecision, guard: Guard, newest: Path | None
 ) -> UserError:
     """The sentence for a run that a person must look at."""
     warmup = recipe.optimizer.schedule.warmup(recipe.training.total_steps)
     return UserError(
-        f"{verdict.reason} at step {step}, after {guard.skipped} skipped steps and "
+        f"{decision.reason} at step {step}, after {guard.skipped} skipped steps and "
         f"{guard.rollbacks} rollbacks; the run stopped without saving (newest checkpoint: "
         f"{newest.name if newest else 'none'}): see {recipe.run_dir}/{EVENTS}, lower optimizer.lr "
         f"{recipe.optimizer.lr:g} or lengthen optimizer.schedule.warmup_steps "
@@ -82,8 +82,8 @@ def stopped_by_guard(
     )
 
 
-def _fate(verdict: Verdict) -> str:
-    return "applied" if verdict.applied else "skipped"
+def _fate(decision: StepDecision) -> str:
+    return "applied" if decision.applied else "skipped"
 
 
 def _new_path(directory: Path, step: int) -> Path:

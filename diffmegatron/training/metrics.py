@@ -56,7 +56,7 @@ class MetricsWriter:
 
     def rewind(self, last_step: int) -> None:
         """Drop what lies after a step that the run has gone back to."""
-        self._lines.forget(lambda line: not _is_kept(_parsed(line), last_step))
+        self._lines.drop(lambda line: not _is_kept(_parsed(line), last_step))
         with dispensable(self._path):
             _drop_after(self._path, last_step)
         start = SessionLog(status=SessionLog.START)

@@ -53,9 +53,9 @@ class Records:
         else:
             self._recovered()
 
-    def forget(self, is_superfluous: Callable[[bytes], bool]) -> None:
+    def drop(self, is_unwanted: Callable[[bytes], bool]) -> None:
         """Give up records that are not yet written and are no longer wanted."""
-        wanted = [record for record in self._pending if not is_superfluous(record)]
+        wanted = [record for record in self._pending if not is_unwanted(record)]
         self._pending = deque(wanted, maxlen=_KEPT)
 
     def close(self) -> None:

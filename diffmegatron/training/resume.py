@@ -21,7 +21,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
-from diffmegatron.parallel.parallel_state import Topology, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.parallel.random import restore_random_states
 from diffmegatron.training.snapshot import ParameterShards
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def starting_checkpoint(
-    store: CheckpointStore, recipe: Recipe, topology: Topology
+    store: CheckpointStore, recipe: Recipe, parallel_state: ParallelState
 ) -> Checkpoint | None:
     """The checkpoint to go on from, or None for a new run.
 
@@ -42,7 +42,7 @@ def starting_checkpoint(
             f"{store.directory} holds checkpoints up to {store.path(store.steps()[-1]).name} and "
             "checkpoint.resume is false; give another run_dir or move them away"
         )
-    checkpoint = newest_good(store, topology)
+    checkpoint = newest_good(store, parallel_state)
     if checkpoint is not None:
         _check_goes_on(checkpoint)
         check_same_run(checkpoint, recipe)
@@ -67,7 +67,7 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
 
 
-def open_together(directory: Path, topology: Topology) -> Checkpoint:
+def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
     """Open a checkpoint on all ranks, each of which verifies its share of the files.
 
     Raises:
@@ -75,7 +75,7 @@ def open_together(directory: Path, topology: Topology) -> Checkpoint:
     """
     problem = None
     try:
-        checkpoint = open_checkpoint(directory, (topology.rank, topology.world_size))
+        checkpoint = open_checkpoint(directory, (parallel_state.rank, parallel_state.world_size))
     except UserError as error:
         problem = str(error)
     fail_together(problem)
@@ -83,7 +83,7 @@ def open_together(directory: Path, topology: Topology) -> Checkpoint:
 
 
 def newest_good(
-    store: CheckpointStore, topology: Topology, before: int | None = None
+    store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
     """The newest checkpoint of which every byte is as it was written, found by all ranks together.
 
@@ -91,18 +91,18 @@ def newest_good(
 
     Args:
         store: of the run.
-        topology: the ranks.
+        parallel_state: the ranks.
         before: only checkpoints of earlier steps count; None: all.
 
     Raises:
         UserError: there are checkpoints, and none is good. To begin anew silently would be worse.
     """
-    steps = [step for step in _steps(store, topology) if before is None or step < before]
+    steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
     for step in reversed(steps):
         try:
-            return open_together(store.path(step), topology)
+            return open_together(store.path(step), parallel_state)
         except UserError as error:
-            if topology.is_main:
+            if parallel_state.is_main:
                 log.warning("checkpoint passed over: %s", error)
     if steps and before is None:
         raise UserError(
@@ -112,12 +112,12 @@ def newest_good(
     return None
 
 
-def _steps(store: CheckpointStore, topology: Topology) -> list[int]:
+def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
     """Those that rank 0 sees, on every rank."""
     steps: list[list[int]] = [[]]
     problem = None
     try:
-        if topology.is_main:
+        if parallel_state.is_main:
             steps = [store.steps()]
     except UserError as error:
         problem = str(error)
@@ -126,23 +126,25 @@ def _steps(store: CheckpointStore, topology: Topology) -> list[int]:
     return steps[0]
 
 
-def return_point(store: CheckpointStore, topology: Topology, *, futile: bool) -> Checkpoint | None:
+def return_point(
+    store: CheckpointStore, parallel_state: ParallelState, *, no_progress: bool
+) -> Checkpoint | None:
     """The checkpoint that a rollback goes to, found by all ranks together.
 
     Args:
         store: of the run.
-        topology: the ranks.
-        futile: no step could be applied since the last rollback. An older checkpoint is taken
+        parallel_state: the ranks.
+        no_progress: no step could be applied since the last rollback. An older checkpoint is taken
             then, if there is one, and the one gone back to keeps its files under a name that no
             start finds.
     """
-    newest = newest_good(store, topology)
-    if not futile or newest is None:
+    newest = newest_good(store, parallel_state)
+    if not no_progress or newest is None:
         return newest
-    older = newest_good(store, topology, before=newest.state["step"])
+    older = newest_good(store, parallel_state, before=newest.state["step"])
     if older is None:
         return newest
-    if topology.is_main:
+    if parallel_state.is_main:
         left = store.leave(newest.state["step"])
         log.warning("no step could be applied after a checkpoint: it is now %s", left)
     return older
@@ -166,7 +168,10 @@ def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
 
 
 def load_snapshot(
-    checkpoint: Checkpoint, engine: ZeroEngine, shards: ParameterShards, topology: Topology
+    checkpoint: Checkpoint,
+    engine: ZeroEngine,
+    shards: ParameterShards,
+    parallel_state: ParallelState,
 ) -> Position:
     """Restore weights, optimizer and random states from a checkpoint of any layout.
 
@@ -179,8 +184,8 @@ def load_snapshot(
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
     engine.restore(state["updates"])
-    if state["world_size"] == topology.world_size:
-        file = rank_file(topology.rank)
+    if state["world_size"] == parallel_state.world_size:
+        file = rank_file(parallel_state.rank)
         restore_random_states(lambda name: tensors.extra(file, name))
     return Position(state["step"], state["updates"], state["data"], state["guard"])
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import distributed
 
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
 from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.sharded import write_pieces
 from diffmegatron.config.schema import Recipe
@@ -28,7 +28,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.parallel_state import Topology, fail_together
+from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.training.progress import say
 from diffmegatron.training.save_time import save_warnings
 from diffmegatron.training.snapshot import HostCopy, ParameterShards
@@ -52,12 +52,12 @@ class Saver:
         engine: ZeroEngine,
         shards: ParameterShards,
         recipe: Recipe,
-        topology: Topology,
+        parallel_state: ParallelState,
         saved_step: int | None,
     ) -> None:
         self.saved_step = saved_step
         self._store, self._engine, self._shards = store, engine, shards
-        self._recipe, self._topology = recipe, topology
+        self._recipe, self._parallel_state = recipe, parallel_state
         self._copy = HostCopy()
         self._write: _Write | None = None
         self._pruning: threading.Thread | None = None
@@ -78,7 +78,7 @@ class Saver:
         """Whether a save has begun whose end the ranks have not agreed on."""
         return self._position is not None
 
-    def step_judged(self, *, finite: bool) -> None:
+    def step_decided(self, *, finite: bool) -> None:
         """Another step is done, with the weights of the open save or later ones."""
         self._sound = self._sound or finite
 
@@ -100,15 +100,15 @@ class Saver:
                 no lock.
         """
         assert not self.is_open
-        self._all(self._check_run_dir, position.step, only=self._topology.is_main)
+        self._all(self._check_run_dir, position.step, only=self._parallel_state.is_main)
         self._started = time.perf_counter()
         self._position, self._sound = position, False
         try:
-            self._all(self._store.begin, position.step, only=self._topology.is_main)
+            self._all(self._store.begin, position.step, only=self._parallel_state.is_main)
             self._copy.take(self._engine, self._shards)
         except UserError as error:
             return self._fail(position, str(error))
-        path = self._store.unfinished_path(position.step) / rank_file(self._topology.rank)
+        path = self._store.unfinished_path(position.step) / rank_file(self._parallel_state.rank)
         self._write = _Write(path, self._copy)
         self._write.start()
         self._stalled = time.perf_counter() - self._started
@@ -130,7 +130,7 @@ class Saver:
         assert position is not None
         self.wait()
         fail_together(None)  # the other ranks may still write into the directory
-        if self._topology.is_main:
+        if self._parallel_state.is_main:
             self._store.abandon(position.step)
             log.warning("checkpoint of step %d dropped: no later step was finite", position.step)
         self._write = self._position = None
@@ -146,7 +146,7 @@ class Saver:
         assert position is not None and write is not None
         waiting = time.perf_counter()
         write.join()
-        entries: list[Any] = [None] * self._topology.world_size
+        entries: list[Any] = [None] * self._parallel_state.world_size
         try:
             fail_together(write.problem)
             distributed.all_gather_object(entries, write.entry)
@@ -156,7 +156,7 @@ class Saver:
                 position,
                 self._recipe,
                 entries,
-                only=self._topology.is_main,
+                only=self._parallel_state.is_main,
             )
         except UserError as error:
             return self._fail(position, str(error))
@@ -164,7 +164,7 @@ class Saver:
         self._failed_in_a_row = 0
         self.saved_step = position.step
         now = time.perf_counter()
-        if self._topology.is_main:
+        if self._parallel_state.is_main:
             say(f"saved {self._store.path(position.step)}")
             self._warn(now - self._started)
             self._begin_pruning(position.step)
@@ -209,7 +209,7 @@ class Saver:
         self._failed += 1
         self._failed_in_a_row += 1
         self._problem = problem
-        if self._topology.is_main:
+        if self._parallel_state.is_main:
             self._store.abandon(position.step)
             log.error("checkpoint of step %d failed: %s", position.step, problem)
         return {"ckpt/failed": self._failed}
@@ -239,7 +239,7 @@ class Saver:
         try:
             # Of what lies beyond this save the run has gone back, or it is damaged.
             steps = [step for step in self._store.complete() if step <= saved_step]
-            for step in superfluous(steps, keep_last, self._recipe.checkpoint.keep_every):
+            for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
         except OSError as error:
             log.error("cannot remove an old checkpoint: %s", error)

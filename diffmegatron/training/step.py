@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.context.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Chunk, Network
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
@@ -34,7 +34,7 @@ class Engine(Protocol):
 def forward_backward(
     engine: Engine,
     microbatches: Sequence[Batch],
-    topology: Topology,
+    parallel_state: ParallelState,
     *,
     offload_activations: bool = False,
 ) -> Tensor:
@@ -46,12 +46,12 @@ def forward_backward(
     Returns:
         0-dim float32: mean loss of the global batch, the same on every rank.
     """
-    count = _count(microbatches, topology)
+    count = _count(microbatches, parallel_state)
     # DeepSpeed averages over data x context parallel ranks what is to be summed.
-    weight = topology.data_size * topology.context_size / count
+    weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
-    if topology.pipeline_size > 1:
-        losses = _pipeline(engine.network, microbatches, topology, weight, offloaded)
+    if parallel_state.pipeline_size > 1:
+        losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded)
     else:
         losses = []
         for batch in microbatches:
@@ -59,81 +59,85 @@ def forward_backward(
                 loss = summed_loss(engine, batch)
             engine.backward(loss * weight)
             losses.append(loss.detach())
-    return _mean_over_ranks(losses, count, topology)
+    return _mean_over_ranks(losses, count, parallel_state)
 
 
 @torch.no_grad()
-def forward_only(network: Network, microbatches: Sequence[Batch], topology: Topology) -> Tensor:
+def forward_only(
+    network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
+) -> Tensor:
     """Mean loss of a global batch without gradients; 0-dim float32, the same on every rank."""
-    if topology.pipeline_size > 1:
-        losses = _pipeline(network, microbatches, topology, None, nullcontext)
+    if parallel_state.pipeline_size > 1:
+        losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
         losses = [summed_loss(network, batch) for batch in microbatches]
-    return _mean_over_ranks(losses, _count(microbatches, topology), topology)
+    return _mean_over_ranks(losses, _count(microbatches, parallel_state), parallel_state)
 
 
-def token_losses(network: Network, batch: Batch, topology: Topology) -> Tensor:
+def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
     """Loss of every label of sequences that this rank's part of is ``batch``.
 
     Returns:
         Float32 [b, s] of whole sequences, the same on every rank that holds a part of the model.
     """
-    return _forward(network, batch, topology, Tensor.float, has_labels=True)
+    return _forward(network, batch, parallel_state, Tensor.float, has_labels=True)
 
 
-def next_tokens(network: Network, batch: Batch, topology: Topology) -> Tensor:
+def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
     """The likeliest token after every position; -1 where a logit is not finite.
 
     Returns:
         Int64 [b, s], as :func:`token_losses`.
     """
     read = network.chunks[-1].likeliest_tokens
-    return _forward(network, batch, topology, read, has_labels=False)
+    return _forward(network, batch, parallel_state, read, has_labels=False)
 
 
 @torch.no_grad()
 def _forward(
     network: Network,
     batch: Batch,
-    topology: Topology,
+    parallel_state: ParallelState,
     read: Callable[[Tensor], Tensor],
     *,
     has_labels: bool,
 ) -> Tensor:
     """What is read off the network's output, [b, s] of whole sequences."""
     own: Tensor | None
-    if topology.pipeline_size > 1:
+    if parallel_state.pipeline_size > 1:
         # An interleaved schedule takes as many microbatches as there are stages, or a multiple.
-        count = topology.pipeline_size if len(network.chunks) > 1 else 1
+        count = parallel_state.pipeline_size if len(network.chunks) > 1 else 1
 
         def step(microbatches, chunk):  # type: ignore[no-untyped-def]
             output = _output(chunk, next(microbatches), has_labels=has_labels)
             return output, lambda last: (last.new_zeros(()), {"read": read(last)})
 
-        found = _scheduled(network, [batch] * count, topology, step, forward_only=True)
+        found = _scheduled(network, [batch] * count, parallel_state, step, forward_only=True)
         own = found[0]["read"] if found else None
     else:
         own = read(_output(network, batch, has_labels=has_labels))
-    return _on_all_ranks(own, batch, topology, torch.float32 if has_labels else torch.int64)
+    return _on_all_ranks(own, batch, parallel_state, torch.float32 if has_labels else torch.int64)
 
 
 def _on_all_ranks(
-    own: Tensor | None, batch: Batch, topology: Topology, dtype: torch.dtype
+    own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
     """What the ranks of the last stage hold of sequences, whole, and the first replica's on all."""
     rows, length = batch.tokens.shape
-    whole = torch.empty(rows, length * topology.context_size, dtype=dtype, device=topology.device)
+    whole = torch.empty(
+        rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
+    )
     if own is not None:
-        parts = [torch.empty_like(own) for _ in range(topology.context_size)]
-        distributed.all_gather(parts, own.contiguous(), group=topology.context_group)
+        parts = [torch.empty_like(own) for _ in range(parallel_state.context_size)]
+        distributed.all_gather(parts, own.contiguous(), group=parallel_state.context_group)
         by_rank = torch.cat(parts, dim=1).T
-        whole = to_sequence_order(by_rank, topology.context_size).T.contiguous()
-    if topology.pipeline_size > 1:
-        group = topology.pipeline_group
-        last = distributed.get_global_rank(group, topology.pipeline_size - 1)
+        whole = to_sequence_order(by_rank, parallel_state.context_size).T.contiguous()
+    if parallel_state.pipeline_size > 1:
+        group = parallel_state.pipeline_group
+        last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
     # What is done next hangs on it, and must be the same where kernels differ in the last bit.
-    group = topology.data_group
+    group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
 
@@ -184,17 +188,17 @@ def _masked_sum(mask: Tensor, losses: Tensor) -> Tensor:
     return torch.sum(losses.float() * mask)
 
 
-def _count(microbatches: Sequence[Batch], topology: Topology) -> Tensor:
+def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
     """Tokens of the global batch that count, at least 1; 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
-    distributed.all_reduce(count, group=topology.data_group)
+    distributed.all_reduce(count, group=parallel_state.data_group)
     return count.clamp(min=1.0)
 
 
 def _pipeline(
     network: Network,
     microbatches: Sequence[Batch],
-    topology: Topology,
+    parallel_state: ParallelState,
     weight: Tensor | None,
     forward_context: ForwardContext,
 ) -> list[Tensor]:
@@ -206,22 +210,22 @@ def _pipeline(
     Args:
         network: this rank's chunks.
         microbatches: of this data-parallel rank.
-        topology: where this rank stands.
+        parallel_state: where this rank stands.
         weight: of a summed loss in the gradients; None: no backward pass.
     """
     # The schedule divides by the number of microbatches what it takes the gradient of, and
     # multiplies it by the context-parallel size, by which it divides the length of a sequence.
-    factor = len(microbatches) / topology.context_size
+    factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
     step = partial(_forward_step, scale, forward_context)
-    outputs = _scheduled(network, microbatches, topology, step, forward_only=weight is None)
+    outputs = _scheduled(network, microbatches, parallel_state, step, forward_only=weight is None)
     return [output["loss"] for output in outputs]
 
 
 def _scheduled(
     network: Network,
     microbatches: Sequence[Batch],
-    topology: Topology,
+    parallel_state: ParallelState,
     step: Callable[..., object],
     *,
     forward_only: bool,
@@ -235,7 +239,7 @@ def _scheduled(
         data_iterator=iterators if is_interleaved else iterators[0],
         model=chunks if is_interleaved else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=batch.tokens.shape[1] * topology.context_size,
+        seq_length=batch.tokens.shape[1] * parallel_state.context_size,
         micro_batch_size=batch.tokens.shape[0],
         forward_only=forward_only,
     )
@@ -259,12 +263,14 @@ def _scheduled_loss(
     return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 
 
-def _mean_over_ranks(losses: Sequence[Tensor], count: Tensor, topology: Topology) -> Tensor:
+def _mean_over_ranks(
+    losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
+) -> Tensor:
     """Mean over all tokens of the global batch; only the last stage has losses."""
-    total = torch.zeros((), dtype=torch.float32, device=topology.device)
+    total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:
         total += torch.stack(list(losses)).sum()
-    distributed.all_reduce(total, group=topology.data_group)
-    if topology.pipeline_size > 1:
-        distributed.all_reduce(total, group=topology.pipeline_group)
+    distributed.all_reduce(total, group=parallel_state.data_group)
+    if parallel_state.pipeline_size > 1:
+        distributed.all_reduce(total, group=parallel_state.pipeline_group)
     return total / count

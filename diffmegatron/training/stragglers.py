@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
 # Those in which a rank works by itself; in the last one it waits for the others.
@@ -44,7 +44,7 @@ class PhaseClock:
         """Another step is in the sums."""
         self._steps += 1
 
-    def report(self, topology: Topology) -> dict[str, float]:
+    def report(self, parallel_state: ParallelState) -> dict[str, float]:
         """Of each phase since the last report, with all ranks: the slowest rank, its seconds.
 
         Returns:
@@ -53,13 +53,13 @@ class PhaseClock:
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
-            device=topology.device,
+            device=parallel_state.device,
         )
-        every = [torch.empty_like(mine) for _ in range(topology.world_size)]
+        every = [torch.empty_like(mine) for _ in range(parallel_state.world_size)]
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
-        if topology.pipeline_size == 1:  # where every rank has as much to do
+        if parallel_state.pipeline_size == 1:  # where every rank has as much to do
             self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)
         report = {}

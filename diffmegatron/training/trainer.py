@@ -22,12 +22,12 @@ from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.files import write_durably
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.optim.guard import Action, Guard, Verdict
+from diffmegatron.optim.guard import Action, Guard, StepDecision
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.parallel.parallel_state import Topology, process_groups
-from diffmegatron.training.agreement import Agreement, Judgement, agree
+from diffmegatron.parallel.parallel_state import ParallelState, process_groups
+from diffmegatron.training.agreement import AgreedDecision, Agreement, agree
 from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.continuation import load_weights, open_start
 from diffmegatron.training.evaluators import HELD_OUT, Evaluator, held_out_loss, measure
@@ -85,10 +85,10 @@ def train(
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
         Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
-        process_groups(recipe.parallel, recipe.training.seed) as topology,
+        process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
         ExitStack() as stack,
     ):
-        return Trainer(recipe, topology, stop, watchdog, stack, record, evaluators).run()
+        return Trainer(recipe, parallel_state, stop, watchdog, stack, record, evaluators).run()
 
 
 class Trainer:
@@ -97,7 +97,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        topology: Topology,
+        parallel_state: ParallelState,
         stop: StopRequest,
         watchdog: Watchdog,
         stack: ExitStack,
@@ -105,15 +105,15 @@ class Trainer:
         evaluators: Sequence[Evaluator] = (),
     ) -> None:
         assert len(evaluators) == len(recipe.training.evaluate), "training.evaluate is not open"
-        self.recipe, self.topology = recipe, topology
+        self.recipe, self.parallel_state = recipe, parallel_state
         self.evaluators = [*held_out_loss(recipe), *evaluators]
         self.stop, self.watchdog, self.record = stop, watchdog, record
         self.store = CheckpointStore(Path(recipe.run_dir))
-        verify_sources(recipe.data, topology, watchdog.patience)
-        start = starting_checkpoint(self.store, recipe, topology)
-        self.network = build_model(recipe, topology)
+        verify_sources(recipe.data, parallel_state, watchdog.patience)
+        start = starting_checkpoint(self.store, recipe, parallel_state)
+        self.network = build_model(recipe, parallel_state)
         self.shards = parameter_shards(self.network)
-        self.engine = stack.enter_context(ZeroEngine(self.network, recipe, topology))
+        self.engine = stack.enter_context(ZeroEngine(self.network, recipe, parallel_state))
         self.guard = Guard(recipe.guard)
         position = self._begin() if start is None else self._resume(start)
         if position.guard is not None:
@@ -121,13 +121,17 @@ class Trainer:
         self._stand_at(position.step)
         self.stopping = False
         # Why the present weights may be no good; None while the last step was finite.
-        self.doubt: str | None = None
+        self.unsound: str | None = None
         # Of the checkpoint that the last rollback went to: as many now, and it was of no use.
         self.updates_returned_to: int | None = None
         saved_step = None if start is None else self.step
-        self.saver = Saver(self.store, self.engine, self.shards, recipe, topology, saved_step)
-        self.loader = stack.enter_context(open_loader(recipe, topology, "train", position.data))
-        if topology.is_main and (change := mixture_change(position.data, self.loader.state())):
+        self.saver = Saver(self.store, self.engine, self.shards, recipe, parallel_state, saved_step)
+        self.loader = stack.enter_context(
+            open_loader(recipe, parallel_state, "train", position.data)
+        )
+        if parallel_state.is_main and (
+            change := mixture_change(position.data, self.loader.state())
+        ):
             say(change)
         self.metrics = self._open_metrics(stack)
         self.clock = PhaseClock()
@@ -152,37 +156,37 @@ class Trainer:
 
     def _train_step(self) -> dict[str, float]:
         """One global batch: its update, or what the guard makes of it instead."""
-        recipe, topology = self.recipe, self.topology
+        recipe, parallel_state = self.recipe, self.parallel_state
         rate = learning_rate(self.step + 1, recipe.training.total_steps, recipe.optimizer)
         multipliers = recipe.optimizer.lr_multipliers
         with self.clock("data"):
-            microbatches = on_this_rank(next(self.loader), topology)
+            microbatches = on_this_rank(next(self.loader), parallel_state)
         with self.clock("forward_backward"):
             loss = forward_backward(
                 self.engine,
                 microbatches,
-                topology,
+                parallel_state,
                 offload_activations=recipe.training.offload_activations,
             )
-        judgement = Judgement(self.guard, partial(self._agree, loss))
+        deciding = AgreedDecision(self.guard, partial(self._agree, loss))
         with self.clock("update"):
-            self.engine.step(rate, judgement.allow)
+            self.engine.step(rate, deciding.allow)
         self._stand_at(self.step + 1)
         self.clock.step_done()
         self.watchdog.progress()
-        agreed, verdict = judgement.result
-        self.doubt = None if verdict.finite else verdict.reason
+        agreed, decision = deciding.result
+        self.unsound = None if decision.finite else decision.reason
         # After a step that is not finite the run goes on: what it ends with must be sound.
-        self.stopping = agreed.stop and verdict.finite
-        self.saver.step_judged(finite=verdict.finite)
+        self.stopping = agreed.stop and decision.finite
+        self.saver.step_decided(finite=decision.finite)
         if self.saver.is_ready and not agreed.writing:
             self._close_save()
-        if verdict.reason is not None:
-            self._report(agreed, verdict)
-        if verdict.action is Action.STOP:
-            self._give_up(verdict)
-        if verdict.action is Action.ROLL_BACK:
-            self._roll_back(verdict)
+        if decision.reason is not None:
+            self._report(agreed, decision)
+        if decision.action is Action.STOP:
+            self._give_up(decision)
+        if decision.action is Action.ROLL_BACK:
+            self._roll_back(decision)
         return {
             "train/loss": agreed.loss,
             "train/grad_norm": agreed.gradient_norm,
@@ -196,25 +200,27 @@ class Trainer:
             gradient_norm,
             stop=self.stop.pending,
             writing=self.saver.is_writing,
-            topology=self.topology,
+            parallel_state=self.parallel_state,
         )
 
-    def _report(self, agreed: Agreement, verdict: Verdict) -> None:
+    def _report(self, agreed: Agreement, decision: StepDecision) -> None:
         last_sample = self.loader.consumed_samples - 1
         event = {
             "loss": agreed.loss,
             "gradient_norm": agreed.gradient_norm,
             "first_sample": last_sample + 1 - self.recipe.training.global_batch_size,
             "last_sample": last_sample,
-            "lambda": lambdas(self.network, self.topology),
+            "lambda": lambdas(self.network, self.parallel_state),
         }
         run_dir = Path(self.recipe.run_dir)
         norms, logits = self.engine.held_gradient_norms(), self._largest_logits()
-        write_event(run_dir, self.step, verdict, event, norms, logits, self.shards, self.topology)
+        write_event(
+            run_dir, self.step, decision, event, norms, logits, self.shards, self.parallel_state
+        )
 
     def _largest_logits(self) -> dict[int, float]:
         """Of the last batch, with the present weights: after the update if it was applied."""
-        if self.topology.context_size > 1:
+        if self.parallel_state.context_size > 1:
             return {}  # a rank's queries meet the other ranks' keys inside the kernels only
         with self._pause():
             return largest_logits(self.network, lambda: self._forward(self._last_batch()))
@@ -223,12 +229,12 @@ class Trainer:
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
-    def _give_up(self, verdict: Verdict) -> NoReturn:
+    def _give_up(self, decision: StepDecision) -> NoReturn:
         self._close_save()
         newest = self.store.latest()
-        raise stopped_by_guard(self.recipe, self.step, verdict, self.guard, newest)
+        raise stopped_by_guard(self.recipe, self.step, decision, self.guard, newest)
 
-    def _roll_back(self, verdict: Verdict) -> None:
+    def _roll_back(self, decision: StepDecision) -> None:
         """Go back to the newest good checkpoint, and on with the data that comes now.
 
         So the batches since the checkpoint, the offending ones among them, are passed over.
@@ -236,10 +242,10 @@ class Trainer:
         with self._pause():
             self._close_save()
             self.saver.wait()
-            futile = self.engine.updates == self.updates_returned_to
-            checkpoint = return_point(self.store, self.topology, futile=futile)
+            no_progress = self.engine.updates == self.updates_returned_to
+            checkpoint = return_point(self.store, self.parallel_state, no_progress=no_progress)
             if checkpoint is None:
-                self._give_up(verdict)
+                self._give_up(decision)
             position = self._resume(checkpoint)
             assert position.guard is not None
             self.guard.rolled_back(position.guard)
@@ -258,9 +264,9 @@ class Trainer:
             "data/consumed_tokens": self.loader.consumed_tokens,
         }
         others = (
-            lambdas(self.network, self.topology)
+            lambdas(self.network, self.parallel_state)
             | self.guard.metrics()
-            | self.clock.report(self.topology)
+            | self.clock.report(self.parallel_state)
         )
         self.record.reported(self.clock.slow_ranks)
         if self.metrics is not None:
@@ -273,18 +279,18 @@ class Trainer:
         if not due or self.stopping:
             return
         with self._pause():
-            values = measure(due, self.network, self.topology, self._goes_on)
+            values = measure(due, self.network, self.parallel_state, self._goes_on)
         self._write_metrics(values)
         if HELD_OUT in values:
-            if self.topology.is_main:
+            if self.parallel_state.is_main:
                 say(f"held-out loss {values[HELD_OUT]:.4f} at step {self.step}")
             if not math.isfinite(values[HELD_OUT]):
-                self.doubt = f"held-out loss is {values[HELD_OUT]}"
+                self.unsound = f"held-out loss is {values[HELD_OUT]}"
 
     def _goes_on(self) -> bool:
         """Whether nobody was asked to stop, after a part of an evaluation."""
-        agreed = self._agree(torch.zeros((), device=self.topology.device))
-        self.stopping = agreed.stop and self.doubt is None
+        agreed = self._agree(torch.zeros((), device=self.parallel_state.device))
+        self.stopping = agreed.stop and self.unsound is None
         self.watchdog.progress()
         self.record.at(self.step, self.recipe.run_dir)
         return not self.stopping
@@ -292,8 +298,8 @@ class Trainer:
     def _forward(self, microbatches: Sequence[Batch]) -> Agreement:
         """The loss of a global batch with the present weights, and nothing changed."""
         self.network.eval()
-        batch = on_this_rank(microbatches, self.topology)
-        agreed = self._agree(forward_only(self.network, batch, self.topology))
+        batch = on_this_rank(microbatches, self.parallel_state)
+        agreed = self._agree(forward_only(self.network, batch, self.parallel_state))
         self.network.train()
         return agreed
 
@@ -315,19 +321,19 @@ class Trainer:
             return
         with self._pause():
             self._check_sound()
-            self.saver.step_judged(finite=True)
+            self.saver.step_decided(finite=True)
             self._close_save()
             if self.saver.saved_step != self.step:
                 self._write_metrics(self.saver.save_now(self._position()))
-        if self.stopping and self.topology.is_main:
+        if self.stopping and self.parallel_state.is_main:
             say(f"asked to stop: saved step {self.step}; the same command goes on from there")
 
     def _check_sound(self) -> None:
         """Refuse to end with weights that the last update has wrecked: no later step would tell."""
-        if self.doubt is None and not math.isfinite(self._forward(self._last_batch()).loss):
-            self.doubt = "loss of the last batch after its update is not finite"
-        if self.doubt is not None:
-            self._give_up(Verdict(False, Action.STOP, self.doubt, finite=False))
+        if self.unsound is None and not math.isfinite(self._forward(self._last_batch()).loss):
+            self.unsound = "loss of the last batch after its update is not finite"
+        if self.unsound is not None:
+            self._give_up(StepDecision(False, Action.STOP, self.unsound, finite=False))
 
     def _stand_at(self, step: int) -> None:
         self.step = step
@@ -339,17 +345,17 @@ class Trainer:
 
     def _begin(self) -> Position:
         """The beginning of a new run, with another's weights if the recipe says so."""
-        source = open_start(self.recipe, self.topology)
+        source = open_start(self.recipe, self.parallel_state)
         if source is not None:
-            if self.topology.is_main:
+            if self.parallel_state.is_main:
                 say(f"starting with the weights of {source.directory}")
             load_weights(source, self.recipe, self.engine, self.shards)
         return BEGINNING
 
     def _resume(self, start: Checkpoint) -> Position:
-        if self.topology.is_main:
+        if self.parallel_state.is_main:
             say(f"resuming from {start.directory}")
-        return load_snapshot(start, self.engine, self.shards, self.topology)
+        return load_snapshot(start, self.engine, self.shards, self.parallel_state)
 
     def _write_metrics(self, values: Mapping[str, float]) -> None:
         if self.metrics is not None and values:
@@ -368,7 +374,7 @@ class Trainer:
         self.progress.skip(time.perf_counter() - started)
 
     def _open_metrics(self, stack: ExitStack) -> MetricsWriter | None:
-        if not self.topology.is_main:
+        if not self.parallel_state.is_main:
             return None
         run_dir = Path(self.recipe.run_dir)
         with dispensable(run_dir / RECIPE):

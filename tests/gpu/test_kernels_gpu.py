@@ -1,6 +1,6 @@
 """The attention kernels on a GPU at real sizes. One command: pytest tests/gpu/test_kernels_gpu.py.
 
-The yardstick is `blocked` in fp32 on the same bf16 values: it holds whole rows, not whole maps, so
+The reference is `blocked` in fp32 on the same bf16 values: it holds whole rows, not whole maps, so
 that 64K fits. Nothing here has run yet: the suite was written where no GPU was.
 """
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import (
+    QKV,
     HeadwiseNorm,
-    Maps,
     WholeAttention,
     backend_table,
     chunk_attention,
@@ -39,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runnable(op):
-    """Backends that run here, but those in plain PyTorch, which are the yardstick."""
+    """Backends that run here, but those in plain PyTorch, which are the reference."""
     if not torch.cuda.is_available():
         return []
     table = backend_table(op)
@@ -106,7 +106,7 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
     # The gradient of lambda is a sum over rows of either sign, small beside what is summed and
     # rounded: the error is measured against the length of that.
     with torch.no_grad():
-        maps = Maps((exact[0], exact[2]), (exact[1], exact[3]), exact[4])
+        maps = QKV((exact[0], exact[2]), (exact[1], exact[3]), exact[4])
         _, (out2, _) = chunk_attention(maps, backend="blocked", **options)
     rows = (grad * out2.repeat_interleave(grad.shape[2] // out2.shape[2], dim=2)).sum(-1)
     assert abs(grads[5] - wanted[5]) < OUTLIER * tolerance * rows.norm(), "lambda_"
@@ -276,7 +276,7 @@ def test_chunks_of_keys_add_up_to_the_whole(backend, count, noise_heads):
         (slice(0, 1024), {"causal": False, "query_offset": 1024, "key_offset": 0}),
         (slice(1024, 2048), {"causal": True, "query_offset": 1024, "key_offset": 1024}),
     ]
-    chunks = [Maps(queries, tuple(k[:, keys] for k in all_keys), v[:, keys]) for keys, _ in places]
+    chunks = [QKV(queries, tuple(k[:, keys] for k in all_keys), v[:, keys]) for keys, _ in places]
     parts = [
         chunk_attention(maps, backend=backend, **options)
         for maps, (_, options) in zip(chunks, places, strict=True)

@@ -65,13 +65,13 @@ def peak_of_a_step(recipe: Recipe) -> int:
         position_ids=torch.arange(LENGTH).expand(SEQUENCES, -1),
         document_ids=None,
     )
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
-        with ZeroEngine(network, recipe, topology) as engine:
-            batches = on_this_rank([batch, batch], topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        with ZeroEngine(network, recipe, parallel_state) as engine:
+            batches = on_this_rank([batch, batch], parallel_state)
             for _ in range(2):
                 torch.cuda.reset_peak_memory_stats()
-                forward_backward(engine, batches, topology)
+                forward_backward(engine, batches, parallel_state)
                 engine.step(1e-4, allow=lambda _: True)
             return torch.cuda.max_memory_allocated()
 

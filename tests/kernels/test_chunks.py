@@ -5,7 +5,7 @@ import torch
 from loops import loop_diff_attention, make_inputs, relative_error
 
 from diffmegatron.attention.kernels.api import (
-    Maps,
+    QKV,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
@@ -33,7 +33,7 @@ def by_chunks(inputs, maps, lambda_, grad, *, backend, cu_seqlens=None, causal=T
 
         def meeting(start, rows=rows):
             keys = slice(start, start + CHUNK)
-            part = Maps(
+            part = QKV(
                 tuple(q[:, rows] for q in maps.queries),
                 tuple(k[:, keys] for k in maps.keys),
                 maps.v[:, keys],
@@ -86,11 +86,11 @@ def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads, no
     bounds = () if documents is None else tuple(documents.tolist())
     if count == 2:
         inputs = [q1, q2, k1, k2, v]
-        maps = Maps((q1, q2), (k1, k2), v)
+        maps = QKV((q1, q2), (k1, k2), v)
         expected = loop_diff_attention(q1, k1, q2, k2, v, lambda_, causal=causal, bounds=bounds)
     else:
         v = v[..., :4].detach().requires_grad_()
-        inputs, maps, lambda_ = [q1, k1, v], Maps((q1,), (k1,), v), None
+        inputs, maps, lambda_ = [q1, k1, v], QKV((q1,), (k1,), v), None
         expected = loop_diff_attention(
             q1, k1, q1, k1, v, torch.tensor(0.0), causal=causal, bounds=bounds
         )
@@ -110,13 +110,13 @@ def test_chunks_add_up_to_the_whole(backend, causal, documents, count, heads, no
 
 def chunk_of(width=4, value_width=8, dtype=torch.float32):
     q, v = torch.zeros(1, 3, 2, width, dtype=dtype), torch.zeros(1, 3, 2, value_width, dtype=dtype)
-    return Maps((q, q), (q, q), v)
+    return QKV((q, q), (q, q), v)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
 def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
     q1, k1, q2, k2, v, lambda_ = make_inputs(rows=5)
-    maps = Maps((q1, q2), (k1, k2), v)
+    maps = QKV((q1, q2), (k1, k2), v)
     places = {"query_offset": 0, "key_offset": 2, "backend": backend}
     (out1, lse1), (out2, lse2) = chunk_attention(maps, **places)
     whole = WholeAttention(out1 - lambda_ * out2, out2, (lse1, lse2))
@@ -132,7 +132,7 @@ def test_rows_that_see_no_key_anywhere_have_no_gradient(backend):
 def test_a_causal_chunk_that_is_no_square_is_not_left_to_torchs_kernels(count):
     """They align the diagonal at the first key, we at the last."""
     q1, k1, q2, k2, v, _ = make_inputs(rows=3, keys=7)
-    maps = Maps((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])
+    maps = QKV((q1, q2)[:count], (k1, k2)[:count], v if count == 2 else v[..., : q1.shape[3]])
     with pytest.raises(ValueError, match="below the diagonal of a square"):
         chunk_attention(maps, backend="sdpa" if count == 1 else "sdpa_4call")
     for (out, lse), (right, right_lse) in zip(
@@ -145,7 +145,7 @@ def test_a_causal_chunk_that_is_no_square_is_not_left_to_torchs_kernels(count):
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
 def test_log_sum_exps_are_those_of_the_scores(backend):
     q1, k1, q2, k2, v, _ = make_inputs(batch=2, rows=6, heads=2, kv_heads=2)
-    parts = chunk_attention(Maps((q1, q2), (k1, k2), v), causal=False, backend=backend)
+    parts = chunk_attention(QKV((q1, q2), (k1, k2), v), causal=False, backend=backend)
     for q, k, (_, lse) in zip((q1, q2), (k1, k2), parts, strict=True):
         scores = torch.einsum("bshd,bthd->bsht", q, k) / 2
         assert relative_error(lse, scores.exp().sum(-1).log()) < 1e-13
@@ -155,7 +155,7 @@ def test_log_sum_exps_are_those_of_the_scores(backend):
 def test_a_row_that_sees_no_key_changes_nothing_in_a_merge(backend):
     q1, k1, q2, k2, v, _ = make_inputs(rows=5)
     options = {"query_offset": 0, "key_offset": 2, "backend": backend}
-    for out, lse in chunk_attention(Maps((q1, q2), (k1, k2), v), **options):
+    for out, lse in chunk_attention(QKV((q1, q2), (k1, k2), v), **options):
         assert not out[:, :2].any()
         assert torch.isneginf(lse[:, :2]).all()
         merged, merged_lse = merge_maps([out, out], [lse, lse])
@@ -168,7 +168,7 @@ def test_a_row_that_sees_no_key_changes_nothing_in_a_merge(backend):
 @pytest.mark.parametrize("backend", ["reference", "blocked", "sdpa_4call"])
 def test_autocast_changes_nothing(backend, dtype):
     q1, k1, q2, k2, v, lambda_ = (x.detach().to(dtype) for x in make_inputs(rows=6))
-    maps = Maps((q1, q2), (k1, k2), v)
+    maps = QKV((q1, q2), (k1, k2), v)
 
     def both():
         (out1, lse1), (out2, lse2) = chunk_attention(maps, backend=backend)
@@ -206,12 +206,12 @@ def test_what_gradients_of_a_chunk_refuse():
         swapped = lse.transpose(1, 2)
         chunk_gradients(out, maps, lambda_, WholeAttention(out, out, (swapped, swapped)))
     with pytest.raises(ValueError, match="maps has 2 queries and 1 keys"):
-        chunk_attention(Maps(maps.queries, maps.keys[:1], maps.v))
+        chunk_attention(QKV(maps.queries, maps.keys[:1], maps.v))
 
 
 def test_parts_of_sixteen_bit_inputs_are_fp32():
     q1, k1, q2, k2, v, _ = make_inputs(rows=6, dtype=torch.bfloat16)
-    parts = chunk_attention(Maps((q1, q2), (k1, k2), v))
+    parts = chunk_attention(QKV((q1, q2), (k1, k2), v))
     assert {x.dtype for part in parts for x in part} == {torch.float32}
 
 

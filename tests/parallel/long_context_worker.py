@@ -1,9 +1,9 @@
 """A tiny network on one long sequence that context-parallel ranks share.
 
 Started by :mod:`tests.parallel.test_long_context` through :mod:`tests.ranks`, with the arguments
-``EXCHANGE LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the loss, the
-gradient's norm, and the most that its tensors took in the forward and backward passes beyond the
-weights.
+``COMMUNICATION LENGTH ...``. For a sequence of each length rank 0 prints one line of JSON: the
+loss, the gradient's norm, and the most that its tensors took in the forward and backward passes
+beyond the weights.
 """
 
 import json
@@ -16,13 +16,13 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.default_group import default_group
-from diffmegatron.parallel.parallel_state import Topology, process_groups
+from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.batches import on_this_rank
 from diffmegatron.training.step import summed_loss
 from tests.parallel.allocated import AllocatedTensors, living_storages
 
 
-def long_recipe(length: int, context: int, exchange: str) -> Recipe:
+def long_recipe(length: int, context: int, communication: str) -> Recipe:
     """One layer with one differential head of 8 channels a map, and a loss in chunks."""
     return Recipe.model_validate(
         {
@@ -43,7 +43,7 @@ def long_recipe(length: int, context: int, exchange: str) -> Recipe:
                 "loss_chunk": 2048,
             },
             "optimizer": {"lr": 1e-3},
-            "parallel": {"context": context, "context_exchange": exchange},
+            "parallel": {"context": context, "context_communication": communication},
         }
     )
 
@@ -51,17 +51,17 @@ def long_recipe(length: int, context: int, exchange: str) -> Recipe:
 def measure(recipe: Recipe) -> dict[str, float]:
     """The step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
     known = living_storages()
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
-        (batch,) = on_this_rank([_sequence(recipe.training.seq_length)], topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        (batch,) = on_this_rank([_sequence(recipe.training.seq_length)], parallel_state)
         with AllocatedTensors(known) as allocated:
             held = allocated.now
             loss = summed_loss(network, batch)
             loss.backward()
             peak = allocated.peak - held
         return {
-            "loss": _sum(loss.detach(), topology),
-            "gradient_norm": _gradient_norm(network, topology),
+            "loss": _sum(loss.detach(), parallel_state),
+            "gradient_norm": _gradient_norm(network, parallel_state),
             "peak_mib": peak / 2**20,
         }
 
@@ -78,27 +78,27 @@ def _sequence(length: int) -> Batch:
     )
 
 
-def _sum(value: torch.Tensor, topology: Topology) -> float:
-    distributed.all_reduce(value, group=topology.data_group)
+def _sum(value: torch.Tensor, parallel_state: ParallelState) -> float:
+    distributed.all_reduce(value, group=parallel_state.data_group)
     return value.item()
 
 
-def _gradient_norm(network: torch.nn.Module, topology: Topology) -> float:
+def _gradient_norm(network: torch.nn.Module, parallel_state: ParallelState) -> float:
     squares = torch.zeros(())
     for parameter in network.parameters():
         assert parameter.grad is not None
-        distributed.all_reduce(parameter.grad, group=topology.data_group)
+        distributed.all_reduce(parameter.grad, group=parallel_state.data_group)
         squares += parameter.grad.square().sum()
     return squares.sqrt().item()
 
 
 def main() -> None:
     """Measure every length named on the command line."""
-    exchange, *lengths = sys.argv[1:]
+    communication, *lengths = sys.argv[1:]
     with default_group():
         ranks = distributed.get_world_size()
         for length in lengths:
-            recipe = long_recipe(int(length), ranks, exchange if ranks > 1 else "auto")
+            recipe = long_recipe(int(length), ranks, communication if ranks > 1 else "auto")
             result = measure(recipe)
             if distributed.get_rank() == 0:
                 print(json.dumps(result), flush=True)

@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "softmax": ("model.baseline=true",),
     "tied": ("model.tied_embeddings=true",),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true"),
-    # Each sequence of a batch goes through the exchange by itself.
+    # Each sequence of a batch is communicated by itself.
     "documents": (
         *DOCUMENTS,
         "training.seq_length=256",
@@ -97,9 +97,9 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def context(size: int, exchange: str) -> tuple[str, ...]:
+def context(size: int, communication: str) -> tuple[str, ...]:
     """The overrides of context parallelism."""
-    return (f"parallel.context={size}", f"parallel.context_exchange={exchange}")
+    return (f"parallel.context={size}", f"parallel.context_communication={communication}")
 
 
 @dataclass(frozen=True)

@@ -27,25 +27,25 @@ from tests.parallel.test_memory import BUCKET, make_recipe
 def measure(recipe: Recipe) -> dict[str, int]:
     """Bytes of this rank's tensors during the second step, when Adam's moments exist."""
     known = living_storages()
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(recipe, topology)
-        with ZeroEngine(network, recipe, topology) as engine:
-            batches = microbatches(recipe, topology)
-            forward_backward(engine, batches[: topology.pipeline_size], topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        with ZeroEngine(network, recipe, parallel_state) as engine:
+            batches = microbatches(recipe, parallel_state)
+            forward_backward(engine, batches[: parallel_state.pipeline_size], parallel_state)
             engine.step(1e-3, allow=lambda _: True)
             with AllocatedTensors(known) as allocated:
                 held = allocated.now
-                forward_backward(engine, batches, topology)
+                forward_backward(engine, batches, parallel_state)
                 backward = allocated.peak
                 allocated.reset()
                 engine.step(1e-3, allow=lambda _: True)
             return {"held": held, "backward": backward, "update": allocated.peak}
 
 
-def microbatches(recipe: Recipe, topology) -> list[Batch]:
+def microbatches(recipe: Recipe, parallel_state) -> list[Batch]:
     """This rank's part of made-up microbatches, as many as a step has."""
     training = recipe.training
-    size, length = training.micro_batch_size, training.seq_length // topology.context_size
+    size, length = training.micro_batch_size, training.seq_length // parallel_state.context_size
     tokens = torch.arange(size * length).reshape(size, length) % 300
     batch = Batch(
         tokens=tokens,
@@ -54,7 +54,7 @@ def microbatches(recipe: Recipe, topology) -> list[Batch]:
         position_ids=torch.arange(length).expand(size, -1).contiguous(),
         document_ids=None,
     )
-    count = recipe.num_microbatches(topology.world_size)
+    count = recipe.num_microbatches(parallel_state.world_size)
     return [batch] * count
 
 

@@ -30,7 +30,7 @@ LAYOUTS = [
     ("data", "entropy", ()),
     ("data", "gradient", ()),
     ("context", "entropy", ("parallel.context=2", "training.micro_batch_size=2")),
-    ("context", "gradient", ("parallel.context=2", "parallel.context_exchange=all_gather")),
+    ("context", "gradient", ("parallel.context=2", "parallel.context_communication=all_gather")),
     ("documents", "entropy", ("parallel.context=2", "data.reset_attention_mask=true")),
 ]
 HEADS, LENGTH, SEQUENCES = 8, 64, 6

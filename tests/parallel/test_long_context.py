@@ -9,9 +9,9 @@ from tests.ranks import launch
 SHORT, LONG = 8192, 65536
 
 
-def measured(ranks: int, exchange: str, *sequences: str) -> list[dict[str, float]]:
+def measured(ranks: int, communication: str, *sequences: str) -> list[dict[str, float]]:
     """What ``long_context_worker`` prints of each sequence."""
-    output = launch(ranks, "tests.parallel.long_context_worker", [exchange, *sequences])
+    output = launch(ranks, "tests.parallel.long_context_worker", [communication, *sequences])
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 

@@ -15,7 +15,7 @@ BF16 = {"precision": "bf16"}
 # Two microbatches on each of two data-parallel ranks, or in flight beside two of the next stage.
 FOUR = {"global_batch_size": 4}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
-RING = {"context": 2, "context_exchange": "ring"}
+RING = {"context": 2, "context_communication": "ring"}
 OFFLOAD = {"offload_optimizer": True}
 V2 = {"kind": "diff_v2", "num_heads": 8}
 GROUPED = {"kind": "grouped", "signal_per_noise": 2}
@@ -48,12 +48,15 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "ring": (2, {"parallel": RING, "training": BF16}),
     "all-gather": (
         2,
-        {"parallel": {"context": 2, "context_exchange": "all_gather"}, "training": BF16},
+        {"parallel": {"context": 2, "context_communication": "all_gather"}, "training": BF16},
     ),
     "v2-sequence": (2, {"attention": V2, "parallel": SEQUENCE}),
     "v2-ring": (2, {"attention": V2, "parallel": RING}),
     "grouped-ring": (2, {"attention": GROUPED, "parallel": RING}),
-    "ulysses": (2, {"parallel": {"context": 2, "context_exchange": "ulysses"}, "training": BF16}),
+    "ulysses": (
+        2,
+        {"parallel": {"context": 2, "context_communication": "ulysses"}, "training": BF16},
+    ),
 }
 
 

@@ -100,8 +100,8 @@ def run(models: Path) -> Callable[[str], Path]:
 def first_step(recipe: Recipe) -> list:
     """The microbatches of the first step."""
     with (
-        process_groups(recipe.parallel, recipe.training.seed) as topology,
-        open_loader(recipe, topology, "train") as loader,
+        process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
+        open_loader(recipe, parallel_state, "train") as loader,
     ):
         return next(loader)
 

@@ -17,7 +17,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.parallel.parallel_state import Topology
+from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training import trainer
 
 
@@ -25,9 +25,9 @@ def train_hashing(recipe: Recipe) -> str:
     """Train, and hash the whole network's initial weights, gathered by name from all ranks."""
     digests = []
 
-    def build(recipe: Recipe, topology: Topology) -> torch.nn.Module:
-        network = build_model(recipe, topology)
-        digests.append(_hash(network, topology))
+    def build(recipe: Recipe, parallel_state: ParallelState) -> torch.nn.Module:
+        network = build_model(recipe, parallel_state)
+        digests.append(_hash(network, parallel_state))
         return network
 
     with mock.patch.object(trainer, "build_model", build):
@@ -35,13 +35,13 @@ def train_hashing(recipe: Recipe) -> str:
     return digests[0]
 
 
-def _hash(network: torch.nn.Module, topology: Topology) -> str:
+def _hash(network: torch.nn.Module, parallel_state: ParallelState) -> str:
     boxes = [
         (shard.name, shard.global_shape, shard.box, shard.view(parameter.data).clone())
         for parameter, shards in parameter_shards(network).items()
         for shard in shards
     ]
-    gathered: list[list] = [[] for _ in range(topology.world_size)]
+    gathered: list[list] = [[] for _ in range(parallel_state.world_size)]
     distributed.all_gather_object(gathered, boxes)
     whole: dict[str, torch.Tensor] = {}
     for name, shape, box, values in (box for boxes in gathered for box in boxes):

@@ -157,8 +157,8 @@ def test_rolling_back_restores_the_checkpoint_to_the_bit(tiny_recipe, break_step
     seen = {}
     real = trainer.Trainer._roll_back
 
-    def spying(self, verdict):
-        real(self, verdict)
+    def spying(self, decision):
+        real(self, decision)
         tensors = open_checkpoint(self.store.path(4)).tensors
         for fragment in self.engine.fragments():
             for shard in self.shards[fragment.parameter]:

@@ -96,8 +96,8 @@ def test_parameters_are_those_of_the_built_network(kind, num_kv_heads, tied):
     attention = {"num_kv_heads": num_kv_heads} | (KINDS | QWEN)[kind]
     recipe = make_recipe({"tied_embeddings": tied}, attention=attention)
     built = dict.fromkeys(count_parameters(recipe.model).__dataclass_fields__, 0)
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
         for name, parameter in network.named_parameters():
             built[part_of(name)] += parameter.numel()
     counted = count_parameters(recipe.model)
@@ -159,8 +159,8 @@ def test_the_transformers_headwise_norm_is_over_d():
 def test_flops_are_those_of_the_products_that_torch_counts(kind, torch_counts, attention_cost):
     recipe = make_recipe(None, {"precision": "fp32"}, attention=KINDS[kind])
     model, tokens = recipe.model, BATCH * LENGTH
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
         with FlopCounterMode(display=False) as counter:
             run_forward(network).mean().backward()
     # Whole blocks of 64 x 64 pairs, while the model counts the causal half.
@@ -233,13 +233,13 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
     bucket = 123_456
     monkeypatch.setattr("diffmegatron.optim.zero.engine_config", with_bucket(bucket))
     during: list[int] = []
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
         before = live_storages(network)
         for parameter in network.parameters():
             # The engine flattens the parameters into new storages and frees these.
             del before[parameter.untyped_storage().data_ptr()]
-        with ZeroEngine(network, recipe, topology) as engine:
+        with ZeroEngine(network, recipe, parallel_state) as engine:
             engine.backward(run_forward(network).mean())
             engine.step(1e-3, allow=lambda _: True)
             network.chunks[0].embedding.word_embeddings.weight.register_hook(
@@ -295,8 +295,8 @@ NORMS = {
 def test_activations_are_what_the_layers_keep(attention, num_kv_heads, precision):
     sizes = {"num_kv_heads": num_kv_heads} | (NORMS | QWEN)[attention]
     recipe = make_recipe(None, {"precision": precision}, attention=sizes)
-    with process_groups(recipe.parallel, seed=1) as topology:
-        kept = bytes_kept_for_backward(build_model(recipe, topology))
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
     (counted,) = memory_by_stage(recipe, 1, "cpu")
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
     # Token ids, label positions and scalars.
@@ -326,8 +326,8 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
         {"precision": precision},
         attention=KINDS["softmax"] | {"headwise_norm": headwise_norm},
     )
-    with process_groups(recipe.parallel, seed=1) as topology:
-        kept = bytes_kept_for_backward(build_model(recipe, topology))
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
     (counted,) = memory_by_stage(recipe, 1, "gpu")
     # Unfused on a CPU, SwiGLU keeps its two factors as well as its input and product.
     element = {"bf16": 2, "fp32": 4}[precision]

@@ -38,8 +38,8 @@ def run(recipe, *, offload: bool = False) -> tuple[float, dict[str, torch.Tensor
         kept[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state)
         with (
             torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved),
             offloaded_activations(network, enabled=offload),

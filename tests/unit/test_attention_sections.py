@@ -163,7 +163,7 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         ),
         (
             "diff_v2",
-            ["num_kv_heads=1", "/parallel.context=2", "/parallel.context_exchange=ulysses"],
+            ["num_kv_heads=1", "/parallel.context=2", "/parallel.context_communication=ulysses"],
             "'ulysses' shares the 1 key-value heads of a tensor-parallel rank over parallel.cont",
         ),
         # Kinds.

@@ -12,27 +12,27 @@ from diffmegatron.parallel.parallel_state import process_groups
     [
         ([], set()),
         (["data.reset_attention_mask=true", "data.reset_position_ids=true"], {"documents"}),
-        (["parallel.context=2", "parallel.context_exchange=ring"], {"chunks"}),
+        (["parallel.context=2", "parallel.context_communication=ring"], {"chunks"}),
         (
             [
                 "parallel.context=2",
-                "parallel.context_exchange=ring",
+                "parallel.context_communication=ring",
                 "data.reset_attention_mask=true",
                 "data.reset_position_ids=true",
             ],
             {"documents", "offsets", "chunks", "masked chunks"},
         ),
-        (["parallel.context=2", "parallel.context_exchange=all_gather"], set()),
+        (["parallel.context=2", "parallel.context_communication=all_gather"], set()),
         (
             [
                 "parallel.context=2",
-                "parallel.context_exchange=all_gather",
+                "parallel.context_communication=all_gather",
                 "data.reset_attention_mask=true",
                 "data.reset_position_ids=true",
             ],
             {"documents", "offsets"},
         ),
-        (["parallel.context=2", "parallel.context_exchange=ulysses"], set()),
+        (["parallel.context=2", "parallel.context_communication=ulysses"], set()),
     ],
 )
 def test_a_layout_says_what_it_asks_of_the_kernel(tiny_recipe, overrides, needs):
@@ -42,13 +42,13 @@ def test_a_layout_says_what_it_asks_of_the_kernel(tiny_recipe, overrides, needs)
 def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_recipe):
     recipe = tiny_recipe(
         "parallel.context=2",
-        "parallel.context_exchange=ring",
+        "parallel.context_communication=ring",
         "data.reset_attention_mask=true",
         "data.reset_position_ids=true",
         "training.attention_backend=sdpa_4call",
     )
     with (
-        process_groups(tiny_recipe().parallel, seed=1) as topology,
+        process_groups(tiny_recipe().parallel, seed=1) as parallel_state,
         pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"),
     ):
-        build_model(recipe, topology)
+        build_model(recipe, parallel_state)

@@ -17,9 +17,10 @@ import zstandard
 from typer.testing import CliRunner
 
 from diffmegatron.cli import app
-from diffmegatron.data import corpus, preparation
 from diffmegatron.data.index.corpus_manifest import Manifest, hash_file, printable, read_manifest
 from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
+from diffmegatron.data.prepare import corpus_readers as corpus
+from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError

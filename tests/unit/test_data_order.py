@@ -214,14 +214,14 @@ def test_best_fit_is_best_fit_decreasing(sizes: list[int], capacity: int) -> Non
     """Against the textbook algorithm, one piece at a time: as many bins, filled alike."""
     bins: list[int] = []
     for size in sorted(sizes, reverse=True):
-        fitting = [(room, number) for number, room in enumerate(bins) if room >= size]
+        fitting = [(space, number) for number, space in enumerate(bins) if space >= size]
         if fitting:
             bins[min(fitting)[1]] -= size
         else:
             bins.append(capacity - size)
     places = best_fit(np.array(sizes), capacity)
-    rooms = capacity - np.bincount(places, weights=sizes)
-    assert sorted(rooms.tolist()) == sorted(bins)
+    spaces = capacity - np.bincount(places, weights=sizes)
+    assert sorted(spaces.tolist()) == sorted(bins)
 
 
 def test_best_fit_wastes_little_and_cuts_little() -> None:

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.config.data_config import DataConfig
-from diffmegatron.data import part_tokens, preparation
+from diffmegatron.data.index import part_tokens
 from diffmegatron.data.index.corpus_manifest import Manifest
 from diffmegatron.data.index.part_tokens import PartTokens
 from diffmegatron.data.index.token_store import open_corpus
+from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files, read_records
 from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part, cut

@@ -14,7 +14,8 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from diffmegatron.data.index.corpus_manifest import Manifest, hash_file
-from diffmegatron.data.prepare.prepare import preparation, prepare
+from diffmegatron.data.prepare import preparation
+from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.record_formats import Fields, UnusableError, segments
 from diffmegatron.errors import UserError
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from diffmegatron.config.data_config import DataConfig
-from diffmegatron.data import cache, documents
 from diffmegatron.data.loader import Batch, Loader, collate
 from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.data.sampling import array_cache as cache
+from diffmegatron.data.sampling import document_order as documents
 from diffmegatron.data.sampling.samples import Sample, Samples, open_samples
 from diffmegatron.errors import UserError
 

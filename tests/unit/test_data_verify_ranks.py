@@ -60,11 +60,11 @@ def verify(rank: int, data: DataConfig, meeting: Path, results: Any) -> None:
     distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
-    topology: Any = mock.Mock(rank=rank, world_size=RANKS, device=torch.device("cpu"))
+    parallel_state: Any = mock.Mock(rank=rank, world_size=RANKS, device=torch.device("cpu"))
     manifest._READ_BYTES, manifest._HASHED_AT_ONCE = 1000, 1000
     batches.check_hash = noting
     try:
-        verify_sources(data, topology, nullcontext)
+        verify_sources(data, parallel_state, nullcontext)
         results.put((rank, sorted(read), ""))
     except UserError as error:
         results.put((rank, sorted(read), str(error)))
@@ -102,7 +102,7 @@ def test_all_ranks_are_told_of_damage_that_one_found(data: DataConfig, tmp_path:
 
 
 def test_by_default_nothing_is_read(data: DataConfig) -> None:
-    topology: Any = mock.Mock(rank=0, world_size=1)
+    parallel_state: Any = mock.Mock(rank=0, world_size=1)
     sizes = DataConfig.model_validate({**data.model_dump(), "verify": "sizes"})
     with mock.patch.object(batches, "check_hash", side_effect=AssertionError):
-        verify_sources(sizes, topology, nullcontext)
+        verify_sources(sizes, parallel_state, nullcontext)

@@ -1,4 +1,4 @@
-"""The guard's judgement: what is skipped, when a run rolls back and when it stops."""
+"""The guard's decision: what is skipped, when a run rolls back and when it stops."""
 
 import json
 import math
@@ -14,7 +14,7 @@ CALM = [(2.0 + 0.01 * (n % 7), 1.0 + 0.02 * (n % 5)) for n in range(16)]
 def guard_after(values=CALM, **config) -> Guard:
     guard = Guard(GuardConfig(**({"window": 16, "sigma": 6.0} | config)))
     for loss, norm in values:
-        assert guard.judge(loss, norm).applied
+        assert guard.decide(loss, norm).applied
     return guard
 
 
@@ -23,13 +23,13 @@ def guard_after(values=CALM, **config) -> Guard:
 @pytest.mark.parametrize("spikes", ["ignore", "record", "skip"])
 def test_what_is_not_finite_is_never_applied(value, which, spikes):
     loss, norm = (value, 1.0) if which == "loss" else (2.0, value)
-    verdict = guard_after(spikes=spikes).judge(loss, norm)
-    assert not verdict.applied
-    assert verdict.reason.startswith(f"{which} is")
+    decision = guard_after(spikes=spikes).decide(loss, norm)
+    assert not decision.applied
+    assert decision.reason.startswith(f"{which} is")
 
 
 def test_the_mark_deepspeed_gives_a_norm_that_is_not_finite():
-    assert not guard_after().judge(2.0, -1.0).applied
+    assert not guard_after().decide(2.0, -1.0).applied
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_the_mark_deepspeed_gives_a_norm_that_is_not_finite():
 @pytest.mark.parametrize(("loss", "norm"), [(3.0, 1.02), (2.02, 5.0)])
 def test_a_spike(spikes, applied, reported, loss, norm):
     guard = guard_after(spikes=spikes)
-    verdict = guard.judge(loss, norm)
-    assert verdict.applied == applied
-    assert ("standard deviations above the mean" in (verdict.reason or "")) == reported
+    decision = guard.decide(loss, norm)
+    assert decision.applied == applied
+    assert ("standard deviations above the mean" in (decision.reason or "")) == reported
     assert guard.metrics()["guard/spikes"] == reported
 
 
@@ -50,25 +50,25 @@ def test_a_spike_is_k_sample_standard_deviations_above_the_mean():
     numpy = pytest.importorskip("numpy")
     losses = [loss for loss, _ in CALM]
     edge = numpy.mean(losses) + 6 * numpy.std(losses, ddof=1)
-    assert guard_after(spikes="skip").judge(edge - 1e-6, 1.0).applied
-    assert not guard_after(spikes="skip").judge(edge + 1e-6, 1.0).applied
-    assert guard_after(spikes="skip").judge(0.1, 0.1).applied
+    assert guard_after(spikes="skip").decide(edge - 1e-6, 1.0).applied
+    assert not guard_after(spikes="skip").decide(edge + 1e-6, 1.0).applied
+    assert guard_after(spikes="skip").decide(0.1, 0.1).applied
 
 
 def test_a_constant_past_calls_no_rounding_a_spike():
     guard = guard_after([(2.0, 1.0)] * 16, spikes="skip")
-    assert guard.judge(2.01, 1.0 + 1e-6).applied
-    assert not guard.judge(2.2, 1.0).applied
+    assert guard.decide(2.01, 1.0 + 1e-6).applied
+    assert not guard.decide(2.2, 1.0).applied
 
 
 def test_half_a_window_must_be_known():
-    assert guard_after(CALM[:7], spikes="skip").judge(100.0, 100.0).applied
-    assert not guard_after(CALM[:8], spikes="skip").judge(100.0, 100.0).applied
+    assert guard_after(CALM[:7], spikes="skip").decide(100.0, 100.0).applied
+    assert not guard_after(CALM[:8], spikes="skip").decide(100.0, 100.0).applied
 
 
 def test_what_was_skipped_does_not_enter_the_window():
     guard = guard_after(spikes="skip", patience=9)
-    assert [guard.judge(3.0, 1.0).applied for _ in range(8)] == [False] * 8
+    assert [guard.decide(3.0, 1.0).applied for _ in range(8)] == [False] * 8
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_what_was_skipped_does_not_enter_the_window():
 def test_patience_ends_after_steps_in_a_row(then, action):
     guard = guard_after(then=then, patience=3)
     for values in [(math.nan, 1.0), (math.nan, 1.0), (2.0, 1.0), (math.nan, 1.0), (math.nan, 1.0)]:
-        assert guard.judge(*values).action is Action.GO_ON
-    assert guard.judge(math.nan, 1.0).action is action
+        assert guard.decide(*values).action is Action.GO_ON
+    assert guard.decide(math.nan, 1.0).action is action
     assert guard.metrics()["guard/skipped_steps"] == 5
 
 
@@ -86,10 +86,10 @@ def test_rollbacks_are_limited_and_outlive_going_back():
     guard = guard_after(patience=1, max_rollbacks=2)
     saved = guard.state()
     for _ in range(2):
-        assert guard.judge(math.nan, 1.0).action is Action.ROLL_BACK
+        assert guard.decide(math.nan, 1.0).action is Action.ROLL_BACK
         guard.rolled_back(saved)
-        assert guard.judge(2.0, 1.0).applied
-    assert guard.judge(math.nan, 1.0).action is Action.STOP
+        assert guard.decide(2.0, 1.0).applied
+    assert guard.decide(math.nan, 1.0).action is Action.STOP
     assert guard.metrics() == {
         "guard/skipped_steps": 3,
         "guard/spikes": 0,
@@ -99,9 +99,9 @@ def test_rollbacks_are_limited_and_outlive_going_back():
 
 def test_a_restored_guard_judges_as_the_one_saved():
     guard = guard_after(spikes="skip")
-    guard.judge(math.nan, 1.0)
+    guard.decide(math.nan, 1.0)
     other = Guard(GuardConfig(window=16, sigma=6.0, spikes="skip"))
     other.restore(json.loads(json.dumps(guard.state())))
     assert other.state() == guard.state()
     for values in [(3.0, 1.0), (2.0, 1.0), (math.nan, 1.0)]:
-        assert other.judge(*values) == guard.judge(*values)
+        assert other.decide(*values) == guard.decide(*values)

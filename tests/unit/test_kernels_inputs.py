@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import (
+    QKV,
     HeadwiseNorm,
-    Maps,
     WholeAttention,
     chunk_gradients,
     diff_attention,
@@ -157,7 +157,7 @@ def whole(**replaced):
 )
 def test_chunk_gradients_refuses(given, message):
     tensors = inputs()
-    maps = Maps((tensors["q1"], tensors["q2"]), (tensors["k1"], tensors["k2"]), tensors["v"])
+    maps = QKV((tensors["q1"], tensors["q2"]), (tensors["k1"], tensors["k2"]), tensors["v"])
     call = {"grad": torch.zeros(2, 6, 4, 16), "lambda_": torch.tensor(0.5), "whole": whole()}
     call |= given
     with pytest.raises(ValueError, match=message):

@@ -60,7 +60,7 @@ def test_every_backend_has_the_functions_of_its_operation(op):
 
 
 @pytest.mark.parametrize(
-    ("documents", "context", "exchange", "needs"),
+    ("documents", "context", "communication", "needs"),
     [
         (False, 1, None, set()),
         (True, 1, None, {"documents"}),
@@ -71,8 +71,10 @@ def test_every_backend_has_the_functions_of_its_operation(op):
         (True, 2, "ulysses", {"documents"}),
     ],
 )
-def test_a_layout_says_what_it_asks_of_the_kernel(documents, context, exchange, needs):
-    assert needed_features(documents=documents, context=context, exchange=exchange) == needs
+def test_a_layout_says_what_it_asks_of_the_kernel(documents, context, communication, needs):
+    assert (
+        needed_features(documents=documents, context=context, communication=communication) == needs
+    )
 
 
 def test_the_interpreter_lifts_the_limits_of_own_kernels_only(monkeypatch):

@@ -27,7 +27,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "diff_3b_1t.yaml"
             "length is 4096",
         ),
         (
-            "parallel.context=8 parallel.context_exchange=ulysses",
+            "parallel.context=8 parallel.context_communication=ulysses",
             "shares the 12 key-value heads of a tensor-parallel rank over parallel.context 8, "
             "which does not divide them; the nearest size is 6, and 'ring' takes any",
         ),
@@ -35,7 +35,7 @@ RECIPE = Path(__file__).parents[2] / "configs" / "diff_3b_1t.yaml"
             "parallel.context=8 training.attention_backend=flash_2call",
             "'flash_2call' attends to whole sequences, and parallel.context 8 by 'ring' has chunks",
         ),
-        ("parallel.context_exchange=ring", "give parallel.context of at least 2 or 'auto'"),
+        ("parallel.context_communication=ring", "give parallel.context of at least 2 or 'auto'"),
         ("parallel.tensor=5", "the nearest tensor-parallel size that divides all it shards is 4"),
         ("parallel.pipeline=3", "the nearest pipeline size that divides it is 2"),
         (
@@ -68,7 +68,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(overrides, said):
     "overrides",
     [
         "parallel.context=2",
-        "parallel.context=6 training.seq_length=4104 parallel.context_exchange=ulysses",
+        "parallel.context=6 training.seq_length=4104 parallel.context_communication=ulysses",
         "parallel.context=6 training.seq_length=4104 training.attention_backend=flash_2call",
         "parallel.context=8 training.attention_backend=flash_2call model.baseline=true",
         "parallel.pipeline=4 parallel.virtual_pipeline=7",

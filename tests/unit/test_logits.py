@@ -67,8 +67,8 @@ def test_the_largest_of_all(kind, packed, tiny_recipe, monkeypatch):
         return attend(module, documents, query, key, *others)
 
     monkeypatch.setattr(SelfAttention, "_attend", look)
-    with process_groups(recipe.parallel, 1) as topology, torch.no_grad():
-        network = build_model(recipe, topology).eval()
+    with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
+        network = build_model(recipe, parallel_state).eval()
         found = largest_logits(network, lambda: summed_loss(network, a_batch(packed)))
     assert found == pytest.approx(expected, rel=1e-5)
     assert list(found) == [1, 2] and max(found.values()) > 1
@@ -76,8 +76,8 @@ def test_the_largest_of_all(kind, packed, tiny_recipe, monkeypatch):
 
 def test_nobody_looks_afterwards_even_if_the_pass_fails(tiny_recipe):
     recipe = tiny_recipe()
-    with process_groups(recipe.parallel, 1) as topology:
-        network = build_model(recipe, topology).eval()
+    with process_groups(recipe.parallel, 1) as parallel_state:
+        network = build_model(recipe, parallel_state).eval()
         with pytest.raises(ZeroDivisionError):
             largest_logits(network, lambda: 1 / 0)
     layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
@@ -86,8 +86,8 @@ def test_nobody_looks_afterwards_even_if_the_pass_fails(tiny_recipe):
 
 def test_nan_is_told(tiny_recipe):
     recipe = tiny_recipe()
-    with process_groups(recipe.parallel, 1) as topology, torch.no_grad():
-        network = build_model(recipe, topology).eval()
+    with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
+        network = build_model(recipe, parallel_state).eval()
         (weight,) = (
             parameter
             for name, parameter in network.named_parameters()

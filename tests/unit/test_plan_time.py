@@ -55,7 +55,7 @@ def test_sequence_parallel_gathers_the_inputs_again_in_the_backward_pass():
     assert sent == BATCH * (2 * (4 * LAYERS + 2) + 2 * LAYERS) * 3 / 4 * STATE
 
 
-def test_recomputing_repeats_the_forward_passes_exchange():
+def test_recomputing_repeats_the_forward_passes_communication():
     plain, again = (
         count_traffic(make_recipe(parallel={"tensor": 4}, recompute={"granularity": each}), 4)
         for each in ("none", "full")
@@ -68,7 +68,7 @@ def test_context_parallel_exchanges_by_kind():
     tokens, pair, queries = LENGTH // 4, 2 * 2 * 4 * 32, 2 * 8 * 32
     sent = {
         name: count_traffic(
-            make_recipe(parallel={"context": 4, "context_exchange": name}), 4
+            make_recipe(parallel={"context": 4, "context_communication": name}), 4
         ).context
         for name in ("ring", "all_gather", "ulysses")
     }

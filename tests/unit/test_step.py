@@ -51,10 +51,10 @@ def rows(whole: Batch, *numbers: int) -> Batch:
 
 
 def run(recipe, microbatches: list[Batch]):
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(recipe, topology)
-        loss = forward_backward(PlainEngine(network), microbatches, topology)
-        held_out = forward_only(network, microbatches, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        loss = forward_backward(PlainEngine(network), microbatches, parallel_state)
+        held_out = forward_only(network, microbatches, parallel_state)
         token_losses = network(
             microbatches[0].tokens,
             microbatches[0].position_ids,

@@ -12,7 +12,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, superfluous
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
 from diffmegatron.errors import UserError
 
 
@@ -84,10 +84,10 @@ def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
     for step in range(10, 80, 10):
         write(store, step)
     (store.path(60) / "data").unlink()  # a damaged one neither counts among the newest nor goes
-    assert superfluous(store.complete(), 2, None) == [10, 20, 30, 40]
-    assert superfluous(store.complete(), 2, 30) == [10, 20, 40]
-    assert superfluous(store.complete(), 9, None) == []
-    for step in superfluous(store.complete(), 2, 30):
+    assert prunable(store.complete(), 2, None) == [10, 20, 30, 40]
+    assert prunable(store.complete(), 2, 30) == [10, 20, 40]
+    assert prunable(store.complete(), 9, None) == []
+    for step in prunable(store.complete(), 2, 30):
         store.remove(step)
     assert store.steps() == [30, 50, 60, 70]
 

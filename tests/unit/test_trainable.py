@@ -65,8 +65,8 @@ def frozen_rows() -> Tensor:
 )
 def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_recipe):
     recipe = tiny_recipe(*overrides, "training.precision=bf16")
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
         shards = {
             shard.name: (shard.global_shape, parameter.dtype == torch.float32)
             for parameter, found in parameter_shards(network).items()
@@ -87,8 +87,8 @@ def reference(recipe) -> dict[str, Tensor]:
     everything = {"trainable": None, "lr_multipliers": {}}
     whole = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=everything)})
     queries = frozen_rows()
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
-        network = build_model(whole, topology)
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(whole, parallel_state)
         named = {found[0].name: p for p, found in parameter_shards(network).items()}
         factors = {
             name: 5.0 if "lambda" in name else 0.5 if "layers.1." in name else 1.0
@@ -105,10 +105,10 @@ def reference(recipe) -> dict[str, Tensor]:
             betas=recipe.optimizer.betas,
             eps=recipe.optimizer.eps,
         )
-        loader = open_loader(recipe, topology, "train")
+        loader = open_loader(recipe, parallel_state, "train")
         for step in range(1, recipe.training.total_steps + 1):
             network.zero_grad()
-            batches = on_this_rank(next(loader), topology)
+            batches = on_this_rank(next(loader), parallel_state)
             count = sum(batch.loss_mask.sum() for batch in batches)
             for batch in batches:
                 (summed_loss(network, batch) / count).backward()
@@ -129,10 +129,10 @@ def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
     recipe = tiny_recipe(*PART, clipped, "training.steps=5", "optimizer.weight_decay=0.1")
     train(recipe)
     tensors, expected = last(recipe.run_dir).tensors, reference(recipe)
-    with process_groups(recipe.parallel, recipe.training.seed) as topology:
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         initial = {
             found[0].name: parameter.detach().clone()
-            for parameter, found in parameter_shards(build_model(recipe, topology)).items()
+            for parameter, found in parameter_shards(build_model(recipe, parallel_state)).items()
         }
     assert sorted(expected) == sorted(tensors.names())
     for name, value in expected.items():
@@ -150,10 +150,10 @@ def test_a_part_is_trained_as_torch_trains_it_alone(tiny_recipe):
 def test_what_is_frozen_has_no_gradient_and_no_state_and_plan_counts_it(tiny_recipe):
     recipe = tiny_recipe(*PART)
     trained = [each for each in network_tensors(recipe.model) if trained_parts(each, recipe)]
-    with process_groups(recipe.parallel, seed=1) as topology:
-        network = build_model(recipe, topology)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
         with_gradient = [p for p in network.parameters() if p.requires_grad]
-        with ZeroEngine(network, recipe, topology) as engine:
+        with ZeroEngine(network, recipe, parallel_state) as engine:
             held = sum(
                 fragment.tensors["exp_avg"].numel()
                 for fragment in engine.fragments()

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from diffmegatron.attention.context.gather import gathered_attention
 from diffmegatron.attention.context.ring import Ring, ring_attention
 from diffmegatron.attention.context.ulysses import ulysses_attention
-from diffmegatron.attention.kernels.api import HeadwiseNorm, Maps, diff_attention, softmax_attention
-from diffmegatron.attention.variants.base import Exchange
+from diffmegatron.attention.kernels.api import QKV, HeadwiseNorm, diff_attention, softmax_attention
+from diffmegatron.attention.variants.base import ContextCommunication
 
 
 class _Positions(TypedDict):
@@ -34,7 +34,7 @@ class _Operation(ABC):
     backend: str
 
     @abstractmethod
-    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
+    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         """The softmax maps, and the values they share."""
 
     @abstractmethod
@@ -53,8 +53,8 @@ class _Softmax(_Operation):
     # The recipe's backend is one of differential attention.
     backend = "auto"
 
-    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
-        return Maps((query,), (key,), value)
+    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
+        return QKV((query,), (key,), value)
 
     def whole(
         self, query: Tensor, key: Tensor, value: Tensor, **positions: Unpack[_Positions]
@@ -69,7 +69,7 @@ class _Differential(_Operation):
     signal_per_noise: int
     norm: HeadwiseNorm | None
 
-    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> Maps:
+    def maps(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         """By blocks: signal queries, noise queries; k1, k2; the two halves of the value."""
         blocks = key.shape[2] // 2
         noise = query.shape[2] // blocks // (self.signal_per_noise + 1)
@@ -80,7 +80,7 @@ class _Differential(_Operation):
         if self.signal_per_noise > 1:
             # A view of the noise heads would keep the signal heads, of which q1 is a copy.
             q2 = q2.contiguous()
-        return Maps((q1, q2), (k1, k2), v)
+        return QKV((q1, q2), (k1, k2), v)
 
     def whole(
         self, query: Tensor, key: Tensor, value: Tensor, **positions: Unpack[_Positions]
@@ -101,14 +101,14 @@ class SequenceContext:
 
     Attributes:
         group: the ranks that share the sequence; None, or one of them: it is all here.
-        exchange: what they exchange.
+        communication: how they do: `ring`, `all_gather` or `ulysses`.
         backend: what computes differential attention, ``auto`` or a name that ``doctor`` lists.
         documents: None, or the ends of packed documents: [documents + 1] integers on the CPU, in
             the batch's whole rows laid end to end; attention then stays within one.
     """
 
     group: ProcessGroup | None
-    exchange: Exchange
+    communication: ContextCommunication
     backend: str
     documents: Tensor | None
 
@@ -133,7 +133,7 @@ class SequenceContext:
     def _attend(self, operation: _Operation, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.group is None or self.group.size() == 1:
             return self._whole(operation, query, key, value, self.documents)
-        if self.exchange == "ulysses":
+        if self.communication == "ulysses":
             return ulysses_attention(
                 query,
                 key,
@@ -141,13 +141,13 @@ class SequenceContext:
                 self.group,
                 lambda q, k, v: self._whole(operation, q, k, v, self.documents),
             )
-        exchange = self._ring if self.exchange == "ring" else self._gathered
+        attend = self._ring if self.communication == "ring" else self._gathered
         if self.documents is None:
-            return exchange(operation, query, key, value, None)
+            return attend(operation, query, key, value, None)
         # Each row has its own documents, and its positions begin at 0.
         bounds = row_boundaries(self.documents, query.shape[1])
         rows = zip(*(x.split(1, dim=1) for x in (query, key, value)), bounds, strict=True)
-        return torch.cat([exchange(operation, q, k, v, ends) for q, k, v, ends in rows], dim=1)
+        return torch.cat([attend(operation, q, k, v, ends) for q, k, v, ends in rows], dim=1)
 
     def _whole(
         self,
@@ -189,7 +189,7 @@ class SequenceContext:
     ) -> Tensor:
         assert self.group is not None
 
-        def maps(*parts: Tensor) -> Maps:
+        def maps(*parts: Tensor) -> QKV:
             return operation.maps(*(x.transpose(0, 1) for x in parts))
 
         ring = Ring(self.group, maps, None, operation.backend, documents)

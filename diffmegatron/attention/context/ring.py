@@ -16,7 +16,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from diffmegatron.attention.context.zigzag import rank_chunks
 from diffmegatron.attention.kernels.api import (
-    Maps,
+    QKV,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
@@ -26,7 +26,7 @@ from diffmegatron.attention.kernels.api import (
 from diffmegatron.attention.kernels.first_order import first_order
 
 # query [s, b, heads, d], key, value -> the maps, rows first: [b, s, heads, width]
-SplitMaps = Callable[[Tensor, Tensor, Tensor], Maps]
+SplitMaps = Callable[[Tensor, Tensor, Tensor], QKV]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class _Meeting:
     query_start: int
     key_start: int
 
-    def maps(self, ring: Ring) -> Maps:
+    def maps(self, ring: Ring) -> QKV:
         return ring.split(self.query, *self.pair)
 
     def options(self, ring: Ring) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Ulysses: all-to-all, so that each rank attends with some heads over the whole sequence.
 
-Jacobs et al., arXiv 2309.14509. Four exchanges of a rank's own activations and no other change:
+Jacobs et al., arXiv 2309.14509. Four all-to-alls of a rank's own activations and no other change:
 the kernels see a plain causal sequence. The key-value heads of a tensor-parallel rank must divide
 over the context-parallel ranks.
 """

@@ -11,13 +11,13 @@ from .checks import (
 )
 from .chunks import chunk_attention, chunk_gradients
 from .headwise_norm import HeadwiseNorm
-from .maps import Maps, WholeAttention, combine_maps, merge_maps
+from .maps import QKV, WholeAttention, combine_maps, merge_maps
 from .masks import build_mask
 from .select_backend import backend_table, call_of, importable_libraries, resolve_backend
 
 __all__ = [
+    "QKV",
     "HeadwiseNorm",
-    "Maps",
     "WholeAttention",
     "backend_table",
     "chunk_attention",

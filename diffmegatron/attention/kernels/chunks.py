@@ -18,14 +18,14 @@ from .checks import (
     check_two_maps,
     resolve_scale,
 )
-from .maps import Maps, WholeAttention
+from .maps import QKV, WholeAttention
 from .masks import AttentionMask, build_mask
 from .registry import Backend, Op
 from .select_backend import call_of, resolve_backend
 
 
 def chunk_attention(
-    maps: Maps,
+    maps: QKV,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -63,7 +63,7 @@ def chunk_attention(
 
 def chunk_gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
@@ -73,7 +73,7 @@ def chunk_gradients(
     cu_seqlens: Tensor | None = None,
     query_offset: int | None = None,
     key_offset: int = 0,
-) -> Maps:
+) -> QKV:
     """What a chunk of keys adds to the gradients. Not differentiable, and no matter to autocast.
 
     That of lambda is not among them: it is minus the sum of `whole.deltas(...)[1]`.
@@ -100,13 +100,13 @@ def chunk_gradients(
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))
     with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
-        gradients: Maps = chosen.chunk_gradients(
+        gradients: QKV = chosen.chunk_gradients(
             grad, maps, lambda_, whole, softmax_scale=scale, mask=mask
         )
     return gradients
 
 
-def _check(maps: Maps) -> None:
+def _check(maps: QKV) -> None:
     count = len(maps.queries)
     if count not in (1, 2) or len(maps.keys) != count:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check(maps: Maps) -> None:
         check_softmax_inputs(maps.queries[0], maps.keys[0], maps.v)
 
 
-def _check_whole(grad: Tensor, maps: Maps, lambda_: Tensor | None, whole: WholeAttention) -> None:
+def _check_whole(grad: Tensor, maps: QKV, lambda_: Tensor | None, whole: WholeAttention) -> None:
     count = len(maps.queries)
     if (lambda_ is not None) != (count == 2) or (whole.out2 is not None) != (count == 2):
         raise ValueError(
@@ -159,7 +159,7 @@ def _check_whole(grad: Tensor, maps: Maps, lambda_: Tensor | None, whole: WholeA
 
 
 def _mask(
-    maps: Maps, causal: bool, cu_seqlens: Tensor | None, query_offset: int | None, key_offset: int
+    maps: QKV, causal: bool, cu_seqlens: Tensor | None, query_offset: int | None, key_offset: int
 ) -> AttentionMask:
     return build_mask(
         maps.queries[0].shape[1],
@@ -171,7 +171,7 @@ def _mask(
     )
 
 
-def _resolve(maps: Maps, mask: AttentionMask, backend: str) -> Backend:
+def _resolve(maps: QKV, mask: AttentionMask, backend: str) -> Backend:
     needs = mask.features | {"chunks"}
     if mask.features or not mask.is_plain:
         needs |= {"masked chunks"}

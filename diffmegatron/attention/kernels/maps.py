@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Maps(NamedTuple):
+class QKV(NamedTuple):
     """Softmax maps and the values they share; or the gradients of all of these.
 
     Attributes:

@@ -109,7 +109,7 @@ DIFFERENTIAL = {
         saved=costs.nothing,
     ),
     "triton": Backend(
-        "triton.attention",
+        "triton.triton_attention",
         "own fused kernels: 6d forward, 10d or 14d backward",
         work=costs.default_triton_work,
         saved=costs.fused,
@@ -179,7 +179,7 @@ SOFTMAX = {
         saved=costs.nothing,
     ),
     "triton": Backend(
-        "triton.attention",
+        "triton.triton_attention",
         "own kernels of differential attention, with one map",
         work=costs.default_triton_work,
         saved=costs.log_sum_exps,
@@ -233,7 +233,7 @@ SUBTRACTION = {
         saved=costs.nothing,
     ),
     "triton": Backend(
-        "triton.subtraction",
+        "triton.subtraction_kernel",
         "own fused kernel",
         work=costs.per_head((0, 0), (0, 0)),
         saved=costs.nothing,
@@ -268,18 +268,18 @@ def whole_sequence_backends(op: Op) -> frozenset[str]:
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)
 
 
-def needed_features(*, documents: bool, context: int, exchange: str | None) -> frozenset[str]:
+def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
     """What a layout asks of the attention kernel, in the words of `FEATURES`.
 
     Args:
         documents: whether attention stays within packed documents.
         context: number of context-parallel ranks.
-        exchange: what they exchange, "ring", "all_gather" or "ulysses"; None where nothing is.
+        communication: of theirs, "ring", "all_gather" or "ulysses"; None for one rank.
     """
     needs = {"documents"} if documents else set()
-    if context > 1 and exchange == "ring":
+    if context > 1 and communication == "ring":
         needs |= {"chunks", "masked chunks", "offsets"} if documents else {"chunks"}
-    if context > 1 and exchange == "all_gather" and documents:
+    if context > 1 and communication == "all_gather" and documents:
         needs.add("offsets")
     return frozenset(needs)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FLOAT32 = 4
 # The one parameter that a projection holds itself, by the name that a variant declares it under.
 QKV_BIAS = "linear_qkv.bias"
-Exchange = Literal["ring", "all_gather", "ulysses"]
+ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 
 class Constant(NamedTuple):
@@ -75,14 +75,14 @@ class Kernels:
         element: bytes of a number in the run's precision.
         device: a CPU's operations keep what a GPU's fused ones do not.
         backend: of the recipe.
-        exchange: what context-parallel ranks exchange; None where nothing is.
+        communication: of the context-parallel ranks; None for one rank.
         context: how many they are.
     """
 
     element: int
     device: Literal["gpu", "cpu"]
     backend: str
-    exchange: Exchange | None
+    communication: ContextCommunication | None
     context: int
 
     def gathered(self, channels: int, copies: int) -> float:
@@ -90,7 +90,7 @@ class Kernels:
 
         ``copies`` are of the keys' size: an all-gather's, of which the rank's own count already.
         """
-        if self.exchange != "all_gather":
+        if self.communication != "all_gather":
             return 0.0
         return self.element * channels * (copies * self.context - 2)
 

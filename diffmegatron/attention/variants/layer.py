@@ -48,7 +48,7 @@ class Context(Protocol):
         signal_per_noise: int,
         norm: "HeadwiseNorm | None",
     ) -> "Tensor":
-        """Maps of signal heads less lambda times their noise head's, by values of 2d.
+        """QKV of signal heads less lambda times their noise head's, by values of 2d.
 
         A block has two keys, whose values side by side are its one value; its signal heads come
         before its noise heads.

@@ -77,7 +77,7 @@ class Softmax(Variant):
         heads, element = self.heads, kernels.element
         projected = 3.0 * element * (heads.query_channels + heads.key_channels)
         core = FLOAT32 * heads.queries + kernels.gathered(heads.key_channels, copies=2)
-        if kernels.exchange == "ring":
+        if kernels.communication == "ring":
             core += element * heads.query_channels
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)

@@ -125,7 +125,7 @@ class TwoMaps(Variant):
         default = "blocked" if kernels.device == "cpu" else "flash_2call"
         backend = DIFFERENTIAL[default if kernels.backend == "auto" else kernels.backend]
         fuses_norm = False
-        if kernels.exchange == "ring":
+        if kernels.communication == "ring":
             core: float = costs.ring_saved(sizes) + kernels.element * outputs
         else:
             core = backend.saved(sizes)

@@ -123,7 +123,7 @@ class Journal:
 
 
 def _open(path: Path) -> BinaryIO:
-    # Without O_NONBLOCK the opening of a FIFO could wait for ever.
+    # Without O_NONBLOCK the opening of a FIFO could wait forever.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Best-fit packing: documents into sequences with few of them cut (Ding et al., ICML 2024).
 
 A document longer than a sequence is cut into whole sequences and a rest; every piece then goes,
-longest first, into the sequence with the least room that still holds it.
+longest first, into the sequence with the least space that still holds it.
 """
 
 import numpy as np
@@ -58,8 +58,8 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Best-fit decreasing: the bin of each piece, int64 ``[n]``, bins numbered from 0.
 
-    Pieces of one size are placed together: all bins of the least sufficient room take as many as
-    they hold. The steps are thus bounded by the sizes and rooms that occur, not by the pieces.
+    Pieces of one size are placed together: all bins of the least sufficient space take as many as
+    they hold. The steps are thus bounded by the sizes and open_bins that occur, not by the pieces.
 
     Args:
         sizes: int ``[n]``, 1 to ``capacity``.
@@ -68,33 +68,33 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     places = np.empty(len(sizes), dtype=np.int64)
     by_size = np.argsort(-sizes, kind="stable")
     bounds = np.flatnonzero(np.diff(sizes[by_size])) + 1
-    rooms = _Rooms(capacity)
+    open_bins = _OpenBins(capacity)
     for pieces in np.split(by_size, bounds) if len(sizes) else []:
         size = int(sizes[pieces[0]])
         while len(pieces):
-            room, bins = rooms.take(size, len(pieces))
-            per_bin = room // size
+            space, bins = open_bins.take(size, len(pieces))
+            per_bin = space // size
             placed = min(len(pieces), per_bin * len(bins))
             places[pieces[:placed]] = np.repeat(bins, per_bin)[:placed]
             pieces = pieces[placed:]
             full, rest = divmod(placed, per_bin)
-            rooms.put(room - per_bin * size, bins[:full])
+            open_bins.put(space - per_bin * size, bins[:full])
             if rest:
-                rooms.put(room - rest * size, bins[full:])
+                open_bins.put(space - rest * size, bins[full:])
     return places
 
 
-class _Rooms:
-    """Open bins by the room that is left in them."""
+class _OpenBins:
+    """Open bins by the space that is left in them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._bins: dict[int, list[np.ndarray]] = {}
-        self._open = 0  # bit r is set where a bin with room r is open
+        self._open = 0  # bit r is set where a bin with space r is open
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """The least sufficient room, and as many bins of it as the pieces fill; new ones if none.
+        """The least sufficient space, and as many bins of it as the pieces fill; new ones if none.
 
         What was put last is taken first.
         """
@@ -103,18 +103,18 @@ class _Rooms:
             number = -(-pieces // (self._capacity // size))
             self._count += number
             return self._capacity, np.arange(self._count - number, self._count)
-        room = size + (sufficient & -sufficient).bit_length() - 1
-        stack = self._bins[room]
+        space = size + (sufficient & -sufficient).bit_length() - 1
+        stack = self._bins[space]
         bins = stack.pop()
-        wanted = -(-pieces // (room // size))
+        wanted = -(-pieces // (space // size))
         if len(bins) > wanted:
             stack.append(bins[wanted:])
         if not stack:
-            self._open &= ~(1 << room)
-        return room, bins[:wanted]
+            self._open &= ~(1 << space)
+        return space, bins[:wanted]
 
-    def put(self, room: int, bins: np.ndarray) -> None:
-        """Bins that are left with a room."""
-        if room and len(bins):
-            self._bins.setdefault(room, []).append(bins)
-            self._open |= 1 << room
+    def put(self, space: int, bins: np.ndarray) -> None:
+        """Bins that are left with a space."""
+        if space and len(bins):
+            self._bins.setdefault(space, []).append(bins)
+            self._open |= 1 << space

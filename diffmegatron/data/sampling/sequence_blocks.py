@@ -26,7 +26,7 @@ class Pieces(NamedTuple):
 
 
 class Blocks(Protocol):
-    """The sequences of one source, for ever."""
+    """The sequences of one source, forever."""
 
     def epoch(self, index: int) -> int:
         """The pass over the documents in which block ``index`` begins."""
@@ -44,7 +44,7 @@ class Blocks(Protocol):
 class Concatenated:
     """Documents end to end, cut every ``seq_length`` tokens.
 
-    The stream repeats for ever and block b holds its tokens b s to b s + s, the last one being
+    The stream repeats forever and block b holds its tokens b s to b s + s, the last one being
     the next block's first, as it is only predicted here. So every token is the input of exactly
     one block per pass, none is dropped at the seam, and later passes are cut elsewhere.
     """

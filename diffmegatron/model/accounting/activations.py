@@ -8,8 +8,8 @@ anything added for LoRA's narrow ones.
 
 from typing import Literal
 
-from diffmegatron.attention.variants.base import Exchange, Kernels
-from diffmegatron.config.divisibility import context_exchange as chosen_exchange
+from diffmegatron.attention.variants.base import ContextCommunication, Kernels
+from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
 
 Device = Literal["gpu", "cpu"]
@@ -166,16 +166,16 @@ def _attention_bytes_per_token(recipe: Recipe, device: Device) -> tuple[float, f
         element=BYTES[recipe.training.precision],
         device=device,
         backend=recipe.training.attention_backend,
-        exchange=context_exchange(recipe),
+        communication=context_communication(recipe),
         context=recipe.parallel.context,
     )
     projected, core = recipe.model.attention.kept_bytes(kernels)
     return projected / recipe.parallel.tensor, core / recipe.parallel.tensor
 
 
-def context_exchange(recipe: Recipe) -> Exchange | None:
-    """What context-parallel ranks exchange; None where nothing is."""
-    return None if recipe.parallel.context == 1 else chosen_exchange(recipe)
+def context_communication(recipe: Recipe) -> ContextCommunication | None:
+    """How context-parallel ranks communicate; None for one rank."""
+    return None if recipe.parallel.context == 1 else chosen_communication(recipe)
 
 
 def _rotary_bytes(recipe: Recipe) -> float:

@@ -20,8 +20,8 @@ from loops import (
 )
 
 from diffmegatron.attention.kernels.api import (
+    QKV,
     HeadwiseNorm,
-    Maps,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
@@ -33,7 +33,8 @@ from diffmegatron.attention.kernels.api import (
 )
 from diffmegatron.attention.kernels.costs import Sizes
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
-from diffmegatron.attention.kernels.triton import launch, subtraction
+from diffmegatron.attention.kernels.triton import kernel_launch as launch
+from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
 from diffmegatron.attention.kernels.triton.block_sizes import Blocks, Target
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
@@ -45,7 +46,8 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(launch, function, lambda *_: Blocks(16, 16, 4, 1))
     monkeypatch.setattr(launch, "ROW_SUMS_ROWS", 16)
     monkeypatch.setattr(subtraction, "ROWS", 16)
-    # Under deterministic algorithms torch fills new memory with NaN: what a kernel forgets shows.
+    # Under deterministic algorithms torch fills new memory with NaN: what a kernel leaves unwritten
+    # shows.
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -250,7 +252,7 @@ def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass
         v, lambda_ = v[..., :16].contiguous(), None
     queries, all_keys = (q1, q2)[:count], (k1, k2)[:count]
     options = {"cu_seqlens": bounds, "query_offset": 20}
-    whole_maps = Maps(queries, all_keys, v)
+    whole_maps = QKV(queries, all_keys, v)
     outs, lses = zip(*chunk_attention(whole_maps, backend="reference", **options), strict=True)
     whole = WholeAttention(combine_maps(outs, lambda_), *outs[1:] or [None], lses)
     grad = torch.randn(whole.out.shape, generator=torch.Generator().manual_seed(3)).double()
@@ -258,7 +260,7 @@ def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass
     found = []
     with in_form(one_pass):
         for start, stop in ((0, 25), (25, 40)):
-            part = Maps(queries, tuple(k[:, start:stop] for k in all_keys), v[:, start:stop])
+            part = QKV(queries, tuple(k[:, start:stop] for k in all_keys), v[:, start:stop])
             placed = {**options, "key_offset": start, "backend": "triton"}
             for (out, lse), (right, right_lse) in zip(
                 chunk_attention(part, **placed),

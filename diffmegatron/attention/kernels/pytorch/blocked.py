@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..first_order import first_order
-from ..maps import Maps, WholeAttention, map_factors
+from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask
 from .row_blocks import (
     attention_map,
@@ -85,13 +85,13 @@ def attention_with_lse(
 
 def chunk_gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
     softmax_scale: float,
     mask: AttentionMask,
-) -> Maps:
+) -> QKV:
     """As `api.chunk_gradients`."""
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
     queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
@@ -125,7 +125,7 @@ def chunk_gradients(
             dk[heads, seen].baddbmm_(dscores.mT, q_block.flatten(1, 2))
         dv[heads, seen].baddbmm_(combined.mT, dout)
     dtype = maps.v.dtype
-    return Maps(
+    return QKV(
         tuple(ungroup_queries(dq * softmax_scale, batch).to(dtype) for dq in dqs),
         tuple(ungroup_keys(dk, batch).to(dtype) for dk in dks),
         ungroup_keys(dv, batch).to(dtype),

@@ -1,4 +1,4 @@
-"""The paper's equations read literally: the yardstick of every other backend.
+"""The paper's equations read literally: the reference of every other backend.
 
 Ye et al., Differential Transformer, ICLR 2025 (arXiv 2410.05258), equation 1:
 
@@ -8,7 +8,7 @@ Ye et al., Differential Transformer, ICLR 2025 (arXiv 2410.05258), equation 1:
 import torch
 from torch import Tensor
 
-from ..maps import Maps, WholeAttention, map_factors
+from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask
 
 
@@ -55,13 +55,13 @@ def attention_with_lse(
 
 def chunk_gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
     softmax_scale: float,
     mask: AttentionMask,
-) -> Maps:
+) -> QKV:
     """As `api.chunk_gradients`, by autograd through the weights.
 
     The log-sum-exp of the whole is a constant of the chunk; what it would have carried is the row
@@ -85,7 +85,7 @@ def chunk_gradients(
             of_row = shared - delta.transpose(1, 2)[..., None]
             total = total + (factor * weights * of_row).sum()
     gradients = [g.to(maps.v.dtype) for g in torch.autograd.grad(total, leaves)]
-    return Maps(tuple(gradients[:count]), tuple(gradients[count:-1]), gradients[-1])
+    return QKV(tuple(gradients[:count]), tuple(gradients[count:-1]), gradients[-1])
 
 
 def _attention_map(q: Tensor, k: Tensor, softmax_scale: float, mask: AttentionMask) -> Tensor:

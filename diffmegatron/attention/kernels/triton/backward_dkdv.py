@@ -65,7 +65,7 @@ def _key_block_gradients(
 ):
     """Add what the query rows [row_begin, row_end) of one head contribute.
 
-    Maps are `[M, N]`; dK is `[N, D]` and dV `[N, DV]`. With TMA, on Hopper, these are transposed:
+    QKV are `[M, N]`; dK is `[N, D]` and dV `[N, DV]`. With TMA, on Hopper, these are transposed:
     of a product with D rows or more two warpgroups each take a part, and both of its operands lie
     in shared memory.
     """

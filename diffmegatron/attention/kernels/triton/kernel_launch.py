@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..costs import default_one_pass
-from ..maps import Maps
+from ..maps import QKV
 from ..masks import AttentionMask
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
@@ -129,7 +129,7 @@ def launch_backward(
     lses: tuple[Tensor, Tensor | None],
     deltas: tuple[Tensor, Tensor | None],
     problem: Problem,
-) -> Maps:
+) -> QKV:
     """The gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
@@ -170,7 +170,7 @@ def launch_backward(
                 *(problem.mask.key_intervals(q1.device) if is_packed else none), *sizes,
                 **_constants(q1, v, blocks, problem, maps),
             )  # fmt: skip
-    return Maps(tuple(dqs), tuple(dks), dv)
+    return QKV(tuple(dqs), tuple(dks), dv)
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

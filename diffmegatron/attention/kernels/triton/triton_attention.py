@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..first_order import first_order
 from ..headwise_norm import HeadwiseNorm
-from ..maps import Maps, WholeAttention, combine_maps, map_gradients
+from ..maps import QKV, WholeAttention, combine_maps, map_gradients
 from ..masks import AttentionMask
 from .block_sizes import Target
 from .kernel_launch import (
@@ -87,13 +87,13 @@ def attention_with_lse(
 
 def chunk_gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
     softmax_scale: float,
     mask: AttentionMask,
-) -> Maps:
+) -> QKV:
     """As `api.chunk_gradients`."""
     problem = problem_of(maps.queries[0], softmax_scale, mask, None, None)
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
@@ -170,7 +170,7 @@ class _SeparateMaps(torch.autograd.Function):
         lses, queries, keys = (tuple(of_maps[i * count : (i + 1) * count]) for i in range(3))
         rows = tuple(lse.transpose(1, 2) for lse in lses)
         deltas = WholeAttention(out, out2, rows).deltas(grad, lambda_)
-        found = _gradients(grad, Maps(queries, keys, v), lambda_, lses, deltas, ctx.problem)
+        found = _gradients(grad, QKV(queries, keys, v), lambda_, lses, deltas, ctx.problem)
         dlambda = None if lambda_ is None else -deltas[1].sum().to(lambda_.dtype)
         return None, dlambda, found.v, *found.queries, *found.keys
 
@@ -186,12 +186,12 @@ def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 def _gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     lses: Sequence[Tensor],
     deltas: tuple[Tensor, ...],
     problem: Problem,
-) -> Maps:
+) -> QKV:
     """From log2-sum-exp2s `[b, heads, s]` and deltas `[b, s, heads]` of each map."""
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]
@@ -212,4 +212,4 @@ def _gradients(
         found.append(launch_backward((q, k, q, k, v), of_map, None, *rows, problem))
     dqs, dks = (tuple(x for of_map in found for x in of_map[i]) for i in (0, 1))
     dv, *others = (of_map.v for of_map in found)
-    return Maps(dqs, dks, sum(others, dv))
+    return QKV(dqs, dks, sum(others, dv))

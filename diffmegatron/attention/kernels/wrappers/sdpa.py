@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..maps import Maps, WholeAttention, map_gradients
+from ..maps import QKV, WholeAttention, map_gradients
 from ..masks import AttentionMask
 from .two_map_calls import four_calls
 
@@ -55,13 +55,13 @@ def attention_with_lse(
 
 def chunk_gradients(
     grad: Tensor,
-    maps: Maps,
+    maps: QKV,
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
     softmax_scale: float,
     mask: AttentionMask,
-) -> Maps:
+) -> QKV:
     """As `api.chunk_gradients`, by torch's flash kernels.
 
     They take the output and the log-sum-exp that the weights come from: those of the whole, as in
@@ -91,7 +91,7 @@ def chunk_gradients(
         dqs.append(dq.transpose(1, 2))
         dks.append(_per_kv_head(dk, kv_heads))
         dv += _per_kv_head(torch.cat(dvalues, -1), kv_heads)
-    return Maps(tuple(dqs), tuple(dks), dv)
+    return QKV(tuple(dqs), tuple(dks), dv)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
