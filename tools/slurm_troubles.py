@@ -21,6 +21,7 @@ from slurm_cluster import Cluster
 
 from diffmegatron.attempts.ends import ATTEMPT, read_heartbeat
 from diffmegatron.attempts.ledger import Attempt, Ledger
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.metrics import newest_entries
 
 # Of slurm.conf: a second partition, which takes the nodes of the first.
@@ -30,7 +31,6 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-_LEFT_FREE = 2 << 20  # bytes: for the small files of an attempt, not for a checkpoint
 _WAIT_SECONDS = 1800.0
 
 
@@ -189,6 +189,12 @@ class Month:
         """Set the time limit."""
         self.call("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
 
+    def checkpoint_bytes(self) -> int:
+        """Size of the newest checkpoint's files."""
+        newest = CheckpointStore(self.run_dir).latest()
+        assert newest is not None, "no attempt has saved"
+        return sum(path.stat().st_size for path in newest.iterdir())
+
     def disk(self) -> Path:
         """The folder that the run's disk is mounted at."""
         return self.run_dir.parent
@@ -294,8 +300,9 @@ def full_disk(month: Month, after: int) -> str:
     """No save succeeds; the run is asked to stop, and launched again before there is space."""
     attempt = month.trained(after)
     filler = month.disk() / "of_somebody_else"
-    filler.write_bytes(bytes(max(0, shutil.disk_usage(month.disk()).free - _LEFT_FREE)))
-    time.sleep(5)
+    for _ in range(5):  # a save that is at work removes an older checkpoint at its end
+        _fill(filler, month.checkpoint_bytes() // 2)
+        time.sleep(1)
     month.call("scancel", "--signal=USR1", month.job)
     month.until(lambda: not month.is_queued(), "the job has ended")
     month.launch()
@@ -303,6 +310,13 @@ def full_disk(month: Month, after: int) -> str:
     month.until(lambda: not month.is_queued(), "the job that found no space has ended")
     filler.unlink()
     return "the disk is full; asked to stop, launched again before there is space"
+
+
+def _fill(filler: Path, left_free: int) -> None:
+    """Grow a file until its disk has only so many bytes, for small files of an attempt."""
+    with filler.open("ab") as file, suppress(OSError):
+        file.write(bytes(shutil.disk_usage(filler.parent).free))
+    os.truncate(filler, max(0, filler.stat().st_size - left_free))
 
 
 def mistake(month: Month, after: int) -> str:
