@@ -14,13 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from torch import multiprocessing
 
 from diffmegatron.optim.zero import import_deepspeed
-
-REPOSITORY = Path(__file__).parent.parent
+from tests.paths import ROOT
 
 
 def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) -> str:
@@ -41,7 +39,7 @@ def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) ->
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

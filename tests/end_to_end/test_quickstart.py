@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.paths import ROOT
+
 FEWER = ["training.steps=30", "training.eval_interval=30", "checkpoint.interval=30"]
 
 

@@ -1,4 +1,4 @@
-"""Puts this folder on the path (loops.py) and keeps the interpreter's tests to their process."""
+"""Keeps the interpreter's tests to their process."""
 
 import os
 

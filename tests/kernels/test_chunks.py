@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error
 
 from diffmegatron.attention.kernels.api import (
     QKV,
@@ -14,6 +13,7 @@ from diffmegatron.attention.kernels.api import (
     merge_maps,
 )
 from diffmegatron.attention.kernels.registry import Call, choose_backend
+from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 DOCUMENTS = torch.tensor([0, 4, 6, 12])
 # torch's flash kernels take no mask of documents.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error, value_and_grads
 
 from diffmegatron.attention.kernels.api import diff_attention
 from diffmegatron.attention.kernels.pytorch.row_blocks import ROWS_PER_BLOCK
+from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error, value_and_grads
 
 BACKENDS = ("reference", "blocked")
 SHAPES = {

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from loops import make_inputs, relative_error
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from tests.kernels.loops import make_inputs, relative_error
 
 
 def loss_of(inputs, backend):

@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
@@ -20,6 +19,7 @@ from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.kernels.select_backend import importable_libraries
 from diffmegatron.attention.kernels.triton.block_sizes import Target
 from diffmegatron.attention.kernels.wrappers import flash, flash_2call, flash_4call, flex
+from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
 CASES = {

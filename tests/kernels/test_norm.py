@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from loops import loop_diff_attention, make_inputs, relative_error
 
 from diffmegatron.attention.kernels.api import HeadwiseNorm, diff_attention
+from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 
 @pytest.mark.parametrize("has_weight", [True, False], ids=["weight", "no weight"])

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
-from loops import loop_diff_attention_v2, make_v2_inputs, relative_error, value_and_grads
 
 from diffmegatron.attention.kernels.api import diff_attention_v2, softmax_attention, subtract_noise
+from tests.kernels.loops import (
+    loop_diff_attention_v2,
+    make_v2_inputs,
+    relative_error,
+    value_and_grads,
+)
 
 SHAPES = {
     "pairs": {"rows": 9, "heads": 3},

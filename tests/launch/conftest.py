@@ -14,8 +14,8 @@ from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from tests.conftest import TINY
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 # Each of four data-parallel ranks has a microbatch.
 FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")
 # Of a cluster: nodes of two ranks on processors.

@@ -22,7 +22,8 @@ from diffmegatron.operations.launch import (
     summary,
 )
 from diffmegatron.operations.torchrun import torchrun_file
-from tests.launch.conftest import FACTS, FOUR, ROOT, SMALL
+from tests.launch.conftest import FACTS, FOUR, SMALL
+from tests.paths import ROOT
 
 STAGES = """
 stages:

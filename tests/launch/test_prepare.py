@@ -6,7 +6,7 @@ import sys
 
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.prepare.prepare import prepare
-from tests.launch.conftest import ROOT
+from tests.paths import ROOT
 
 SCRIPT = ROOT / "launch/prepare.sh"
 # The first attempt at part 2 gets as far as the time limit.

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.paths import ROOT
 
 SCRIPTS = sorted(
     path for path in [ROOT / ".ci/run", *ROOT.glob("launch/*.sh")] if not path.is_symlink()

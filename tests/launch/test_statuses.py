@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.attempts.ledger import Attempt, Ledger
-from tests.launch.conftest import FOUR, ROOT
+from tests.launch.conftest import FOUR
+from tests.paths import ROOT
 
 DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
 WAITING = {str(rank): "together | wait" for rank in range(4)}

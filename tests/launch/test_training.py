@@ -13,7 +13,8 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
 from diffmegatron.operations.status import examine
 from diffmegatron.training.metrics import read_metrics
-from tests.launch.conftest import FOUR, ROOT, SMALL
+from tests.launch.conftest import FOUR, SMALL
+from tests.paths import ROOT
 
 STEPS = 200
 

@@ -22,10 +22,11 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.training.metrics import read_metrics
 from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
-from tests.ranks import REPOSITORY, launch
+from tests.paths import DOCS, ROOT
+from tests.ranks import launch
 
 STEPS = 10
-DOCS = REPOSITORY / "docs" / "parallelism.md"
+PAGE = DOCS / "parallelism.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 TENSOR = ("parallel.tensor=2",)
@@ -312,12 +313,12 @@ def table(rows: list[dict[str, object]]) -> str:
 
 def write_results(rows: list[dict[str, object]]) -> None:
     """The rows into benchmarks/results and docs/parallelism.md."""
-    results = REPOSITORY / "benchmarks" / "results" / "layout_matrix.json"
+    results = ROOT / "benchmarks" / "results" / "layout_matrix.json"
     versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
     results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    before, _, rest = DOCS.read_text().partition(BEGIN)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    DOCS.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 def main() -> None:

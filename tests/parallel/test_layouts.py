@@ -14,10 +14,10 @@ from diffmegatron.hf.from_checkpoint import export_checkpoint
 from tests.conftest import TINY
 from tests.parallel.matrix import (
     BEGIN,
-    DOCS,
     END,
     LAYOUTS,
     MODELS,
+    PAGE,
     STEPS,
     Layout,
     gradient_difference,
@@ -181,7 +181,7 @@ def test_the_matrix_reaches_every_model_and_size():
 
 
 def test_the_docs_show_every_layout():
-    shown = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
+    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     rows = [f"| {layout.words} | {layout.model} | {layout.ranks} | same" for layout in LAYOUTS]
     assert [row for row in rows if row not in shown] == []
     assert len(shown.strip().splitlines()) == len(rows) + 2

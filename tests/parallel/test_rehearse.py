@@ -1,14 +1,11 @@
 """`plan --rehearse`: a recipe's layout runs, small, on CPU ranks, or says why it does not."""
 
-from pathlib import Path
-
 import pytest
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.plan.rehearse import MAX_RANKS, _reason, rehearse, run_ranks, small_recipe
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+from tests.paths import CONFIGS
 
 
 def test_a_layout_that_works_shows_two_finite_steps(capsys):

@@ -6,9 +6,8 @@ One rank is killed and one is stopped, which only the watchdog can end.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.paths import ROOT
 
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):

@@ -12,8 +12,7 @@ import pytest
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.metrics import read_metrics
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.paths import ROOT
 
 
 def a_signal_to_the_script(script: subprocess.Popen) -> None:

@@ -44,10 +44,10 @@ from diffmegatron.hf.source import Source
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
 from diffmegatron.training.metrics import MetricsWriter, read_metrics
+from tests.checkpoints import sign, write_checkpoint
 from tests.conftest import TINY
 from tests.pretrained import write_pretrained
 from tests.robustness.cases import check_sentence, for_all
-from tests.unit.checkpoints import sign, write_checkpoint
 
 Read = Callable[[], object]
 

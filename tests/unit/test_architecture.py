@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent.parent / "diffmegatron"
+from tests.paths import ROOT
+
+PACKAGE = ROOT / "diffmegatron"
 
 # From the top down: a package imports itself and packages of lower layers, never sideways.
 LAYERS = [
@@ -128,6 +130,15 @@ def test_no_kind_of_attention_is_known_by_name_outside_its_file():
         if names.search(operations.sub("", line))
     }
     assert not found
+
+
+def test_unit_tests_mirror_the_package():
+    """A folder of tests is one of the package, and a package itself: files may share a name."""
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("*.py")}
+    assert not {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
+    tests = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    assert not {str(folder) for folder in tests if not (folder / "__init__.py").is_file()}
 
 
 def test_recipes_are_read_without_torch():

@@ -10,14 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from loops import (
-    loop_diff_attention,
-    loop_diff_attention_v2,
-    make_inputs,
-    make_v2_inputs,
-    relative_error,
-    value_and_grads,
-)
 
 from diffmegatron.attention.kernels.api import (
     QKV,
@@ -36,6 +28,14 @@ from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
 from diffmegatron.attention.kernels.triton.block_sizes import Blocks, Target
+from tests.kernels.loops import (
+    loop_diff_attention,
+    loop_diff_attention_v2,
+    make_inputs,
+    make_v2_inputs,
+    relative_error,
+    value_and_grads,
+)
 
 NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
 

@@ -1,0 +1,111 @@
+"""``diffmegatron checkpoint``: what it prints and how it exits."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.commands import app
+from diffmegatron.errors import UserError
+from tests.checkpoints import NAMES, change_json, sign, write_checkpoint
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step)
+    return tmp_path
+
+
+def invoke(*arguments: object):
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(each) for each in arguments])
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "cut": lambda path: os.truncate(path / "state.json", 3),
+    "a FIFO": lambda path: fifo(path / "state.json"),
+    "the manifest a FIFO": lambda path: fifo(path / "manifest.json"),
+    "deep": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "a large number": lambda path: (path / "manifest.json").write_text("1" + "0" * 6000),
+    "a long name": lambda path: change_json(
+        path / "manifest.json", lambda manifest: manifest["files"][0].update(name="n" * 5000)
+    ),
+    "what a table takes for markup": lambda path: change_json(
+        path / "manifest.json", lambda manifest: manifest["files"][0].update(name="[/bold]")
+    ),
+    "a file in its place": lambda path: (path.rename(path.parent / "aside"), path.write_text("")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_does_not_hide_the_others(damage, run_dir):
+    DAMAGES[damage](run_dir / "checkpoints/step_00000020")
+    listed = invoke("list", run_dir)
+    assert listed.exit_code == 0, listed.exception
+    assert listed.output.count("complete") == 2
+    assert listed.output.count("damaged: ") == 1
+    verified = invoke("verify", run_dir)
+    assert verified.exit_code == 1
+    assert verified.output.count(": good, ") == 2
+    assert verified.output.count(": damaged: ") == 1
+    assert len(verified.output) < 2000
+
+
+def test_verify_reads_every_byte(run_dir):
+    assert invoke("verify", run_dir).exit_code == 0
+    path = run_dir / "checkpoints/step_00000020/rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    result = invoke("verify", run_dir)
+    assert result.exit_code == 1
+    assert result.output.count("good") == 2
+    assert "checksum" in result.output
+    assert invoke("verify", run_dir / "checkpoints/step_00000020").exit_code == 1
+    assert invoke("verify", run_dir / "checkpoints/step_00000010").exit_code == 0
+    assert "complete" in invoke("list", run_dir).output, "listing compares sizes"
+
+
+def test_inspect_shows_what_verify_calls_good(run_dir):
+    path = run_dir / "checkpoints/step_00000020"
+    result = invoke("inspect", path)
+    assert result.exit_code == 0
+    state, _, tensors = result.output.partition("\n}\n")
+    assert json.loads(f"{state}\n}}")["step"] == 20
+    assert all(name in tensors for name in NAMES)
+    (path / "state.json").write_text("{}")
+    sign(path)
+    assert "Field required at step" in invoke("verify", path).output
+    assert isinstance(invoke("inspect", path).exception, UserError)
+
+
+def test_prune_says_what_it_would_do_and_does_it(run_dir):
+    dry = invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20, "--dry-run")
+    assert "would remove" in dry.output
+    assert CheckpointStore(run_dir).steps() == [10, 20, 30]
+    assert invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20).exit_code == 0
+    assert CheckpointStore(run_dir).steps() == [20, 30]
+    again = invoke("prune", run_dir, "--keep-last", 2)
+    assert "nothing to remove of 2 complete checkpoints" in again.output
+
+
+def test_verifying_what_is_not_there_is_a_sentence(tmp_path):
+    for name in ("nope", "n" * 5000):
+        result = invoke("verify", tmp_path / name)
+        assert isinstance(result.exception, UserError)
+        assert "is no folder" in str(result.exception)
+
+
+def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):
+    for path in (tmp_path, tmp_path / ("n" * 5000)):
+        result = invoke("list", path)
+        assert isinstance(result.exception, UserError)
+        assert "has no checkpoints" in str(result.exception)

@@ -1,0 +1,365 @@
+"""The one way to what is in a checkpoint: what was saved, or one sentence and nothing else."""
+
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffmegatron.checkpoint.contents import Checkpoint, open_checkpoint
+from diffmegatron.checkpoint.sharded import KINDS
+from diffmegatron.errors import UserError
+from tests.checkpoints import (
+    NAMES,
+    change_header,
+    change_json,
+    sign,
+    write_checkpoint,
+)
+
+FILES = ("manifest.json", "state.json", "recipe.yaml", "rank_00000.safetensors")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("saved"), 7)
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return shutil.copytree(saved, tmp_path / saved.name)
+
+
+def content(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """Everything that is in a checkpoint, to be compared with ``==``."""
+    tensors = checkpoint.tensors
+    values = {
+        (kind, name): tensors.whole(kind, name).tolist()
+        for kind in KINDS
+        for name in tensors.names()
+    }
+    own = [tensors.extra(f"rank_0000{rank}.safetensors", "random.cpu") for rank in (0, 1)]
+    return (
+        values,
+        [None if each is None else each.tolist() for each in own],
+        checkpoint.state,
+        checkpoint.recipe,
+    )
+
+
+def test_what_was_saved_is_there(saved):
+    values, own, state, recipe = content(open_checkpoint(saved))
+    assert values["weight", NAMES[0]] == (
+        torch.cat([torch.arange(12) + 70.0, torch.arange(12) + 80.0]).view(6, 4).tolist()
+    )
+    assert values["exp_avg_sq", NAMES[1]] == (torch.arange(12, 16) + 0.08).tolist()
+    assert own == [[0] * 16, [1] * 16]
+    assert (state["step"], state["world_size"], state["data"]["consumed_samples"]) == (7, 2, 56)
+    assert recipe.model.num_layers == 2
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    """One bit of a file, or the end of it cut off."""
+    damaged = bytearray(path.read_bytes())
+    place = chance.randrange(len(damaged))
+    if chance.random() < 0.2:
+        del damaged[place:]
+    else:
+        damaged[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_or_a_cut_is_found(name, directory):
+    """Where it is not, as in the white space of the manifest, nothing else is read than before."""
+    expected = content(open_checkpoint(directory))
+    path, chance, found = directory / name, random.Random(name), 0
+    whole = path.read_bytes()
+    for _ in range(200):
+        flip(path, chance)
+        try:
+            assert content(open_checkpoint(directory)) == expected
+        except UserError as error:
+            found += 1
+            assert "\n" not in str(error) and len(str(error)) < 1000
+        path.write_bytes(whole)
+    assert found > (150 if name == "manifest.json" else 195)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_damage_with_the_right_checksums_is_a_sentence_or_a_checkpoint(name, directory):
+    """Nobody may trust checksums of files that somebody else has written."""
+    path, chance = directory / name, random.Random(name)
+    whole = path.read_bytes()
+    for _ in range(150):
+        flip(path, chance)
+        sign(directory)
+        try:
+            content(open_checkpoint(directory))
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+        path.write_bytes(whole)
+
+
+def set_piece(rank: int, index: int, **values: object):
+    def change(directory: Path) -> None:
+        path = directory / f"rank_0000{rank}.safetensors"
+        change_header(path, lambda header, pieces: pieces[index].update(values))
+
+    return change
+
+
+def set_tensor(name: str, **values: object):
+    def change(directory: Path) -> None:
+        path = directory / "rank_00000.safetensors"
+        change_header(path, lambda header, pieces: header[name].update(values))
+
+    return change
+
+
+def set_state(**values: object):
+    return lambda directory: change_json(
+        directory / "state.json", lambda state: state.update(values)
+    )
+
+
+def set_number(kind: str, value: float):
+    """One element of the second rank's norm."""
+
+    def change(directory: Path) -> None:
+        path = directory / "rank_00001.safetensors"
+        raw = bytearray(path.read_bytes())
+        first = 8 + int.from_bytes(raw[:8], "little")
+        begin = json.loads(raw[8:first])[f"{kind}.1"]["data_offsets"][0] + first
+        raw[begin : begin + 4] = np.float32(value).tobytes()
+        path.write_bytes(raw)
+
+    return change
+
+
+def drop_state(key: str):
+    return lambda directory: change_json(directory / "state.json", lambda state: state.pop(key))
+
+
+def drop_moment(header: dict, pieces: list) -> None:
+    header["other.0"] = header.pop("exp_avg.0")
+
+
+SIGNED = {
+    "state is empty": (
+        lambda directory: (directory / "state.json").write_text("{}"),
+        r"state.json is damaged and cannot be used: Field required at step",
+    ),
+    "state nests deep": (
+        lambda directory: (directory / "state.json").write_text("[" * 100_000),
+        "state.json is damaged and cannot be used",
+    ),
+    "state has a large number": (set_state(step=10**4000), "state.json is damaged"),
+    "state is of another step": (set_state(step=8), "is of step 8 and .* manifest of step 7"),
+    "step is negative": (set_state(step=-5), "greater than or equal to 0 at step"),
+    "updates are negative": (set_state(updates=-1), "greater than or equal to 0 at updates"),
+    "updates are a word": (set_state(updates="7"), "valid integer at updates"),
+    "data is a list": (set_state(data=[1]), "an object at data"),
+    "no guard": (drop_state("guard"), "Field required at guard"),
+    "more in the state": (set_state(more=1), "Extra inputs are not permitted at more"),
+    "another number of ranks": (set_state(world_size=3), "written by 3 ranks and .* lists 2 files"),
+    "ranks without end": (set_state(world_size=10**15), "written by 10+ ranks"),
+    "recipe extends": (
+        lambda directory: (directory / "recipe.yaml").write_text("extends: /etc/passwd\n"),
+        "has 'extends', which a resolved recipe has not",
+    ),
+    "recipe has stages": (
+        lambda directory: (directory / "recipe.yaml").write_text("stages: []\n"),
+        "has 'stages'",
+    ),
+    "recipe is none": (
+        lambda directory: (directory / "recipe.yaml").write_text("model: 3\n"),
+        "recipe.yaml",
+    ),
+    "a rank's file is listed and foreign": (
+        lambda directory: (directory / "rank_00001.safetensors").rename(directory / "rank_x"),
+        "lists 2 files .* not theirs",
+    ),
+    "pieces overlap": (
+        set_piece(1, 0, offset=[0, 0]),
+        f"holds pieces of {NAMES[0]} that overlap",
+    ),
+    "boxes overlap in part": (
+        set_piece(1, 0, offset=[2, 0]),
+        f"holds pieces of {NAMES[0]} that overlap",
+    ),
+    "a gap": (
+        set_piece(1, 0, global_shape=[7, 4], offset=[4, 0]),
+        "gives .*linear_fc1.weight more than one shape",
+    ),
+    "elements missing": (set_piece(1, 1, global_shape=[5]), "holds 4 of the 5 elements"),
+    "a piece of another box": (set_piece(1, 0, offset=[4, 0]), "box is not within the tensor"),
+    "a run beyond its box": (set_piece(0, 0, start=1), "run is not within the box"),
+    "a run of no elements": (set_piece(0, 0, numel=0), "greater than or equal to 1"),
+    "a negative start": (set_piece(0, 0, start=-1), "greater than or equal to 0"),
+    "another number of axes": (set_piece(0, 0, offset=[0]), "different lengths"),
+    "a huge tensor": (
+        set_piece(1, 1, global_shape=[2**62], shape=[2**62]),
+        f"holds 4 of the {2**62} elements",
+    ),
+    "sizes beyond any machine": (set_piece(0, 0, shape=[2**63, 2**63]), "less than"),
+    "a shape with axes without end": (
+        set_piece(0, 0, shape=[1] * 100_000, offset=[0] * 100_000),
+        "at most 8 items",
+    ),
+    "a piece of another length": (set_piece(1, 1, numel=3), "is no tensor that its pieces have"),
+    "a name without end": (set_piece(1, 1, name="n" * 5000), "at most 1000 characters"),
+    "no moment": (
+        lambda directory: change_header(directory / "rank_00000.safetensors", drop_moment),
+        "holds other.0, 12 elements of F32, which is no tensor",
+    ),
+    "a piece without tensors": (
+        lambda directory: change_header(
+            directory / "rank_00000.safetensors", lambda header, pieces: pieces.append(pieces[0])
+        ),
+        "rank_00000.safetensors lacks weight.1, a tensor that its pieces have",
+    ),
+    "another dtype": (set_tensor("weight.0", dtype="BF16", shape=[24]), "'F32' or 'U8'"),
+    "bytes for numbers": (set_tensor("weight.0", dtype="U8", shape=[48]), "do not follow"),
+    "a matrix": (set_tensor("weight.0", shape=[3, 4]), "at most 1 item"),
+    "tensors overlap": (set_tensor("exp_avg.0", data_offsets=[0, 48]), "do not follow"),
+    "NaN in a weight": (set_number("weight", math.nan), "numbers that are not finite"),
+    "infinity in a moment": (set_number("exp_avg_sq", math.inf), "numbers that are not finite"),
+    "an empty file": (
+        lambda directory: (directory / "rank_00000.safetensors").write_bytes(b""),
+        "header is cut short",
+    ),
+    "a header without end": (
+        lambda directory: (directory / "rank_00000.safetensors").write_bytes(b"\xff" * 64),
+        "header is cut short",
+    ),
+    "more bytes than tensors": (
+        lambda directory: (directory / "rank_00000.safetensors").open("ab").write(b"more"),
+        "bytes of tensors in place of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGNED)
+def test_what_no_run_writes_is_refused_whatever_its_checksum(case, directory):
+    change, sentence = SIGNED[case]
+    change(directory)
+    sign(directory)
+    with pytest.raises(UserError, match=sentence) as caught:
+        open_checkpoint(directory)
+    assert directory.name in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def in_manifest(**values: object):
+    return lambda directory: change_json(
+        directory / "manifest.json", lambda manifest: manifest.update(values)
+    )
+
+
+def in_entry(**values: object):
+    return lambda directory: change_json(
+        directory / "manifest.json", lambda manifest: manifest["files"][0].update(values)
+    )
+
+
+def fifo(directory: Path) -> None:
+    (directory / "state.json").unlink()
+    os.mkfifo(directory / "state.json")
+
+
+def twice(directory: Path) -> None:
+    change_json(
+        directory / "manifest.json",
+        lambda manifest: manifest["files"].append(manifest["files"][0]),
+    )
+
+
+def without_state(directory: Path) -> None:
+    (directory / "state.json").unlink()
+    sign(directory)
+
+
+LISTINGS = {
+    "a FIFO": (fifo, "state.json is not an ordinary file"),
+    "a link": (
+        lambda directory: (
+            (directory / "state.json").rename(directory.parent / "moved")
+            and (directory / "state.json").symlink_to(directory.parent / "moved")
+        ),
+        "state.json is a link",
+    ),
+    "the manifest is a link": (
+        lambda directory: (
+            (directory / "manifest.json").rename(directory.parent / "moved")
+            and (directory / "manifest.json").symlink_to(directory.parent / "moved")
+        ),
+        "manifest.json is a link",
+    ),
+    "a file that is not listed": (
+        lambda directory: (directory / "rank_00002.safetensors").write_bytes(b""),
+        "rank_00002.safetensors is not in the checkpoint's manifest",
+    ),
+    "a folder that is not listed": (
+        lambda directory: (directory / "more").mkdir(),
+        "more is not in the checkpoint's manifest",
+    ),
+    "a file twice": (twice, "lists rank_00000.safetensors more than once"),
+    "no state": (without_state, "does not list state.json"),
+    "another step": (in_manifest(step=8), "is of step 8, not of step_00000007"),
+    "a negative step": (in_manifest(step=-5), "at step"),
+    "a step without end": (in_manifest(step=10**4000), "at step|out of range"),
+    "another format": (in_manifest(format=99), "format 99"),
+    "more keys": (in_manifest(more=1), "more"),
+    "a checksum out of range": (in_entry(crc32=2**32), r"less than 4294967296 at files\[0\].crc32"),
+    "a negative size": (in_entry(size=-1), r"at files\[0\].size"),
+    "a size without end": (in_entry(size=10**30), r"files\[0\].size"),
+    "a fraction": (in_entry(size=1.5), r"files\[0\].size"),
+    "a long name": (in_entry(name="n" * 5000), "is not a plain file name"),
+    "a name elsewhere": (in_entry(name="../recipe.yaml"), "is not a plain file name"),
+    "the folder's own name": (in_entry(name=".."), "is not a plain file name"),
+    "a name with a zero": (in_entry(name="a\0b"), "is not a plain file name"),
+    "no list": (in_manifest(files=3), "at files"),
+    "deep nesting": (
+        lambda directory: (directory / "manifest.json").write_text("[" * 100_000),
+        "manifest.json is damaged",
+    ),
+    "no text": (
+        lambda directory: (directory / "manifest.json").write_bytes(os.urandom(300)),
+        "manifest.json is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LISTINGS)
+def test_a_directory_that_is_not_as_listed_is_refused(case, directory):
+    change, sentence = LISTINGS[case]
+    change(directory)
+    with pytest.raises(UserError, match=sentence) as caught:
+        open_checkpoint(directory)
+    assert len(str(caught.value)) < 1000
+
+
+def test_each_process_reads_its_share(directory):
+    """Headers and small files are checked by all, contents by the one whose share they are."""
+    set_number("weight", math.nan)(directory)
+    sign(directory)
+    open_checkpoint(directory, (0, 2))
+    with pytest.raises(UserError, match=r"rank_00001.* not finite"):
+        open_checkpoint(directory, (1, 2))
+    (directory / "state.json").write_text((directory / "state.json").read_text().replace("7", "8"))
+    for share in ((0, 2), (1, 2), (7, 8)):
+        with pytest.raises(UserError, match=r"state.json is damaged"):
+            open_checkpoint(directory, share)
+
+
+@pytest.mark.parametrize("path", ["n" * 5000, "a\0b", "nowhere"])
+def test_paths_that_cannot_be_are_a_sentence(path, tmp_path):
+    with pytest.raises(UserError):
+        open_checkpoint(tmp_path / path)

@@ -1,0 +1,496 @@
+"""Every recipe in configs/ against the paper's numbers, typed here a second time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron.config.load import load_recipe, load_stages
+from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.stage_order import check_follows
+from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.trainable_patterns import learning_rate_factor, trained_parts
+from diffmegatron.errors import UserError
+from diffmegatron.hf.configuration import model_section, read_config
+from diffmegatron.model.accounting import count_parameters, count_trained
+from diffmegatron.plan import plan_recipe
+from diffmegatron.plan.rehearse import small_recipe
+from tests.paths import CONFIGS
+
+# What recipes extend, and clusters, are none.
+FILES = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "clusters")
+)
+NAMES = [str(path.relative_to(CONFIGS).with_suffix("")) for path in FILES]
+
+# Ye et al., Differential Transformer, ICLR 2025, appendix E, table 10: hidden size, layers,
+# differential heads; then d, 8/3 hidden size rounded up to a multiple of 64, and section 3.2's
+# learning rate and the size that the paper names it by.
+SCALING = {
+    "830m": (1536, 24, 8, 96, 4096, 1.5e-4, 830e6),
+    "1.4b": (2048, 24, 8, 128, 5504, 1.5e-4, 1.4e9),
+    "2.8b": (2560, 32, 10, 128, 6848, 1.5e-4, 2.8e9),
+    "6.8b": (4096, 32, 16, 128, 10944, 7.5e-5, 6.8e9),
+    "13.1b": (5120, 40, 20, 128, 13696, 7.5e-5, 13.1e9),
+}
+# Tokens; heads, key-value heads, and in ordinary heads of 128 the queries, keys and outputs.
+THREE_BILLION = {
+    "diff_3b_1t": (10**12, (12, 12), (24, 24, 24)),
+    "diff_3b_350b": (350 * 10**9, (12, 12), (24, 24, 24)),
+    "transformer_3b_350b": (350 * 10**9, (24, 24), (24, 24, 24)),
+    # The same with the other kinds of attention; grouped has three signal heads per noise head.
+    "diff_v2_3b_1t": (10**12, (24, 24), (48, 24, 24)),
+    "diff_v2_3b_350b": (350 * 10**9, (24, 24), (48, 24, 24)),
+    "grouped_3b_1t": (10**12, (12, 4), (16, 8, 24)),
+    "grouped_3b_350b": (350 * 10**9, (12, 4), (16, 8, 24)),
+    "transformer_8kv_3b_350b": (350 * 10**9, (24, 8), (24, 8, 24)),
+}
+
+
+# What a recipe's name begins with; longer ones first.
+KINDS = {
+    "diff_v2": "diff_v2",
+    "grouped": "grouped",
+    "diff": "diff_v1",
+    "transformer": "softmax",
+    "continue_diffllama": "diff_v1",
+    "continue_llama": "softmax",
+}
+
+
+def kind_of(name: str) -> str:
+    """The kind of attention that a recipe's name promises."""
+    folder, _, stem = name.rpartition("/")
+    if folder == "dex":
+        return "dex"
+    return next(kind for begins, kind in KINDS.items() if stem.startswith(begins))
+
+
+def load(name: str) -> Recipe:
+    return load_recipe(CONFIGS / f"{name}.yaml", to_plan=True)
+
+
+def stages(name: str) -> tuple[Recipe, ...]:
+    return load_stages(CONFIGS / f"{name}.yaml", to_plan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_loads_and_plans(name):
+    for recipe in stages(name):
+        plan = plan_recipe(recipe)
+        assert plan.tokens >= recipe.training.total_steps
+        if name != "quickstart":
+            assert Path(recipe.run_dir).is_relative_to(f"runs/{name}")
+            assert recipe.model.attention.kind == kind_of(name)
+
+
+@pytest.mark.parametrize("prefix", ["diff", "transformer", "diff_v2", "grouped"])
+def test_the_long_context_stage_is_section_3_3(prefix):
+    recipe = load(f"{prefix}_3b_64k")
+    assert recipe.training.seq_length == 65_536
+    assert recipe.training.tokens == 1_500_000_000
+    assert recipe.optimizer.lr == 8e-5
+    assert recipe.model.rope_theta == 640_000
+    assert recipe.data.upsampling.mode == "per_source"
+    assert recipe.data.upsampling.keep_short == 0.1
+    assert recipe.data.upsampling.long_tokens == 4096
+    assert recipe.training.tokens_per_step == 2**22
+    pretrained = load("transformer_3b_350b" if prefix == "transformer" else f"{prefix}_3b_1t")
+    assert recipe.checkpoint.start_from == pretrained.run_dir
+
+
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
+def test_the_math_stages_are_appendix_c(prefix):
+    continuation, reasoning = stages(f"{prefix}_3b_math")
+    assert continuation.checkpoint.start_from == load(f"{prefix}_3b_64k").run_dir
+    assert continuation.training.tokens == 20 * 10**9
+    assert continuation.optimizer.lr == 8e-5
+    assert continuation.training.tokens_per_step == 2**22
+    assert reasoning.checkpoint.start_from == continuation.run_dir
+    assert reasoning.training.tokens == 2 * 10**9
+    assert reasoning.optimizer.lr == 1e-5
+    assert reasoning.training.tokens_per_step == 2**20
+    assert continuation.model.rope_theta == reasoning.model.rope_theta == 640_000
+
+
+def test_the_recipes_of_the_paper_are_all_there():
+    pair = ("diff", "transformer")
+    expected = {f"scaling/{prefix}_{size}" for prefix in pair for size in SCALING}
+    assert set(NAMES) >= expected | set(THREE_BILLION) | {"quickstart"}
+
+
+def test_every_base_is_extended_by_a_recipe():
+    def parents(path: Path) -> set[Path]:
+        extends = yaml.safe_load(path.read_text()).get("extends", [])
+        names = [extends] if isinstance(extends, str) else extends
+        direct = {(path.parent / name).resolve() for name in names}
+        return direct.union(*map(parents, direct))
+
+    used = set().union(*map(parents, FILES))
+    assert {path for path in used if path.parent.name == "base"} == set(CONFIGS.glob("base/*"))
+
+
+@pytest.mark.parametrize("name", THREE_BILLION)
+def test_the_3b_recipes_are_those_of_section_3_1_and_table_9(name):
+    recipe = load(name)
+    model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
+    assert (model.hidden_size, model.num_layers, model.ffn_hidden_size) == (3072, 28, 8192)
+    tokens, own, ordinary = THREE_BILLION[name]
+    attention = model.attention
+    heads = attention.heads
+    assert (attention.num_heads, attention.num_kv_heads) == own
+    assert attention.head_dim == 128
+    assert (heads.queries, heads.keys, heads.output_channels // 128) == ordinary
+    assert model.vocab_size == 100_288
+    assert recipe.data.tokenizer == "cl100k_base"
+    assert training.seq_length == 4096
+    assert training.tokens_per_step == 4 * 2**20
+    assert training.tokens == tokens
+    assert training.precision == "bf16"
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (3.2e-4, (0.9, 0.95), 0.1)
+    assert (optimizer.eps, optimizer.clip_grad_norm) == (1e-6, 1.0)
+    schedule = optimizer.schedule
+    assert (schedule.kind, schedule.warmup_steps, schedule.final_lr) == ("linear", 1000, 1.28e-5)
+    assert len(recipe.data.sources) == 5
+
+
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
+@pytest.mark.parametrize("size", SCALING)
+def test_the_scaling_suite_is_that_of_appendix_e(size, prefix):
+    recipe = load(f"scaling/{prefix}_{size}")
+    model, training, optimizer = recipe.model, recipe.training, recipe.optimizer
+    hidden, layers, heads, head_dim, ffn, lr, named = SCALING[size]
+    attention, own = model.attention, heads if prefix == "diff" else 2 * heads
+    assert (model.hidden_size, model.num_layers, attention.num_heads) == (hidden, layers, own)
+    assert (attention.num_kv_heads, attention.head_dim) == (own, head_dim)
+    assert attention.heads.queries == 2 * heads
+    assert model.ffn_hidden_size == ffn
+    assert 0 <= ffn - hidden * 8 / 3 < 64
+    assert ffn % 64 == 0
+    assert training.seq_length == 2048
+    assert training.tokens_per_step == 2**18
+    assert training.total_steps == 40_000
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (lr, (0.9, 0.98), 0.05)
+    schedule = optimizer.schedule
+    assert (schedule.kind, schedule.warmup_steps, schedule.final_lr) == ("linear", 375, 0.0)
+    assert count_parameters(model).total == pytest.approx(named, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("differential", "transformer"),
+    [(f"scaling/diff_{size}", f"scaling/transformer_{size}") for size in SCALING]
+    + [
+        ("diff_3b_350b", "transformer_3b_350b"),
+        ("diff_v2_3b_350b", "transformer_3b_350b"),
+        ("grouped_3b_350b", "transformer_8kv_3b_350b"),
+    ],
+)
+def test_a_pair_differs_in_attention_and_run_dir_alone(differential, transformer):
+    attention = load(differential).model.attention
+    first, second = (load(name).model_dump() for name in (differential, transformer))
+    assert first.pop("run_dir") != second.pop("run_dir")
+    assert first["model"].pop("attention")["kind"] == kind_of(differential)
+    assert second["model"].pop("attention") == attention.baseline().model_dump()
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
+@pytest.mark.parametrize("length", ["1t", "350b", "64k"])
+def test_the_other_kinds_differ_from_v1_in_attention_alone(length, kind):
+    first, second = (load(f"{each}_3b_{length}").model_dump() for each in ("diff", kind))
+    for values in (first, second):
+        values.pop("run_dir")
+        values["checkpoint"].pop("start_from")
+        assert values["model"].pop("attention")["head_dim"] == 128
+    assert first == second
+
+
+# What divides the heads, and leaves as many key-value heads as tensor-parallel ranks share.
+SIGNAL_PER_NOISE = {"830m": 4, "1.4b": 4, "2.8b": 2, "6.8b": 4, "13.1b": 5}
+
+
+@pytest.mark.parametrize("kind", ["diff_v2", "grouped"])
+@pytest.mark.parametrize("size", SCALING)
+def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
+    """Of as many heads as fill the hidden size."""
+    hidden, _, heads, *_ = SCALING[size]
+    overrides = [f"model.attention.kind={kind}"]
+    if kind == "grouped":
+        overrides.append(f"model.attention.signal_per_noise={SIGNAL_PER_NOISE[size]}")
+    recipe = load_recipe(CONFIGS / "scaling" / f"diff_{size}.yaml", overrides)
+    attention = recipe.model.attention
+    assert attention.kind == kind
+    assert attention.num_heads == (heads if kind == "grouped" else 2 * heads)
+    assert attention.heads.output_channels == hidden
+    assert plan_recipe(recipe).steps == 40_000
+
+
+def test_the_350b_run_is_the_1t_run_cut_short():
+    long, short = (load(name).model_dump() for name in ("diff_3b_1t", "diff_3b_350b"))
+    for values in (long, short):
+        values.pop("run_dir")
+        values["training"].pop("tokens")
+    assert long == short
+
+
+# What the published config.json of a model says of its network, and its published parameters.
+LLAMA_3 = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN2_5 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+
+
+def sizes(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+    }
+
+
+ONE_B = LLAMA_3 | sizes(2048, 16, 32, 8192) | {"head_dim": 64}
+EIGHT_B = {"rope_scaling": LLAMA_3["rope_scaling"] | {"factor": 8.0}, "tie_word_embeddings": False}
+PRETRAINED = {
+    "dex/llama_3.1_8b": (LLAMA_3 | sizes(4096, 32, 32, 14336) | EIGHT_B, 8.03e9),
+    "dex/llama_3.2_3b": (LLAMA_3 | sizes(3072, 28, 24, 8192) | {"head_dim": 128}, 3.21e9),
+    "dex/llama_3.2_1b": (ONE_B, 1.24e9),
+    "dex/qwen2.5_1.5b": (QWEN2_5 | sizes(1536, 28, 12, 8960), 1.54e9),
+    "dex/qwen2.5_0.5b": (QWEN2_5 | sizes(896, 24, 14, 4864), 0.494e9),
+    "continue_llama_3.2_1b": (ONE_B, 1.24e9),
+    "continue_diffllama_1b": (ONE_B | {"model_type": "diffllama", "lambda_std_dev": 0.1}, 1.24e9),
+}
+DEX = sorted(name for name in PRETRAINED if name.startswith("dex/"))
+# Those of docs/pretrained.md.
+CONTROLS = {
+    "without the term": ["model.baseline=true"],
+    "full": ["model.baseline=true", "optimizer.trainable=null", "optimizer.lr=1e-5"],
+    "lora": [
+        "model.baseline=true",
+        "optimizer.trainable=null",
+        "model.lora={rank: 16, alpha: 32}",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
+    fields, parameters = PRETRAINED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    imported = ModelConfig.model_validate(model_section(read_config(tmp_path), 0))
+    assert count_parameters(imported).total == pytest.approx(parameters, abs=0.006e9)
+    recipe = load(name)
+    attention = recipe.model.attention.foundation() or recipe.model.attention
+    own = recipe.model.model_copy(update={"attention": attention})
+    assert own.model_dump() == imported.model_dump()
+    # As an import writes it.
+    folder = recipe.checkpoint.start_from
+    tokenizer = recipe.data.model_copy(
+        update={"tokenizer": str(Path(folder).resolve() / "hugging_face")}
+    )
+    before = recipe.model_copy(update={"model": imported, "data": tokenizer})
+    check_follows(before, folder, recipe, name)
+    other = before.data.model_copy(update={"tokenizer": "runs/other/hugging_face"})
+    with pytest.raises(UserError, match=r"has data\.tokenizer 'runs/other/hugging_face'"):
+        check_follows(before.model_copy(update={"data": other}), folder, recipe, name)
+
+
+@pytest.mark.parametrize("name", DEX)
+def test_the_recipes_of_dex_are_the_papers_setting(name):
+    recipe = load(name)
+    training, optimizer = recipe.training, recipe.optimizer
+    assert training.seq_length == 32_768
+    assert training.tokens == 887_000_000
+    assert training.tokens_per_step == 2**20
+    assert training.total_steps == 846
+    assert [source.weight for source in recipe.data.sources] == [74.3, 6.5, 7.9, 11.3]
+    assert (optimizer.lr, optimizer.schedule.kind) == (1e-4, "cosine")
+    assert optimizer.schedule.warmup(846) == 25
+    attention = recipe.model.attention
+    assert attention.annealing_steps == 423
+    trained = {
+        tensor.name.partition("self_attention.")[2]: trained_parts(tensor, recipe)
+        for tensor in network_tensors(recipe.model)
+        if trained_parts(tensor, recipe)
+    }
+    assert trained == {
+        "linear_qkv.weight": ("k", "v"),
+        "linear_proj.weight": ("",),
+        "dex_projection": ("",),
+        "lambda_learn": ("",),
+    }
+    factors = {
+        own: learning_rate_factor(own, recipe) for own in ("a.lambda_learn", "a.linear_proj.weight")
+    }
+    assert factors == {"a.lambda_learn": 30, "a.linear_proj.weight": 1}
+    assert f"{recipe.checkpoint.start_from}_heads.yaml" in (attention.assumption or "")
+
+
+@pytest.mark.parametrize("name", sorted(PRETRAINED))
+def test_the_recipes_of_pretrained_models_fit_8_a100_and_so_do_the_controls(name):
+    layout = None
+    for overrides in ([], *(CONTROLS.values() if name in DEX else ())):
+        recipe = load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=True)
+        plan = plan_recipe(recipe, 8, "A100")
+        assert plan.warnings == ()
+        assert plan.heaviest.total < 0.9 * 80 * 2**30
+        layout = layout or plan.layout
+        assert plan.layout == layout
+
+
+@pytest.mark.parametrize("name", DEX)
+def test_a_control_is_one_change_of_the_recipe(name):
+    dex, control, full, lora = (
+        load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=not overrides)
+        for overrides in ([], *CONTROLS.values())
+    )
+    own = {"*.dex_projection", "*.lambda_learn"}
+    assert {*dex.optimizer.trainable} - {*control.optimizer.trainable} == own
+    layers, d = dex.model.num_layers, dex.model.attention.head_dim
+    assert count_trained(dex) - count_trained(control) == layers * (d * d + 1)
+    assert count_trained(full) == count_parameters(full.model).total
+    assert full.optimizer.lr == 1e-5
+    assert count_trained(lora) == count_parameters(lora.model).total - count_trained(full)
+    for recipe in (control, full, lora):
+        assert recipe.model.attention == dex.model.attention.baseline()
+        assert recipe.optimizer.lr_multipliers == {}
+        assert (recipe.training, recipe.data) == (dex.training, dex.data)
+
+
+# Layouts of named numbers of GPUs, for a pair each.
+AT_SCALE = {"3b_64gpus": 64, "3b_256gpus": 256, "3b_64k_64gpus": 64} | {
+    f"{size}_64gpus": 64 for size in ("6.8b", "13.1b")
+}
+
+
+@pytest.mark.parametrize("prefix", ["diff", "transformer"])
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_recipes_at_scale_fit_h100_without_a_warning(name, prefix):
+    recipe = load(f"at_scale/{prefix}_{name}")
+    plan = plan_recipe(recipe, AT_SCALE[name])
+    assert plan.warnings == ()
+    assert plan.heaviest.total < 0.9 * 80 * 2**30
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_recipes_at_scale_are_pairs_of_the_papers_runs(name):
+    baseline = load(f"at_scale/diff_{name}").model.attention.baseline().model_dump()
+    own, other = (load(f"at_scale/{each}_{name}").model_dump() for each in ("diff", "transformer"))
+    size = name.removesuffix("_64gpus").removesuffix("_256gpus")
+    papers = {"3b": "diff_3b_350b", "3b_64k": "diff_3b_64k"}.get(size, f"scaling/diff_{size}")
+    paper = load(papers).model_dump()
+    for values in (own, other, paper):
+        values.pop("run_dir")
+        values["checkpoint"].pop("start_from")
+    assert other["model"].pop("attention") == baseline
+    attention = own["model"].pop("attention")
+    assert attention == paper["model"].pop("attention")
+    assert attention["kind"] == "diff_v1"
+    assert own == other
+    for values in (own, paper):
+        # How it is computed may differ, what is learned not.
+        values.pop("parallel")
+        values["training"].pop("loss_chunk")
+    assert own == paper
+
+
+def test_the_64k_recipe_shares_a_sequence_over_a_node():
+    recipe = load("at_scale/diff_3b_64k_64gpus")
+    assert recipe.parallel.context == 8
+    assert recipe.training.seq_length == 65_536
+    logits = plan_recipe(recipe, 64).heaviest.logits
+    assert logits < 65_536 / 8 * 100_288 * 6
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"quickstart"}))
+def test_every_recipe_has_a_rehearsal_that_its_layout_allows(name, tmp_path):
+    for recipe in stages(name):
+        ranks = AT_SCALE.get(name.rpartition("/")[2].partition("_")[2])
+        ranks = 8 if name in PRETRAINED else ranks
+        rehearsal = small_recipe(recipe, ranks, tmp_path)
+        small = rehearsal.recipe
+        assert small.data_parallel(rehearsal.world_size) in (1, 2)
+        assert rehearsal.world_size <= 16
+        kept = ("zero_stage", "virtual_pipeline", "sequence_parallel", "offload_optimizer")
+        for key in kept:
+            assert getattr(small.parallel, key) == getattr(recipe.parallel, key)
+        assert small.training.precision == recipe.training.precision
+        assert small.data.reset_attention_mask == recipe.data.reset_attention_mask
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "model.attention.num_heads=1073741824",
+            "model.attention.num_kv_heads=1",
+            "model.attention.head_dim=2",
+        ],
+        ["model.ffn_hidden_size=2147483647"],
+        [
+            "parallel.tensor=1024",
+            "model.attention.num_heads=1024",
+            "model.attention.head_dim=2",
+            "model.vocab_size=101376",
+        ],
+        ["parallel.context=2048", "training.global_batch_size=2048"],
+        ["parallel.pipeline=4096", "model.num_layers=4096"],
+    ],
+)
+def test_the_largest_recipes_have_a_small_rehearsal(overrides, tmp_path):
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
+    rehearsal = small_recipe(recipe, None, tmp_path)
+    assert rehearsal.world_size <= 16
+    assert count_parameters(rehearsal.recipe.model).total < 10**8
+
+
+def test_a_pipeline_of_too_many_chunks_is_not_rehearsed(tmp_path):
+    overrides = ["model.num_layers=4096", "parallel.pipeline=2", "parallel.virtual_pipeline=2048"]
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
+    with pytest.raises(
+        UserError, match="virtual_pipeline 2048 would be rehearsed with 4096 layers"
+    ):
+        small_recipe(recipe, None, tmp_path)
+
+
+# 64K tokens do not fit one rank; at_scale/ has the layout for them.
+LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in set(NAMES) - LONG - {"quickstart"} if "at_scale" not in name)
+)
+def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
+    """The 3B recipes say two data-parallel ranks, those of pretrained models 8 ranks; the others
+    fit on the fewest there are."""
+    ranks = 2 if name in THREE_BILLION else 8 if name in PRETRAINED else None
+    assert plan_recipe(load(name), ranks).warnings == ()

@@ -1,0 +1,571 @@
+"""What all suites of evaluation share: targets, restarts, intervals, comparison and reports."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.cli import app
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.bootstrap import difference, estimate
+from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.ranks import Ranks, export_targets
+from diffmegatron.evaluation.result_file import RecordFile
+from diffmegatron.evaluation.suite import Item, Mean, Suite
+from diffmegatron.evaluation.suites import SUITES
+from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.targets import Target, find_targets
+from diffmegatron.files import read_text
+from diffmegatron.hf.from_checkpoint import export_checkpoint, training_logits
+from diffmegatron.hf.importing import import_model
+from diffmegatron.training.trainer import train
+from tests.paths import DOCS
+from tests.pretrained import write_pretrained
+
+TEXTS = [
+    f"Text number {number}: " + "a few words again, " * (1 + number % 3) for number in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair of models with one tokenizer of bytes, and held-out text."""
+    found = tmp_path_factory.mktemp("evaluate")
+    write_pretrained(found / "diff", "diffllama")
+    write_pretrained(found / "plain", "llama 2")
+    lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (found / "text.jsonl").write_text("".join(lines))
+    return found
+
+
+@pytest.fixture
+def measure(folder: Path, tmp_path: Path) -> Callable[..., dict]:
+    """Runs the suite ``loss`` on targets by name; gives its part of results.json."""
+
+    def run(*targets: str, out: str = "out", settings: tuple[str, ...] = ()) -> dict:
+        options = {"data": (str(folder / "text.jsonl"),)}
+        where = tmp_path / out
+        evaluate([folder / name for name in targets], ["loss"], where, options, settings)
+        return json.loads((where / "results.json").read_text())["suites"]["loss"]
+
+    return run
+
+
+def change_weights(source: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], object]):
+    shutil.copytree(source, out)
+    weights = load_file(out / "model.safetensors")
+    change(weights)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+# Targets
+
+
+def test_a_checkpoint_is_exported_once_and_is_the_model(folder, tmp_path, measure):
+    import_model(folder / "plain", folder / "run", verify=False)
+    found = measure("plain", "run")["measures"]["nats per token"]
+    assert found["differences"]["run"]["value"] == pytest.approx(0, abs=1e-6)
+    (export,) = (tmp_path / "out/exports").iterdir()
+    before = (export / "config.json").stat().st_mtime_ns
+    again = measure("plain", "run")["measures"]["nats per token"]
+    assert again == found
+    assert (export / "config.json").stat().st_mtime_ns == before
+    checkpoint = folder / "run/checkpoints/step_00000000"
+    (target,) = find_targets([checkpoint], tmp_path / "out")
+    assert target.run_dir == (folder / "run").resolve()
+
+
+def test_a_checkpoint_of_dex_and_its_fold_are_the_network_that_was_trained(
+    folder, tmp_path, tiny_recipe
+):
+    attention = "{kind: dex, num_heads: 4, num_kv_heads: 2, selected_heads: [[0, 1], [3]], "
+    attention += "annealing_steps: null, projection_init: {kind: identity, scale: 0.5}}"
+    recipe = tiny_recipe(f"model.attention={attention}", "training.steps=3", "optimizer.lr=0.1")
+    train(recipe)
+    checkpoint = CheckpointStore(Path(recipe.run_dir)).latest()
+    export_checkpoint(checkpoint, tmp_path / "fold")
+    options = {"data": (str(folder / "text.jsonl"),)}
+    suites, out = ["loss", "outliers"], tmp_path / "out"
+    evaluate([checkpoint, tmp_path / "fold"], suites, out, options, [])
+    found = json.loads((out / "results.json").read_text())["suites"]
+    measure = found["loss"]["measures"]["nats per token"]
+    nats = []
+    for text in TEXTS:
+        ids = list(text.encode())
+        for first in range(0, len(ids), 63):
+            window = torch.tensor([[256, *ids[first : first + 63]]])
+            logits = training_logits(open_checkpoint(checkpoint), window)[0, :-1]
+            nats.append(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none"))
+    expected = torch.cat(nats).mean().item()
+    assert measure["targets"]["fold"]["value"] == pytest.approx(expected, rel=1e-5)
+    assert measure["differences"]["fold"] == {"value": 0, "low": 0, "high": 0, "items": 6}
+    # What looks into attention takes the fold for the ordinary Llama that it is.
+    first, second = found["outliers"]["totals"].values()
+    assert first == second
+    (target,) = find_targets([tmp_path / "fold"], tmp_path)
+    assert target.variant.kind == "softmax"
+
+
+def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkeypatch):
+    """Which compares logits in process groups of one rank."""
+    import_model(folder / "plain", tmp_path / "run", verify=False)
+    (target,) = find_targets([tmp_path / "run"], tmp_path / "out")
+    started = []
+
+    def run(command, env, check):
+        started.append(command)
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & env.keys()
+        assert command[:3] == [sys.executable, "-m", "diffmegatron"]
+        assert app(command[3:], standalone_mode=False) is None
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(Ranks, "meet", lambda ranks: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    export_targets([target], Ranks(1, 2))
+    assert not started
+    with monkeypatch.context() as within:
+        within.delenv("RANK")
+        within.delenv("WORLD_SIZE")
+        export_targets([target], Ranks(0, 2))
+    assert len(started) == 1
+    assert (target.export / "model.safetensors").exists()
+    export_targets([target], Ranks(0, 2))
+    assert len(started) == 1
+    shutil.rmtree(target.export)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess("", 2))
+    with pytest.raises(UserError, match="was not exported, as is said above"):
+        export_targets([target], Ranks(0, 2))
+
+
+def test_names_tell_targets_apart(tmp_path):
+    for name in ("a/hf", "b/hf"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    found = find_targets([tmp_path / "a/hf", tmp_path / "b/hf"], tmp_path)
+    assert [target.name for target in found] == ["a-hf", "b-hf"]
+    assert find_targets([tmp_path / "a/hf"], tmp_path)[0].name == "hf"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.mkdir(), "is no model: it has neither a config.json"),
+        (lambda path: path.write_text("text"), "is no model: it has neither a config.json"),
+        (
+            lambda path: (path.mkdir(), (path / "config.json").write_text("[]")),
+            r"config\.json is damaged",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "config.json").write_text('{"model_type": "x"}')),
+            r"config\.json cannot be used",
+        ),
+    ],
+)
+def test_what_is_no_model_is_one_sentence(make, said, tmp_path, folder):
+    make(tmp_path / "thing")
+    with pytest.raises(UserError, match=said) as caught:
+        evaluate([tmp_path / "thing"], ["loss"], tmp_path / "out", {"data": (str(folder),)}, [])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights_are_not_filled_in(folder, tmp_path):
+    def drop(weights: dict) -> None:
+        del weights["model.norm.weight"]
+
+    change_weights(folder / "plain", tmp_path / "less", drop)
+    (target,) = find_targets([tmp_path / "less"], tmp_path)
+    with pytest.raises(UserError, match=r"not load as a whole model.*model\.norm\.weight"):
+        _ = Model(target).network
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "said"),
+    [
+        (["los"], [], "'los' is unknown; did you mean 'loss'"),
+        (["loss", "loss"], [], "names a suite twice"),
+        (["loss"], ["loss.contxt=4"], "the keys of loss are data, documents"),
+        (["loss"], ["loss.context=many"], "loss.context is 'many'"),
+        (["loss"], ["context=4"], "not of the form SUITE.KEY=VALUE"),
+    ],
+)
+def test_suites_and_settings_that_there_are_not(names, settings, said, folder, tmp_path):
+    options = {"data": (str(folder / "text.jsonl"),)}
+    with pytest.raises(UserError, match=re.escape(said)):
+        evaluate([folder / "plain"], names, tmp_path / "out", options, settings)
+    with pytest.raises(UserError, match="suite 'loss' needs --data"):
+        evaluate([folder / "plain"], ["loss"], tmp_path / "out", {}, [])
+
+
+# Restarts
+
+
+def test_killed_anywhere_it_ends_with_the_same_results(measure, tmp_path, monkeypatch):
+    whole = measure("diff", out="whole")
+    expected = (tmp_path / "whole/loss/diff.jsonl").read_bytes()
+    asked = []
+    score = Loss.score
+
+    def dies_at_third(self, model, item):
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(item.key)
+        return score(self, model, item)
+
+    monkeypatch.setattr(Loss, "score", dies_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        measure("diff")
+    file = tmp_path / "out/loss/diff.jsonl"
+    assert expected.startswith(file.read_bytes())
+    # And within the writing of a line.
+    content = file.read_bytes()[:-5]
+    file.write_bytes(content)
+    monkeypatch.setattr(
+        Loss, "score", lambda *given: (asked.append(given[2].key), score(*given))[1]
+    )
+    assert measure("diff") == whole
+    assert file.read_bytes() == expected
+    assert asked[:2] == [f"text/{n}" for n in (0, 1)]
+    assert asked[2:] == [f"text/{n}" for n in range(1, 6)]
+
+
+def test_a_file_cut_at_any_byte_is_gone_on_from(tmp_path):
+    header, records = {"suite": "x", "items": "y"}, [{"v": 0.1}, {"v": 2}]
+    path = tmp_path / "folder/file.jsonl"
+    with RecordFile(path, header) as file:
+        for number, record in enumerate(records):
+            file.add(str(number), record)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with RecordFile(path, header) as file:
+            there = set(file.records)
+            for number, record in enumerate(records):
+                if str(number) not in file.records:
+                    file.add(str(number), record)
+        assert path.read_bytes() == content
+        assert len(there) == max(0, content[:length].count(b"\n") - 1)
+
+
+def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_path):
+    measure("plain")
+    with pytest.raises(UserError, match="measured with other settings"):
+        measure("plain", settings=("loss.context=32",))
+    file = tmp_path / "out/loss/plain.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines, lines[-1]]))
+    with pytest.raises(UserError, match="damaged at line 8"):
+        measure("plain")
+    file.write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
+    with pytest.raises(UserError, match="at line 2 is damaged"):
+        measure("plain")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda record: record.pop("nats"), "it has no 'nats'"),
+        (lambda record: record.pop("positions"), "it has no 'positions'"),
+        (lambda record: record.update(nats=None), "unsupported operand"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
+    change, said, measure, tmp_path, monkeypatch
+):
+    measure("plain")
+    file = tmp_path / "out/loss/plain.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    record = json.loads(lines[2])
+    change(record)
+    file.write_text("".join([*lines[:2], json.dumps(record) + "\n", *lines[3:5]]))
+    asked = []
+    monkeypatch.setattr(Loss, "score", lambda *given: asked.append(given))
+    with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is no record .*{said}"):
+        measure("plain")
+    assert not asked
+
+
+# Numbers that are none, and models that are too small
+
+
+def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
+    def spoil(weights: dict) -> None:
+        weights["model.embed_tokens.weight"][ord("3")] = math.nan
+
+    change_weights(folder / "plain", folder / "spoilt", spoil)
+    found = measure("plain", "spoilt")
+    # Text 3 has the letter in it; no other has.
+    (said,) = found["not_run"]
+    assert re.match(
+        r"spoilt: numbers of 1 of 6 items are not finite, .* the first is text/3: the loss of", said
+    )
+    for value in found["measures"].values():
+        assert value["targets"]["spoilt"] is None
+        assert value["differences"]["spoilt"] is None
+        assert value["targets"]["plain"] is not None
+
+
+def test_items_beyond_the_context_are_left_out_by_name(measure):
+    found = measure("plain", settings=("loss.context=100",))
+    assert found["measures"] == {}
+    assert found["not_run"] == [
+        "plain: 6 of 6 items need a context of up to 100 tokens, and max_position_embeddings is 64"
+    ]
+
+
+def other_tokenizer(source: Path, out: Path) -> Path:
+    """The same model whose tokenizer reads "a" as "b" and "b" as "a"."""
+    shutil.copytree(source, out)
+    path = out / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    return out
+
+
+def test_other_tokenizers_compare_by_bytes_alone(folder, measure):
+    other_tokenizer(folder / "plain", folder / "other")
+    found = measure("plain", "other")
+    assert found["measures"]["bits per byte"]["differences"]["other"] is not None
+    assert found["measures"]["nats per token"]["differences"]["other"] is None
+    assert any("no differences of nats per token" in line for line in found["not_run"])
+    with pytest.raises(UserError, match="suite 'loss' counts tokens, and the tokenizers of plain"):
+        measure("plain", "other", settings=("loss.packed=true",))
+    # Other bytes of the file that say the same are no other tokenizer.
+    path = folder / "other/tokenizer.json"
+    path.write_text(json.dumps(json.loads((folder / "plain/tokenizer.json").read_text()), indent=3))
+    assert measure("plain", "other", out="same")["not_run"] == []
+
+
+# Intervals
+
+
+def test_intervals_are_those_of_the_normal_distribution():
+    """Of many items, the mean of differences lies within 1.96 standard errors."""
+    random = np.random.default_rng(3)
+    common, noise = random.normal(5, 2, 900), random.normal(0.1, 0.3, 900)
+    first = {str(n): Mean(value) for n, value in enumerate(common)}
+    second = {str(n): Mean(value) for n, value in enumerate(common + noise)}
+    found = difference(second, first)
+    error = noise.std() / math.sqrt(900)
+    assert found.value == pytest.approx(noise.mean())
+    assert found.low == pytest.approx(noise.mean() - 1.96 * error, abs=0.15 * error)
+    assert found.high == pytest.approx(noise.mean() + 1.96 * error, abs=0.15 * error)
+    assert difference(second, first) == found
+    # Not paired, the interval would be ten times as wide.
+    alone = estimate(first)
+    assert alone.high - alone.low == pytest.approx(2 * 1.96 * 2 / 30, rel=0.15)
+
+
+def test_measures_are_weighted_and_paired_by_item():
+    first = {"a": Mean(1, 1), "b": Mean(9, 3), "c": Mean(100, 1)}
+    second = {"b": Mean(3, 3), "a": Mean(2, 1)}
+    assert estimate(first).value == 22
+    # (2 + 3) / 4 - (1 + 9) / 4
+    assert difference(second, first)[::3] == (-1.25, 2)
+    assert estimate({"a": Mean(1, 2)}) == (0.5, None, None, 1)
+    assert estimate({}) is None
+    assert estimate({"a": Mean(0, 0)}) is None
+
+
+# Loss
+
+
+@torch.no_grad()
+def expected_nats(folder: Path, text: str, window: int) -> np.ndarray:
+    """In float64 by transformers alone, the text's bytes after the start token 1."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ids, found = list(text.encode()), []
+    for first in range(0, len(ids), window - 1):
+        part = ids[first : first + window - 1]
+        logits = network(torch.tensor([[1, *part]])).logits[0, :-1].numpy()
+        shifted = logits - logits.max(1, keepdims=True)
+        log_sums = np.log(np.exp(shifted).sum(1))
+        found.append(log_sums - shifted[np.arange(len(part)), part])
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", ["diff", "plain"])
+def test_loss_is_that_of_float64_and_numpy(name, folder, measure):
+    nats = [expected_nats(folder / name, text, 64) for text in TEXTS]
+    found = measure(name)["measures"]
+    means = {measure: value["targets"][name] for measure, value in found.items()}
+    joined = np.concatenate(nats)
+    assert means["nats per token"]["value"] == pytest.approx(joined.mean(), rel=1e-5)
+    # The tokens are bytes.
+    assert means["bits per byte"]["value"] == pytest.approx(joined.mean() / math.log(2), rel=1e-5)
+    assert means["nats per token"]["items"] == 6
+    beginnings = np.concatenate(
+        [each[first : first + 16] for each in nats for first in range(0, len(each), 63)]
+    )
+    assert means["nats per token, tokens 1 to 16"]["value"] == pytest.approx(
+        beginnings.mean(), rel=1e-5
+    )
+    assert set(means) == {
+        "nats per token",
+        "bits per byte",
+        *(f"nats per token, tokens 1 to {n}" for n in (16, 32)),
+    }
+
+
+def test_packed_windows_hold_the_documents_end_to_end(folder, measure):
+    found = measure("plain", settings=("loss.packed=true", "loss.context=33"))["measures"]
+    ids = [token for text in TEXTS for token in (*text.encode(), 256)]
+    network = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float64)
+    total = count = 0
+    for first in range(0, len(ids), 32):
+        part = torch.tensor([1, *ids[first : first + 32]])
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(
+                network(part[None]).logits[0, :-1], part[1:], reduction="none"
+            )
+        total += losses[part[1:] != 256].sum().item()
+        count += (part[1:] != 256).sum().item()
+    assert found["nats per token"]["targets"]["plain"]["value"] == pytest.approx(total / count)
+    assert count == sum(map(len, TEXTS))
+    assert "bits per byte" not in found
+
+
+def test_loss_tells_a_broken_model(folder, measure):
+    """Bytes of a model that has learned to repeat the last; its rows shuffled, it has not."""
+
+    def repeat(weights: dict) -> None:
+        embedding = torch.nn.functional.normalize(torch.randn(264, 48), dim=1)
+        weights["model.embed_tokens.weight"] = embedding
+        weights["lm_head.weight"] = 5 * embedding
+
+    def shuffle(weights: dict) -> None:
+        weights["lm_head.weight"] = weights["lm_head.weight"][torch.randperm(264)]
+
+    torch.manual_seed(0)
+    change_weights(folder / "plain", folder / "good", repeat)
+    change_weights(folder / "good", folder / "broken", shuffle)
+    (folder / "same.txt").write_text("".join(letter * 8 for letter in "abcdefgh" * 10))
+    options = {"data": (str(folder / "same.txt"),)}
+    out = folder / "broken_out"
+    evaluate([folder / "good", folder / "broken"], ["loss"], out, options, [])
+    found = json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
+    assert found["bits per byte"]["differences"]["broken"]["value"] > 1
+
+
+# Reports
+
+
+def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
+    options = {"data": (f"a&b={folder / 'text.jsonl'}", str(folder / "text.jsonl"))}
+    page = evaluate([folder / "diff", folder / "plain"], ["loss"], tmp_path / "out", options, [])
+    text = page.read_text()
+    assert "data:image/png;base64," in text
+    assert not re.search(r'(?:src|href)="(?!data:)', text)
+    assert "bits per byte, a&amp;b" in text
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    measures = results["suites"]["loss"]["measures"]
+    markdown = (tmp_path / "out/report.md").read_text()
+    for value in (
+        measures["bits per byte, a&b"]["targets"]["diff"]["value"],
+        measures["bits per byte"]["differences"]["plain"]["low"],
+    ):
+        assert f"{value:.4g}" in markdown
+        assert f"{value:.4g}" in text
+    assert (tmp_path / "out/loss.png").stat().st_size > 10_000
+
+
+def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folder, tmp_path):
+    """Whichever source has the longest document, or the first."""
+    (folder / "long.txt").write_text("a long text of its own " * 3)
+    paths = {name: str(folder / "text.jsonl") for name in ("z", "a")} | {"m": "long.txt"}
+    data = tuple(f"{name}={folder / path}" for name, path in paths.items())
+    for given in (data, data[::-1]):
+        out = tmp_path / given[0][0]
+        settings = ["loss.documents=1"]
+        evaluate([folder / "plain"], ["loss"], out, {"data": given}, settings)
+        found = json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
+        sources = [each[0] for each in given]
+        per_source = [f"{m}, {s}" for s in sources for m in ("nats per token", "bits per byte")]
+        assert list(found)[-6:] == per_source
+        assert list(found)[:3] == [
+            "nats per token",
+            "bits per byte",
+            "nats per token, tokens 1 to 16",
+        ]
+
+
+# The documentation and the command line
+
+PAGE = DOCS / "evaluation.md"
+
+
+def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {
+        "ClassVar": ClassVar,
+        "Item": Item,
+        "Mean": Mean,
+        "Model": Model,
+        "Path": Path,
+        "Record": dict,
+        "Suite": Suite,
+        "Target": Target,
+        "pairwise": pairwise,
+        "read_text": read_text,
+    }
+    exec(code, names)
+    monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])
+    (tmp_path / "couplets.txt").write_text("a cat\na hat\na bat")
+    where = tmp_path / "out"
+    with pytest.raises(UserError, match="suite 'rhymes' needs --data-dir"):
+        evaluate([folder / "plain"], ["rhymes"], where, {}, [])
+    evaluate([folder / "plain"], ["rhymes"], where, {"data_dir": tmp_path}, [])
+    found = json.loads((where / "results.json").read_text())["suites"]["rhymes"]
+    # The items need 256 tokens, and the model has 64.
+    assert found["not_run"][0].startswith("plain: 2 of 2 items need a context of up to 256 tokens")
+    exec(code.replace("256", "64"), names)
+    monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])
+    evaluate([folder / "plain"], ["rhymes"], tmp_path / "short", {"data_dir": tmp_path}, [])
+    found = json.loads((tmp_path / "short/results.json").read_text())["suites"]["rhymes"]
+    nats = [expected_nats(folder / "plain", text, 64)[5:] for text in ("a cata hat", "a hata bat")]
+    assert found["measures"]["nats per token"]["targets"]["plain"]["value"] == pytest.approx(
+        np.concatenate(nats).mean(), rel=1e-5
+    )
+
+
+def test_the_docs_name_every_suite_and_setting():
+    text = PAGE.read_text()
+    for name, suite in SUITES.items():
+        (row,) = re.findall(rf"^\| `{name}` .*$", text, re.MULTILINE)
+        for field, about in suite.model_fields.items():
+            if field in ("data", "haystack", "data_dir"):
+                assert f"--{field.replace('_', '-')}" in row, (name, field)
+            else:
+                assert re.search(rf"\b{field}\b", row), (name, field)
+            if isinstance(about.default, bool | int) and field != "context":
+                assert f"{field}={json.dumps(about.default)}" in row, (name, field)
+
+
+def test_the_command_line_evaluates(folder, tmp_path, capsys):
+    options = ["--data", f"held={folder / 'text.jsonl'}", "--out", str(tmp_path / "out")]
+    settings = ["--set", "loss.context=32", "--set", "loss.documents=2"]
+    command = ["evaluate", str(folder / "plain"), "--suite", "loss", *options, *settings]
+    assert app(command, standalone_mode=False) is None
+    assert f"wrote {tmp_path / 'out/report.html'}" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["loss"]
+    assert found["settings"]["context"] == 32
+    assert found["measures"]["nats per token"]["targets"]["plain"]["items"] == 2

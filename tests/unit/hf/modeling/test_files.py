@@ -1,0 +1,232 @@
+"""The carried models as files: saved, loaded with nothing of this package, and refused in words."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from diffmegatron.hf.modeling import (
+    CLASSES,
+    DiffV2Config,
+    GroupedDiffConfig,
+    register,
+    remote_files,
+)
+from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_model, make_tokens
+
+TYPES = ["diff_v2", "grouped_diff"]
+
+# Run by an isolated interpreter in which this package cannot be imported.
+PLAIN_TRANSFORMERS = """
+import sys
+from pathlib import Path
+import torch
+sys.modules["diffmegatron"] = None
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+for directory in sys.argv[1:]:
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=True, output_loading_info=True
+    )
+    for part in (config, model, AutoModel.from_pretrained(directory, trust_remote_code=True)):
+        assert type(part).__module__.startswith("transformers_modules."), type(part)
+    assert not any(report.values()), report
+    saved = torch.load(Path(directory, "expected.pt"))
+    assert torch.equal(model(saved["tokens"]).logits, saved["logits"])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    cached, whole = (model.generate(saved["tokens"], use_cache=u, **options) for u in (True, False))
+    assert torch.equal(cached, whole)
+    model.save_pretrained(Path(directory, "again"))
+print("loaded", *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_saved_and_loaded_is_bit_equal(case: Any, tmp_path: Path) -> None:
+    register()
+    model = make_model(case)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in stored) != model.config.tie_word_embeddings
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, trust_remote_code=False
+    )
+    assert type(loaded) is type(model)
+    assert not any(report.values())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+    assert torch.equal(model(make_tokens()).logits, loaded(make_tokens()).logits)
+
+
+def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
+    register()
+    directories = []
+    for case in TYPICAL:
+        directory = tmp_path / case.kind
+        directories.append(str(directory))
+        model, tokens = make_model(case), make_tokens()
+        # As an export writes it: configuration, weights and the two files, each by itself.
+        model.save_pretrained(directory)
+        for path in directory.glob("*.py"):
+            path.unlink()
+        for path in remote_files(case.kind):
+            (directory / path.name).write_bytes(path.read_bytes())
+        with torch.no_grad():
+            logits = model(tokens).logits
+        torch.save({"tokens": tokens, "logits": logits}, directory / "expected.pt")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN_TRANSFORMERS, *directories],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"loaded {' '.join(directories)}\n"
+    for case in TYPICAL:
+        again = tmp_path / case.kind / "again"
+        assert {path.name for path in remote_files(case.kind)} <= {p.name for p in again.iterdir()}
+        auto_map = json.loads((again / "config.json").read_text())["auto_map"]
+        assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+
+
+@pytest.mark.parametrize("classes", CLASSES, ids=TYPES)
+def test_registered_classes_need_no_remote_code(classes: tuple[Any, ...], tmp_path: Path) -> None:
+    register()
+    register()
+    config_class, model_class, causal_lm_class = classes
+    kind = config_class.model_type
+    case = next(case for case in CASES if case.kind == kind)
+    make_model(case).save_pretrained(tmp_path)
+    assert {path.name for path in remote_files(kind)} == {p.name for p in tmp_path.glob("*.py")}
+    assert type(AutoConfig.from_pretrained(tmp_path)) is config_class
+    assert type(AutoModel.from_pretrained(tmp_path)) is model_class
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is causal_lm_class
+
+
+def imported_roots(path: Path) -> set[str]:
+    """Top-level packages that a file imports, and relative modules with their dot."""
+    roots = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            roots.add("." * node.level + str(node.module).split(".")[0])
+        elif isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+    return roots
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_files_need_torch_and_transformers_alone(kind: str) -> None:
+    configuration, modeling = remote_files(kind)
+    roots = imported_roots(configuration) | imported_roots(modeling)
+    allowed = {"torch", "transformers", f".{configuration.stem}"} | sys.stdlib_module_names
+    assert roots <= allowed
+
+
+def test_files_of_an_unknown_model_are_refused() -> None:
+    assert remote_files("llama") == []
+
+
+@pytest.mark.parametrize("classes", CLASSES, ids=TYPES)
+def test_configuration_leads_to_the_files_and_survives_json(
+    classes: tuple[Any, ...], tmp_path: Path
+) -> None:
+    config_class, model_class, causal_lm_class = classes
+    config = config_class(signal_per_noise=1, num_attention_heads=8, num_key_value_heads=4)
+    config.save_pretrained(tmp_path)
+    loaded = config_class.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict()
+    stems = [path.stem for path in remote_files(config_class.model_type)]
+    assert config.auto_map == {
+        "AutoConfig": f"{stems[0]}.{config_class.__name__}",
+        "AutoModel": f"{stems[1]}.{model_class.__name__}",
+        "AutoModelForCausalLM": f"{stems[1]}.{causal_lm_class.__name__}",
+    }
+
+
+@torch.no_grad()
+def test_lambda_vectors_and_the_headwise_norm_stay_float32(tmp_path: Path) -> None:
+    model = make_model(TYPICAL[1])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, weight in loaded.named_parameters():
+        exact = "lambda_" in name or "subln" in name
+        assert weight.dtype == (torch.float32 if exact else torch.bfloat16), name
+        assert not exact or torch.equal(weight, model.get_parameter(name))
+    assert loaded(make_tokens()).logits.dtype == torch.bfloat16
+
+
+BOTH: list[tuple[dict[str, object], str]] = [
+    ({"head_dim": 7}, "head_dim is 7; RoPE turns its halves: it must be even"),
+    ({"signal_per_noise": 0}, "signal_per_noise is 0; it must be a positive integer"),
+    ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; it must be a positive integer"),
+    (
+        {"num_attention_heads": 8, "signal_per_noise": 2},
+        "num_attention_heads is 8; with signal_per_noise 2 it must be a multiple of 3, for it "
+        "counts signal and noise heads",
+    ),
+    ({"mlp_bias": True}, "mlp_bias is True; this model has no biases and no dropout"),
+    ({"attention_dropout": 0.1}, "attention_dropout is 0.1; this model has no biases and no "),
+]
+DIFF_V2_ONLY: list[tuple[dict[str, object], str]] = [
+    (
+        {"num_attention_heads": 8, "signal_per_noise": 1, "num_key_value_heads": 8},
+        "num_key_value_heads is 8; it must divide the 4 groups of 2 query heads, for a group "
+        "attends with one key head",
+    ),
+]
+GROUPED_ONLY: list[tuple[dict[str, object], str]] = [
+    (
+        {"num_attention_heads": 9, "signal_per_noise": 2, "num_key_value_heads": 3},
+        "num_key_value_heads is 3; it must be even, for it counts the keys of signal and of "
+        "noise, and its half must divide the 3 noise heads",
+    ),
+    (
+        {"num_attention_heads": 10, "signal_per_noise": 4, "num_key_value_heads": 8},
+        "num_key_value_heads is 8; it must be even",
+    ),
+    (
+        {"lambda_init": "linear"},
+        "lambda_init is 'linear'; it must be 'exponential' or a number between 0 and 1",
+    ),
+    ({"lambda_init": 1.0}, "lambda_init is 1.0; it must be 'exponential' or a number"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "keys", "sentence"),
+    [
+        *((DiffV2Config, *case) for case in BOTH + DIFF_V2_ONLY),
+        *((GroupedDiffConfig, *case) for case in BOTH + GROUPED_ONLY),
+    ],
+)
+def test_numbers_that_make_no_model_are_named(
+    config_class: Any, keys: dict[str, object], sentence: str
+) -> None:
+    numbers = {
+        **SIZES,
+        "num_attention_heads": 8,
+        "signal_per_noise": 1,
+        "num_key_value_heads": 2,
+    }
+    with pytest.raises(ValueError) as error:
+        config_class(**{**numbers, **keys})
+    message = str(error.value)
+    assert message.startswith(sentence)
+    assert "\n" not in message

@@ -1,0 +1,375 @@
+"""Pretrained models in and out again, against transformers; and what cannot come in."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.cli import app
+from diffmegatron.config.load import load_resolved
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.errors import UserError
+from diffmegatron.hf import configuration, importing
+from diffmegatron.hf.export import logit_difference
+from diffmegatron.hf.from_checkpoint import export_checkpoint, sample, training_logits
+from diffmegatron.hf.importing import import_model
+from tests.paths import DOCS
+from tests.pretrained import FAMILIES, LLAMA3, write_pretrained
+
+CHECKPOINT = Path("checkpoints/step_00000000")
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_round_trip(source: Path, exported: Path) -> None:
+    expected, found = all_tensors(source), all_tensors(exported)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (exported / name).read_bytes() == (source / name).read_bytes(), name
+
+
+@torch.no_grad()
+def own_rounding(source: Path) -> float:
+    """How far transformers' logits in float32 are from those in float64."""
+    tokens = sample(load_tokenizer("bytes"))
+    single, double = (
+        AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(tokens).logits.double()
+        for dtype in (torch.float32, torch.float64)
+    )
+    return logit_difference(single, double).relative
+
+
+DTYPES = {
+    "llama 2": torch.float16,
+    "llama 3.2": torch.bfloat16,
+    "qwen3": torch.bfloat16,
+    "diffllama": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_in_and_goes_out_as_it_was(family: str, tmp_path: Path) -> None:
+    dtype = DTYPES.get(family, torch.float32)
+    source = write_pretrained(tmp_path / "hf", family, dtype)
+    difference = import_model(source, tmp_path / "run")
+    assert difference is not None
+    # The difference of two maps leaves transformers' own float32 1.2e-6 from its float64.
+    assert difference.relative < max(1e-6, 2 * own_rounding(source))
+    export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
+    assert_round_trip(source, tmp_path / "out")
+    names = {path.name for path in source.iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_shards_and_a_padded_vocabulary(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "qwen2.5", shard_size="30KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    difference = import_model(source, tmp_path / "run", vocab_multiple=100)
+    assert difference is not None
+    assert difference.relative < 1e-6
+    checkpoint = open_checkpoint(tmp_path / "run" / CHECKPOINT)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        rows = checkpoint.tensors.whole("weight", name)
+        assert len(rows) == 300
+        assert not rows[264:].any()
+    export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
+    assert_round_trip(source, tmp_path / "out")
+
+
+def test_dtypes_that_differ_stay_and_no_lambda_is_rounded(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "diffllama", torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    exact = "model.layers.1.self_attn.lambda_k2"
+    tensors[exact] = torch.rand(8)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    import_model(source, tmp_path / "run")
+    export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
+    assert_round_trip(source, tmp_path / "out")
+
+
+def test_the_recipe_of_an_import_trains_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    for dtype, precision in ((torch.bfloat16, "bf16"), (torch.float16, "fp32")):
+        source = write_pretrained(tmp_path / precision, "smollm2", dtype)
+        import_model(source, tmp_path / f"run {precision}", verify=False)
+        recipe = load_resolved(tmp_path / f"run {precision}" / "recipe.yaml")
+        assert recipe.training.precision == precision
+        assert (recipe.training.seq_length, recipe.model.attention.num_heads) == (64, 9)
+
+
+def test_old_configurations_and_copies_in_old_files(tmp_path: Path) -> None:
+    """rope_theta beside a rope_scaling with a type; tied weights twice; stored frequencies."""
+    source = write_pretrained(tmp_path / "hf", "llama 3.2")
+    config = json.loads((source / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    difference = import_model(source, tmp_path / "run")
+    assert difference is not None
+    assert difference.relative < 1e-6
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"another lm_head\.weight .*tie_word_embeddings"):
+        import_model(source, tmp_path / "again")
+
+
+def test_a_network_that_reads_the_configuration_wrong_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 3.2")
+    right = configuration.model_section
+    for key, value in (("rope_scaling", None), ("norm_eps", 0.5), ("rope_theta", 60.0)):
+        monkeypatch.setattr(
+            importing, "model_section", lambda *a, k=key, v=value: right(*a) | {k: v}
+        )
+        with pytest.raises(UserError, match="logits differ from those of transformers"):
+            import_model(source, tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def a_missing_shard(folder: Path) -> None:
+    shutil.rmtree(folder)
+    write_pretrained(folder, "llama 2", shard_size="30KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def an_index_out_of_the_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "../x.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, **{name: value})
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def rope(kind: str, **values: object) -> Callable[[Path], None]:
+    described = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} | values
+    return config(rope_parameters=described)
+
+
+NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pickle": (only_a_pickle, r"pytorch_model\.bin, a pickle"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
+    "cut short": (cut_short, r"model\.safetensors is no whole safetensors file"),
+    "missing shard": (a_missing_shard, r"cannot read .*model-00002-of-"),
+    "index": (an_index_out_of_the_folder, r"weight_map must give .* not '\.\./x\.safetensors'"),
+    "shape": (tensor(Q, torch.ones(48, 40)), rf"{Q} in the shape \[48, 40\].*\[48, 48\]"),
+    "dtype": (tensor(Q, torch.ones(48, 48).double()), f"has {Q} in F64; weights of F16"),
+    "missing tensor": (tensor(NORM, None), f"no tensor {NORM}, which its config.json asks"),
+    "unknown tensor": (tensor("x.y", torch.ones(1)), "has x.y, which is no tensor of the model"),
+    "not finite": (tensor(NORM, torch.full((48,), torch.nan)), "not finite"),
+    "other config": (config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
+    "tied config": (config(tie_word_embeddings=True), r"another lm_head\.weight"),
+    "tokenizer": (config(vocab_size=200), "uses 257 ids, and vocab_size .* for 200"),
+    "family": (config(model_type="gpt2"), "model_type 'gpt2', which has no equivalent"),
+    "bias": (config(attention_bias=True), "attention_bias True, which has no equivalent"),
+    "mlp": (config(mlp_bias=True), "mlp_bias True, which has no equivalent"),
+    "act": (config(hidden_act="gelu"), "hidden_act 'gelu', which has no equivalent"),
+    "dropout": (config(attention_dropout=0.1), "attention_dropout 0.1, which has no"),
+    "quantised": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantization_config .* which has no equivalent",
+    ),
+    "yarn": (rope("yarn"), r"rope_parameters\.rope_type 'yarn', which has no equivalent"),
+    "dynamic": (rope("dynamic"), r"rope_parameters\.rope_type 'dynamic', which has no"),
+    "partial": (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    "window": (
+        config(model_type="mistral", sliding_window=32),
+        "sliding_window 32, which has no equivalent",
+    ),
+    "window of qwen": (
+        config(model_type="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1),
+        "sliding_window 32, which has no equivalent",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), r"cannot read .*config\.json"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"cannot read .*tokenizer\.json"),
+    "no factor": (rope("linear", factor=None), r"model\.rope_scaling\.factor is None"),
+    "no heads": (
+        config(model_type="qwen2", num_attention_heads=0),
+        "num_attention_heads 0; a model here",
+    ),
+    "many layers": (config(num_hidden_layers=10**12), "num_hidden_layers 1000000000000; a model"),
+    "heads": (config(num_key_value_heads=4), "num_kv_heads 4 does not divide num_heads 6"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_cannot_be_imported_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 2")
+    spoil, message = BAD[kind]
+    spoil(source)
+    with pytest.raises(UserError, match=message) as caught:
+        import_model(source, tmp_path / "run", verify=False)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_an_output_that_exists_is_left_alone(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 2")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        import_model(source, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_what_a_recipe_has_changed_is_changed_in_the_export(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 3.2")
+    import_model(source, tmp_path / "run", verify=False)
+    recipe = load_resolved(tmp_path / "run/recipe.yaml")
+    original = AutoConfig.from_pretrained(source)
+    assert configuration.changes(original, recipe) == {}
+    model = recipe.model.model_copy(update={"rope_theta": 90.0})
+    longer = recipe.training.model_copy(update={"seq_length": 128})
+    changed = recipe.model_copy(update={"model": model, "training": longer})
+    assert configuration.changes(original, changed) == {
+        "rope_parameters": LLAMA3 | {"rope_theta": 90.0},
+        "max_position_embeddings": 128,
+    }
+
+
+@pytest.mark.skipif(
+    "DIFFMEGATRON_SMOLLM2" not in os.environ,
+    reason="DIFFMEGATRON_SMOLLM2 does not name a folder of SmolLM2-135M-Instruct",
+)
+def test_smollm2_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
+    source = Path(os.environ["DIFFMEGATRON_SMOLLM2"])
+    difference = import_model(source, tmp_path / "run")
+    assert difference is not None
+    assert difference.relative < 1e-6
+    exported = export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
+    assert exported is not None
+    assert exported.relative < 1e-6
+    assert_round_trip(source, tmp_path / "out")
+
+
+def test_the_network_and_not_the_export_is_what_is_compared(tmp_path: Path) -> None:
+    """Logits of the training network against transformers' on ids that no text gives."""
+    source = write_pretrained(tmp_path / "hf", "qwen3", torch.bfloat16)
+    import_model(source, tmp_path / "run", verify=False)
+    tokens = torch.randint(0, 264, (2, 60), generator=torch.Generator().manual_seed(1))
+    found = training_logits(open_checkpoint(tmp_path / "run" / CHECKPOINT), tokens)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+# Of the docs' controls, patterns of the tensors that they train.
+CONTROLS = {
+    "without_term": r"linear_(qkv|proj)\.weight",
+    "full": "",
+    "low_rank": "^$",
+}
+
+
+def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/pretrained.md, on a tiny model and at sizes for it."""
+    text = (DOCS / "pretrained.md").read_text()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    write_pretrained(Path("models/smollm2"), "smollm2")
+    for name, recipe in re.findall(r"`(\w+\.yaml)`\n\n```yaml\n(.*?)```", text, re.DOTALL):
+        Path(name).write_text(recipe)
+    Path("texts").mkdir()
+    for number in range(20):
+        Path(f"texts/{number}.txt").write_text("What was learned is learned again. " * 20)
+    short = ["training.seq_length=32"]
+    sizes = ["global_batch_size=2", "steps=2", "eval_batches=0"]
+    small = [*short, *(f"training.{size}" for size in sizes)]
+    small += ["optimizer.schedule.warmup_steps=1", "data.validation_fraction=0.1"]
+    added = {"plan": small, "train": small, "dex": short}
+    names = []
+    for command in commands:
+        name, *arguments = shlex.split(command)[1:]
+        arguments = [each.replace("step_00001000", "step_00000002") for each in arguments]
+        app([name, *arguments, *added.get(name, [])], standalone_mode=False)
+        names.append(name)
+    again = ["plan", "train", "export"]
+    controls = ["train"] * 3
+    assert names == ["import", "prepare", *again, "dex", *again, *controls, *again]
+    before = all_tensors(Path("models/smollm2"))
+    query = "model.layers.0.self_attn.q_proj.weight"
+    for out, is_trained in (("continued_hf", True), ("dex_hf", False), ("lora_hf", True)):
+        config = Path(f"runs/{out}/config.json").read_bytes()
+        assert config == Path("models/smollm2/config.json").read_bytes()
+        after = all_tensors(Path(f"runs/{out}"))
+        assert after.keys() == before.keys()
+        assert torch.equal(after[query], before[query]) != is_trained, out
+        output = "model.layers.0.self_attn.o_proj.weight"
+        assert not torch.equal(after[output], before[output]), out
+    # What each control of DEX has trained of the model, and the whole of it.
+    imported = open_checkpoint(Path("runs/smollm2") / CHECKPOINT).tensors
+    for run, trained in CONTROLS.items():
+        after = open_checkpoint(Path(f"runs/{run}/checkpoints/step_00000002")).tensors
+        changed = {
+            name
+            for name in imported.names()
+            if not torch.equal(after.whole("weight", name), imported.whole("weight", name))
+        }
+        assert changed == {name for name in imported.names() if re.search(trained, name)}, run
+        added = {name.rpartition(".")[2] for name in {*after.names()} - {*imported.names()}}
+        assert added == ({"lora_a", "lora_b"} if run == "low_rank" else set())
+    after, rows = (
+        tensors.whole("weight", "decoder.layers.1.self_attention.linear_qkv.weight").unflatten(
+            0, (3, 5, 8)
+        )
+        for tensors in (
+            open_checkpoint(Path("runs/without_term/checkpoints/step_00000002")).tensors,
+            imported,
+        )
+    )
+    # Of a key-value head three queries, its key and its value.
+    assert torch.equal(after[:, :3], rows[:, :3])
+    assert not torch.equal(after[:, 3], rows[:, 3])
+    assert not torch.equal(after[:, 4], rows[:, 4])

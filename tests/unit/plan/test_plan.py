@@ -1,0 +1,274 @@
+"""The plan of a recipe: its numbers, its warnings, its two renderings."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diffmegatron.config.load import load_recipe, load_stages
+from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import memory_by_stage, peak_memory
+from diffmegatron.plan import Plan, plan_recipe, print_plan, run
+from tests.paths import CONFIGS
+
+LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
+HEADS = "model.attention.num_heads"
+
+
+def load(*overrides: str, path: Path = CONFIGS / "diff_3b_1t.yaml") -> Recipe:
+    return load_recipe(path, overrides)
+
+
+def printed(plan: Plan, width: int = 400) -> str:
+    out = io.StringIO()
+    print_plan(plan, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_the_3b_run_by_hand():
+    plan = plan_recipe(load(), world_size=64)
+    assert plan.parameters.total == 2 * 100_288 * 3072 + 28 * (
+        4 * 3072**2 + 3 * 3072 * 8192 + 4 * 128 + 256 + 2 * 3072
+    ) + (3072)
+    assert plan.tokens_per_step == 4096 * 1024
+    assert plan.steps == 238_419  # 1e12 / 4,194,304, rounded up
+    assert plan.tokens == 238_419 * 4096 * 1024
+    assert plan.total_flops == plan.tokens * plan.flops_per_token.training
+    assert (plan.layout.data, plan.layout.microbatches) == (64, 16)
+
+
+def test_the_fewest_ranks_that_fill_the_layout_are_the_default():
+    assert plan_recipe(load()).layout.world_size == 1
+    recipe = load("parallel.tensor=4", "parallel.pipeline=2")
+    assert plan_recipe(recipe).layout.world_size == 8
+
+
+def test_ranks_that_do_not_fill_the_layout_are_refused():
+    with pytest.raises(UserError, match="6 ranks do not fill"):
+        plan_recipe(load("parallel.tensor=4"), world_size=6)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="micro_batch_size 1 x data parallel 3"):
+        plan_recipe(load(), world_size=3)
+
+
+def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
+    """On as many ranks as their comments ask for: two for the 3B model, the fewest elsewhere."""
+    assert plan_recipe(load(), world_size=2).warnings == ()
+    assert plan_recipe(load(path=LARGE)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "said"),
+    [
+        # Heads halved twice, with and without the head dimension given.
+        ([f"{HEADS}=6"], 2, "num_heads 6 is fewer"),
+        ([f"{HEADS}=6", "model.attention.head_dim=0"], 2, "head_dim 256 is above the paper's 128"),
+        ([f"{HEADS}=6"], 2, "is 1536, narrower than hidden_size 3072"),
+        (["model.attention.headwise_norm=false"], 2, "3.122 instead of 3.062"),
+        (["parallel.tensor=16", f"{HEADS}=16"], 16, "reaches beyond a node of 8 GPUs"),
+        (["parallel.tensor=2"], 2, "sequence_parallel is off with parallel.tensor 2"),
+        (["parallel.pipeline=4"], 2048, "2 microbatches do not fill parallel.pipeline 4"),
+        (["model.num_layers=56", "training.micro_batch_size=1"], 2, "an estimated"),
+    ],
+)
+def test_warnings_name_the_number_and_what_would_be_better(overrides, ranks, said):
+    warnings = plan_recipe(load(*overrides), ranks).warnings
+    assert [warning for warning in warnings if said in warning], warnings
+
+
+def test_the_learning_rate_of_a_large_differential_model_is_warned_about():
+    high = load("optimizer.lr=1e-4", path=LARGE)
+    assert any("loss spikes" in warning for warning in plan_recipe(high).warnings)
+    baseline = load("optimizer.lr=1e-4", "model.baseline=true", path=LARGE)
+    assert plan_recipe(baseline).warnings == ()
+
+
+def test_heads_of_the_transformer_are_not_warned_about():
+    baseline = load(f"{HEADS}=3", "model.baseline=true")
+    assert plan_recipe(baseline, 2).warnings == ()
+
+
+def test_too_little_memory_names_gpus_and_ranks_that_fit():
+    (warning,) = plan_recipe(load()).warnings
+    assert "on 1 rank each needs" in warning
+    assert "it fits H100 NVL, H200, B200, and 2 ranks fit into 80 GiB" in warning
+    assert max(stage.total for stage in memory_by_stage(load(), 2)) < 0.9 * 80 * 2**30
+
+
+def test_memory_that_no_gpu_has_is_said_to_be_so():
+    (warning,) = plan_recipe(load("training.seq_length=65536")).warnings
+    assert warning.endswith("it fits no known GPU")
+
+
+def test_the_table_shows_every_number():
+    plan = plan_recipe(load("parallel.pipeline=2"), 8)
+    text = printed(plan)
+    for number in ("1,056,964,608", "3.17B", "3.79B", "238,419", "4,194,304", "8 ranks", "ZeRO"):
+        assert number in text
+    assert "diff_v1 attention: 12 heads of 128\nIts Transformer: 24 heads, 3.79B param" in text
+    assert "stage 1 of 2" in text
+    assert f"{plan.heaviest.total / 2**30:.2f}" in text
+
+
+# The 3B shape with each kind: h, key-value heads, d, and heads of the baseline; then what a layer
+# has beside the baseline's parameters and FLOPs of a token's forward pass at 4K.
+PAIRS = {
+    "baseline=true": ("softmax", 24, 24, 128, 24, 0, 0),
+    "attention.kind=diff_v1": ("diff_v1", 12, 12, 128, 24, 4 * 128 + 256, 0),
+    # 24 noise heads of d, and W_lambda; scores and values of d each.
+    "attention.kind=diff_v2": (
+        "diff_v2", 24, 24, 128, 24, 24 * 129 * 3072, 2 * 24 * 129 * 3072 + 4096 * 24 * 2 * 128,
+    ),
+    # 3 noise heads of d instead of 12: their queries and scores.
+    "attention.kind=grouped": (
+        "grouped", 12, 3, 128, 24,
+        4 * 128 + 256 - 9 * 128 * 3072, -2 * 9 * 128 * 3072 - 4096 * 9 * 128,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", PAIRS)
+def test_both_of_a_pair_are_counted(override, capsys):
+    kind, heads, kv_heads, head_dim, baseline_heads, parameters, flops = PAIRS[override]
+    recipe = load(f"model.{override}")
+    run([recipe], 2, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert values["attention"] == kind
+    assert (values["num_heads"], values["num_kv_heads"]) == (heads, kv_heads)
+    assert (values["head_dim"], values["baseline_num_heads"]) == (head_dim, baseline_heads)
+    more = values["parameters"]["total"] - values["baseline_parameters"]
+    assert more == 28 * parameters
+    own, baseline = (values[f"{each}flops_per_token"] for each in ("", "baseline_"))
+    assert own["forward"] - baseline["forward"] == 28 * flops
+    assert own["training"] - baseline["training"] == 3 * 28 * flops
+    text = printed(plan_recipe(recipe, 2))
+    assert f"{kind} attention: {heads} heads of {head_dim}" in text
+    assert f"Its Transformer: {baseline_heads} heads" in text
+    assert f"{values['kv_cache_bytes_per_token']:,} bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "channels"),
+    [
+        ([], 2 * 12 * 128),
+        (["baseline=true"], 24 * 128),
+        (["attention.kind=diff_v2"], 24 * 128),
+        (["attention.num_kv_heads=4"], 2 * 4 * 128),
+        (["attention.num_kv_heads=4", "attention.kind=diff_v2"], 4 * 128),
+        (["attention.kind=grouped"], 2 * 3 * 128),
+    ],
+)
+def test_the_cache_holds_keys_and_values_of_every_layer_in_bf16(overrides, channels):
+    plan = plan_recipe(load(*(f"model.{each}" for each in overrides)), 2)
+    assert plan.kv_cache_bytes_per_token == 28 * 2 * 2 * channels
+
+
+def test_the_stages_of_a_recipe_are_told_apart(capsys):
+    run(load_stages(CONFIGS / "diff_3b_math.yaml"), as_json=True)
+    named = [values["run_dir"] for values in json.loads(capsys.readouterr().out)]
+    assert named == ["runs/diff_3b_math/continuation", "runs/diff_3b_math/reasoning"]
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
+    with pytest.raises(UserError, match=r"vocab_size 100276 is too small .* uses 100277 ids"):
+        plan_recipe(load("model.vocab_size=100276"), 2)
+
+
+def test_hardware_that_is_not_known_is_refused():
+    with pytest.raises(UserError, match="'V100' is not known; give one of H100 PCIe, "):
+        plan_recipe(load(), 2, "V100")
+
+
+def test_memory_is_judged_by_the_hardware_named():
+    assert plan_recipe(load(), 1, "H200").warnings == ()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.pipeline=2"],
+        ["parallel.pipeline=7", "parallel.virtual_pipeline=2", "training.global_batch_size=28"],
+        ["parallel.pipeline=14", "model.tied_embeddings=true", "training.global_batch_size=2"],
+        ["parallel.pipeline=4", "model.vocab_size=1024", "data.tokenizer=bytes"],
+        ["parallel.pipeline=28", "parallel.offload_optimizer=true"],
+    ],
+)
+def test_the_peak_is_that_of_the_heaviest_stage(overrides):
+    recipe = load(*overrides)
+    ranks = recipe.parallel.model_ranks * 2
+    heaviest = max(stage.total for stage in memory_by_stage(recipe, ranks))
+    assert peak_memory(recipe, ranks) == heaviest
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_either_end_of_a_pipeline_may_be_the_heaviest(recomputed):
+    recipe = load("parallel.pipeline=5", f"recompute.granularity={recomputed}", path=LARGE)
+    totals = [stage.total for stage in memory_by_stage(recipe, 20)]
+    assert peak_memory(recipe, 20) == max(totals) == totals[0 if recomputed == "none" else -1]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_table_is_cut_off(width):
+    recipe = load("parallel.tensor=4", "parallel.context=2", "parallel.sequence_parallel=true")
+    text = printed(plan_recipe(recipe, 64), width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_tied_output_layer_is_said_to_be_tied():
+    assert "tied to embedding" in printed(plan_recipe(load(path=LARGE)))
+
+
+def test_warnings_are_printed():
+    plan = plan_recipe(load())
+    assert f"warning: {plan.warnings[0]}" in printed(plan)
+
+
+def test_json_has_everything_and_adds_up(capsys):
+    run([load("parallel.pipeline=2")], 8, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert values["parameters"]["total"] == plan_recipe(load(), 2).parameters.total
+    assert values["layout"]["data"] == 4
+    assert [stage["stage"] for stage in values["memory"]] == [0, 1]
+    for stage in values["memory"]:
+        held = sum(stage[name] for name in ("weights", "gradients", "optimizer", "communication"))
+        backward = stage["activations"] + max(stage["logits"], stage["layer"])
+        assert held + max(backward, stage["update"]) == stage["total"]
+    assert values["total_flops"] == values["tokens"] * values["flops_per_token"]["training"]
+
+
+def test_stages_are_planned_on_ranks_that_fill_each_of_them(capsys):
+    batch = "training.global_batch_size=28"
+    stages = [
+        load("parallel.tensor=4", batch),
+        load("parallel.tensor=2", "parallel.pipeline=7", batch),
+    ]
+    run(stages, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert [value["layout"]["world_size"] for value in values] == [28, 28]
+    assert [value["layout"]["data"] for value in values] == [7, 2]
+
+
+def test_a_run_dir_is_printed_as_it_is(capsys):
+    stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
+    run(stages)
+    assert "[/x] [bold]y" in capsys.readouterr().out
+
+
+def test_no_torch_is_needed():
+    """A plan is arithmetic: it starts fast, on a machine without torch too."""
+    code = (
+        "import sys; from diffmegatron.config.load import load_recipe; "
+        f"from diffmegatron.plan import run; run([load_recipe({str(LARGE)!r})]); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,76 @@
+"""`plan --search`: what is listed is valid and fits, and what is said when nothing does."""
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.plan import run_search
+from diffmegatron.plan.search import print_search, search
+from tests.paths import CONFIGS
+
+FILE = CONFIGS / "diff_3b_1t.yaml"
+LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
+
+
+def test_what_is_listed_loads_with_its_overrides_fits_and_is_sorted():
+    candidates = search(load_recipe(LARGE), 64, "H100")
+    assert len(candidates) > 5
+    for candidate in candidates:
+        recipe = load_recipe(LARGE, candidate.overrides)
+        peak = max(stage.total for stage in memory_by_stage(recipe, 64))
+        assert peak == candidate.peak <= 0.9 * 80 * 2**30
+        assert recipe.parallel.tensor <= 8
+        assert recipe.parallel.sequence_parallel == (recipe.parallel.tensor > 1)
+        layout = candidate.layout
+        assert layout.tensor * layout.context * layout.pipeline * layout.data == 64
+    steps = [candidate.time.step for candidate in candidates]
+    assert steps == sorted(steps)
+    sizes = [(c.layout.tensor, c.layout.context, c.layout.pipeline) for c in candidates]
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_a_search_is_quick():
+    started = time.perf_counter()
+    search(load_recipe(FILE), 256, "H100")
+    assert time.perf_counter() - started < 5
+
+
+def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
+    with pytest.raises(UserError) as error:
+        search(load_recipe(LARGE), 1, "H100")
+    assert "no layout of 1 rank fits 90% of H100's 80 GiB" in str(error.value)
+    assert "lacks 150." in str(error.value)
+    assert str(error.value).endswith("and 4 GPUs would do")
+    assert search(load_recipe(LARGE), 4, "H100")
+    with pytest.raises(UserError):
+        search(load_recipe(LARGE), 2, "H100")
+
+
+def test_gpus_that_no_layout_fills_are_told_with_the_batch_that_would():
+    with pytest.raises(UserError, match=r"no layout fills 11 ranks .* 1024 is no multiple"):
+        search(load_recipe(FILE), 11, "H100")
+
+
+def test_the_table_fits_80_columns_and_the_overrides_can_be_pasted():
+    candidates = search(load_recipe(FILE), 64, "H100")
+    out = io.StringIO()
+    print_search(candidates, 64, "H100", Console(file=out, width=80))
+    text = out.getvalue()
+    assert "…" not in text
+    for number, candidate in enumerate(candidates[:10], 1):
+        assert f"{number:3d}  {' '.join(candidate.overrides) or '(the recipe as it is)'}" in text
+    assert "(the recipe as it is)" in text
+    assert "Times are an estimate" in text
+
+
+def test_json_holds_every_candidate(capsys):
+    run_search([load_recipe(FILE)], 64, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert len(values) == len(search(load_recipe(FILE), 64, "H100"))
+    assert values[0]["time"]["step"] <= values[1]["time"]["step"]
