@@ -18,7 +18,7 @@ from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import launch, preflight, status
 
 if TYPE_CHECKING:
-    from diffmegatron.training.evaluators import OpenEvaluators
+    from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 
 app = typer.Typer(
     name="diffmegatron",
@@ -210,7 +210,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
     from diffmegatron.parallel.launcher import read_launch
-    from diffmegatron.training.signals import stopping_at_once
+    from diffmegatron.training.supervision.signals import stopping_at_once
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])

@@ -37,11 +37,11 @@ from diffmegatron.optim.gate import held_norms
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.agreement import agree
-from diffmegatron.training.batches import on_this_rank, open_loader
-from diffmegatron.training.resume import load_snapshot, newest_good
-from diffmegatron.training.saver import Saver
-from diffmegatron.training.step import forward_backward
+from diffmegatron.training.compute.agreement import agree
+from diffmegatron.training.compute.batches import on_this_rank, open_loader
+from diffmegatron.training.compute.step import forward_backward
+from diffmegatron.training.saving.resume import load_snapshot, newest_good
+from diffmegatron.training.saving.saver import Saver
 
 RECIPE = """
 run_dir: {scratch}/run

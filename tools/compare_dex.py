@@ -191,7 +191,7 @@ def compare(
 
 def outcome(run_dir: Path) -> dict[str, Any]:
     """What a finished run has logged: held-out loss before and after, lambda, tokens per second."""
-    from diffmegatron.training.metrics import read_metrics
+    from diffmegatron.training.monitoring.metrics import read_metrics
 
     entries = list(read_metrics(run_dir))
     held_out = [entry["valid/loss"] for entry in entries if "valid/loss" in entry]

@@ -39,7 +39,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import STATE, open_checkpoint
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 
 # What the directories show of a save, in its order.
 SAVE_PHASES = ("directory made", "ranks writing", "small files", "manifest written", "removal")

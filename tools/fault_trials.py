@@ -47,7 +47,7 @@ from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.model.parameter_shards import Shard
-from diffmegatron.training.metrics import METRICS, MetricsWriter, read_metrics
+from diffmegatron.training.monitoring.metrics import METRICS, MetricsWriter, read_metrics
 
 STEP = 7
 LINES = [json.dumps({"text": f"document {number} " * 9}) + "\n" for number in range(300)]

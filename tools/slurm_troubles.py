@@ -22,7 +22,7 @@ from slurm_cluster import Cluster
 from diffmegatron.attempts.ends import ATTEMPT, read_heartbeat
 from diffmegatron.attempts.ledger import Attempt, Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.training.metrics import newest_entries
+from diffmegatron.training.monitoring.metrics import newest_entries
 
 # Of slurm.conf: a second partition, which takes the nodes of the first.
 SETTINGS = """

@@ -16,7 +16,7 @@ from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.step import forward_backward, forward_only
+from diffmegatron.training.compute.step import forward_backward, forward_only
 
 _QUERIES = 256  # whose attention exists at once
 

@@ -23,8 +23,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import reason, shown, write_durably
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from diffmegatron.training.batches import on_this_rank, open_loader
-from diffmegatron.training.resume import open_together
+from diffmegatron.training.compute.batches import on_this_rank, open_loader
+from diffmegatron.training.saving.resume import open_together
 
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]

@@ -24,7 +24,7 @@ from diffmegatron.hf.export import MAX_VERIFY_TOKENS, verify_export
 from diffmegatron.hf.from_checkpoint import training_logits
 from diffmegatron.hf.modeling import register
 from diffmegatron.model.accounting import count_parameters
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 96

@@ -29,10 +29,10 @@ from diffmegatron.files import clipped
 from diffmegatron.hf.original import find_original
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.batches import on_this_rank
-from diffmegatron.training.evaluators import Values
-from diffmegatron.training.progress import say
-from diffmegatron.training.step import next_tokens, token_losses
+from diffmegatron.training.compute.batches import on_this_rank
+from diffmegatron.training.compute.step import next_tokens, token_losses
+from diffmegatron.training.monitoring.evaluators import Values
+from diffmegatron.training.monitoring.progress import say
 
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:

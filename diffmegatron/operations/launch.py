@@ -20,8 +20,8 @@ from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.job import Job, job_file
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
-from diffmegatron.training.metrics import newest_entries
-from diffmegatron.training.save_time import too_long_for_kill_wait
+from diffmegatron.training.monitoring.metrics import newest_entries
+from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"

@@ -17,7 +17,7 @@ from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
-from diffmegatron.training.metrics import Entry, newest_entries
+from diffmegatron.training.monitoring.metrics import Entry, newest_entries
 
 _SHOWN_ATTEMPTS = 12
 

@@ -23,7 +23,7 @@ from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_communication
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 
 # A laptop starts so many processes in a minute.
 MAX_RANKS = 16

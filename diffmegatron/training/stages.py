@@ -6,7 +6,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.training.evaluators import OpenEvaluators
+from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 from diffmegatron.training.trainer import train
 
 

@@ -27,28 +27,28 @@ from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from diffmegatron.training.agreement import AgreedDecision, Agreement, agree
-from diffmegatron.training.batches import on_this_rank, open_loader, verify_sources
-from diffmegatron.training.continuation import load_weights, open_start
-from diffmegatron.training.evaluators import HELD_OUT, Evaluator, held_out_loss, measure
-from diffmegatron.training.events import stopped_by_guard, write_event
-from diffmegatron.training.logits import largest_logits
-from diffmegatron.training.metrics import MetricsWriter
-from diffmegatron.training.observations import lambdas, peak_memory
-from diffmegatron.training.progress import Progress, say
-from diffmegatron.training.records import dispensable
-from diffmegatron.training.resume import (
+from diffmegatron.training.compute.agreement import AgreedDecision, Agreement, agree
+from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
+from diffmegatron.training.compute.step import forward_backward, forward_only
+from diffmegatron.training.monitoring.evaluators import HELD_OUT, Evaluator, held_out_loss, measure
+from diffmegatron.training.monitoring.metrics import MetricsWriter
+from diffmegatron.training.monitoring.observations import lambdas, peak_memory
+from diffmegatron.training.monitoring.progress import Progress, say
+from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.monitoring.stragglers import PhaseClock
+from diffmegatron.training.saving.continuation import load_weights, open_start
+from diffmegatron.training.saving.resume import (
     load_snapshot,
     mixture_change,
     return_point,
     starting_checkpoint,
 )
-from diffmegatron.training.run_lock import refuse_a_file, run_lock
-from diffmegatron.training.saver import Saver
-from diffmegatron.training.signals import StopRequest
-from diffmegatron.training.step import forward_backward, forward_only
-from diffmegatron.training.stragglers import PhaseClock
-from diffmegatron.training.watchdog import Watchdog
+from diffmegatron.training.saving.saver import Saver
+from diffmegatron.training.supervision.events import stopped_by_guard, write_event
+from diffmegatron.training.supervision.logits import largest_logits
+from diffmegatron.training.supervision.run_lock import refuse_a_file, run_lock
+from diffmegatron.training.supervision.signals import StopRequest
+from diffmegatron.training.supervision.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

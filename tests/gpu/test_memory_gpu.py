@@ -9,8 +9,8 @@ from diffmegatron.model.accounting import memory_by_stage
 from diffmegatron.model.build import build_model
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.batches import on_this_rank
-from diffmegatron.training.step import forward_backward
+from diffmegatron.training.compute.batches import on_this_rank
+from diffmegatron.training.compute.step import forward_backward
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"

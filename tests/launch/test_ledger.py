@@ -14,7 +14,7 @@ from diffmegatron.attempts.ledger import MAX_FAULTS, bad_hosts
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.operations.attempt import end, status_of
-from diffmegatron.training.stragglers import slow
+from diffmegatron.training.monitoring.stragglers import slow
 from tests.launch.conftest import FACTS, checkpoint
 
 

@@ -12,7 +12,7 @@ from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
 from diffmegatron.operations.status import examine
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.launch.conftest import FOUR, SMALL
 from tests.paths import ROOT
 

@@ -17,8 +17,8 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from diffmegatron.training.batches import on_this_rank
-from diffmegatron.training.step import summed_loss
+from diffmegatron.training.compute.batches import on_this_rank
+from diffmegatron.training.compute.step import summed_loss
 from tests.parallel.allocated import AllocatedTensors, living_storages
 
 

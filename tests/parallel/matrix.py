@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
 from tests.paths import DOCS, ROOT

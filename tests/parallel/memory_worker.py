@@ -19,7 +19,7 @@ from diffmegatron.model.build import build_model
 from diffmegatron.optim import zero
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.step import forward_backward
+from diffmegatron.training.compute.step import forward_backward
 from tests.parallel.allocated import AllocatedTensors, living_storages
 from tests.parallel.test_memory import BUCKET, make_recipe
 

@@ -15,7 +15,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.within import metric_name, open_evaluators
 from diffmegatron.model.network import Chunk
-from diffmegatron.training.metrics import TENSORBOARD, read_metrics
+from diffmegatron.training.monitoring.metrics import TENSORBOARD, read_metrics
 from diffmegatron.training.stages import train_stages
 from tests.conftest import TINY
 from tests.parallel import within_worker

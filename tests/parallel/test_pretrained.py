@@ -18,7 +18,7 @@ from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.hf.importing import import_model
 from diffmegatron.hf.weight_mapping import from_hf
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.batches import open_loader
+from diffmegatron.training.compute.batches import open_loader
 from diffmegatron.training.trainer import train
 from tests.parallel.matrix import gradient_difference, launch, series
 from tests.pretrained import LLAMA3, TIED, write_pretrained

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.sharded import ShardedReader
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY
 from tests.ranks import launch
 

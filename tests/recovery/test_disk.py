@@ -15,7 +15,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
 SHORT = ["training.steps=12", "checkpoint.interval=4", "training.eval_batches=0"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.paths import ROOT
 
 

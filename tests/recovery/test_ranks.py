@@ -15,7 +15,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training import trainer
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 from tests.conftest import TINY
 from tests.ranks import launch

@@ -13,7 +13,7 @@ from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.hf.from_checkpoint import export_checkpoint
 from diffmegatron.training import trainer
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
 
@@ -148,7 +148,7 @@ def test_a_save_that_fails_leaves_nothing_half_written(tiny_recipe, monkeypatch)
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffmegatron.training.saver.write_pieces", full_disk)
+    monkeypatch.setattr("diffmegatron.training.saving.saver.write_pieces", full_disk)
     recipe = tiny_recipe("training.steps=4")
     with pytest.raises(UserError, match=r"cannot write .*rank_00000.*: No space left"):
         train(recipe)

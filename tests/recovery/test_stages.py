@@ -9,7 +9,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.stages import train_stages
 from diffmegatron.training.trainer import train
 from tests.conftest import TINY

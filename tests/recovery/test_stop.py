@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.training import evaluators, saver, trainer
-from diffmegatron.training.metrics import read_metrics
+from diffmegatron.training import trainer
+from diffmegatron.training.monitoring import evaluators
+from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.saving import saver
 from diffmegatron.training.trainer import train
 
 SHORT = ["training.steps=12", "training.eval_interval=6", "training.eval_batches=2"]

@@ -18,7 +18,8 @@ from torch import distributed
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.training import saver, trainer
+from diffmegatron.training import trainer
+from diffmegatron.training.saving import saver
 from diffmegatron.training.trainer import train
 
 

@@ -43,7 +43,7 @@ from diffmegatron.hf.original import keep_original, read_dtypes
 from diffmegatron.hf.source import Source
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
-from diffmegatron.training.metrics import MetricsWriter, read_metrics
+from diffmegatron.training.monitoring.metrics import MetricsWriter, read_metrics
 from tests.checkpoints import sign, write_checkpoint
 from tests.conftest import TINY
 from tests.pretrained import write_pretrained

@@ -20,6 +20,10 @@ LAYERS = [
     {"plan", "doctor"},
     {"evaluation", "dex"},
     {"training", "hf"},
+    {"training.supervision"},
+    {"training.saving"},
+    {"training.monitoring"},
+    {"training.compute"},
     {"attempts"},
     {"checkpoint", "optim", "data"},
     {"data.prepare", "data.sampling"},
@@ -47,7 +51,7 @@ MEGATRON = {
     "parallel",
     "checkpoint",
     "data/index/token_store.py",
-    "training/step.py",
+    "training/compute/step.py",
 }
 
 

@@ -18,7 +18,7 @@ from diffmegatron.evaluation.suite import Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import shown
 from diffmegatron.model.accounting import count_parameters
-from diffmegatron.training.metrics import METRICS, read_metrics
+from diffmegatron.training.monitoring.metrics import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

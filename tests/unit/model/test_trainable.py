@@ -30,9 +30,9 @@ from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.plan.rehearse import small_recipe
-from diffmegatron.training.batches import on_this_rank, open_loader
-from diffmegatron.training.metrics import read_metrics
-from diffmegatron.training.step import summed_loss
+from diffmegatron.training.compute.batches import on_this_rank, open_loader
+from diffmegatron.training.compute.step import summed_loss
+from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
 # Of every fused projection the queries' rows are frozen; what is trained decays or not.

@@ -6,8 +6,8 @@ import torch
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.offload import offloaded_activations
-from diffmegatron.training.step import summed_loss
+from diffmegatron.training.compute.offload import offloaded_activations
+from diffmegatron.training.compute.step import summed_loss
 
 LENGTH = 64
 KINDS = {

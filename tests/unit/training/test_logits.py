@@ -9,9 +9,9 @@ from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training import logits
-from diffmegatron.training.logits import largest_logits
-from diffmegatron.training.step import summed_loss
+from diffmegatron.training.compute.step import summed_loss
+from diffmegatron.training.supervision import logits
+from diffmegatron.training.supervision.logits import largest_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 # Overrides of the recipe's four differential heads on two key-value heads, and which key each

@@ -10,9 +10,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffmegatron.errors import UserError
-from diffmegatron.training import records
-from diffmegatron.training.metrics import METRICS, TENSORBOARD, MetricsWriter, read_metrics
-from diffmegatron.training.records import Records
+from diffmegatron.training.monitoring import records
+from diffmegatron.training.monitoring.metrics import (
+    METRICS,
+    TENSORBOARD,
+    MetricsWriter,
+    read_metrics,
+)
+from diffmegatron.training.monitoring.records import Records
 
 STEPS = range(1, 6)
 

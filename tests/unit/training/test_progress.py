@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import os
-from diffmegatron.training.progress import say
+from diffmegatron.training.monitoring.progress import say
 for number in range(3):
     say(f"line {number} " + "x" * LENGTH)
 """

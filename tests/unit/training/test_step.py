@@ -7,7 +7,7 @@ import torch
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training.step import forward_backward, forward_only
+from diffmegatron.training.compute.step import forward_backward, forward_only
 
 LENGTH = 16
 

@@ -18,8 +18,8 @@ from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
-from diffmegatron.training import batches
-from diffmegatron.training.batches import verify_sources
+from diffmegatron.training.compute import batches
+from diffmegatron.training.compute.batches import verify_sources
 
 RANKS = 2
 # A server that has imported everything once: a fresh process costs milliseconds.

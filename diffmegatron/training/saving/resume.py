@@ -23,7 +23,7 @@ from diffmegatron.files import shown
 from diffmegatron.optim.zero import MOMENTS, ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.parallel.random import restore_random_states
-from diffmegatron.training.snapshot import ParameterShards
+from diffmegatron.training.saving.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import open_file, read_bytes, shown, write_durably
-from diffmegatron.training.records import Records, dispensable
+from diffmegatron.training.monitoring.records import Records, dispensable
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
 from diffmegatron.optim.guard import Guard, StepDecision
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.records import dispensable
-from diffmegatron.training.snapshot import ParameterShards
+from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.saving.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,9 @@
 A save counts when every rank has written, a later step has shown its weights to be sound, and
 rank 0 has renamed the directory. That is at the first step with a finite loss and gradient norm at
 which the ranks agree that none writes any more (the flag travels in the all-reduce of
-:mod:`~diffmegatron.training.agreement`). Until then nobody is told of a checkpoint. Weights that
-an update has wrecked give a step that is not finite, and are never what a run goes back to.
+:mod:`~diffmegatron.training.compute.agreement`). Until then nobody is told of a checkpoint.
+Weights that an update has wrecked give a step that is not finite, and are never what a run goes
+back to.
 """
 
 import errno
@@ -29,9 +30,9 @@ from diffmegatron.files import shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
-from diffmegatron.training.progress import say
-from diffmegatron.training.save_time import save_warnings
-from diffmegatron.training.snapshot import HostCopy, ParameterShards
+from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.saving.save_time import save_warnings
+from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from diffmegatron.attention.context.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Chunk, Network
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.offload import offloaded_activations
+from diffmegatron.training.compute.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 

@@ -1,7 +1,7 @@
 """A run at a step, as this rank holds it, into host memory.
 
-See :mod:`diffmegatron.checkpoint.contents` for the files, :mod:`~diffmegatron.training.resume` for
-the way back.
+See :mod:`diffmegatron.checkpoint.contents` for the files,
+:mod:`~diffmegatron.training.saving.resume` for the way back.
 """
 
 import torch

@@ -10,7 +10,7 @@ from typing import Self
 
 from diffmegatron.config.recovery_config import WatchdogConfig
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.training.records import dispensable
+from diffmegatron.training.monitoring.records import dispensable
 
 STACKS = "stacks"
 _STANDARD_ERROR = 2

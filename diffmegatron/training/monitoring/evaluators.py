@@ -6,9 +6,9 @@ from typing import Protocol
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.agreement import agree
-from diffmegatron.training.batches import on_this_rank, open_loader
-from diffmegatron.training.step import forward_only
+from diffmegatron.training.compute.agreement import agree
+from diffmegatron.training.compute.batches import on_this_rank, open_loader
+from diffmegatron.training.compute.step import forward_only
 
 Values = dict[str, float]
 

@@ -13,8 +13,8 @@ from diffmegatron.files import shown
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.resume import newest_good, open_together, read_fragments
-from diffmegatron.training.snapshot import ParameterShards
+from diffmegatron.training.saving.resume import newest_good, open_together, read_fragments
+from diffmegatron.training.saving.snapshot import ParameterShards
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:

@@ -1,0 +1,1 @@
+"""What a run keeps of itself: saving, and going on from what was saved."""

@@ -1,0 +1,1 @@
+"""What keeps a run from going wrong unseen: signals, watchdog, lock, dumps of bad steps."""
