@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ CL100K_SPECIAL_TOKENS = {
     "<|fim_suffix|>": 100260,
     "<|endofprompt|>": 100276,
 }
+# What begins and ends a message of a chat (ChatML).
+CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
 _MAX_ID = 1 << 31
 SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
@@ -49,12 +52,19 @@ class Tokenizer(ABC):
         vocab_size: ids in use, special tokens included (the highest id plus one).
         end_of_document: the id that ends every document.
         sha256: hash of everything that decides the ids; two tokenizers with equal hashes agree.
+        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of its own; else they
+            are text in a chat.
     """
 
     name: str
     vocab_size: int
     end_of_document: int
     sha256: str
+    has_chat_tokens: bool = False
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """As :meth:`encode`, but that ``CHAT_START`` and ``CHAT_END`` become its tokens of them."""
+        return self.encode(text)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -153,6 +163,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 "tokenizer.json; it must name the token that ends a document"
             )
         self.end_of_document = end
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        ids = {each.content: np.uint32(number) for number, each in added}
+        self._chat_tokens = {name: ids[name] for name in (CHAT_START, CHAT_END) if name in ids}
+        self.has_chat_tokens = len(self._chat_tokens) == 2
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.sha256 = hashlib.sha256(content + str(token).encode()).hexdigest()
 
@@ -161,6 +175,17 @@ class HuggingFaceTokenizer(Tokenizer):
         text.encode()
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """See :meth:`Tokenizer.encode_chat`."""
+        if not self.has_chat_tokens:
+            return self.encode(text)
+        pieces = re.split(f"({'|'.join(map(re.escape, self._chat_tokens))})", text)
+        ids = [
+            [self._chat_tokens[piece]] if piece in self._chat_tokens else self.encode(piece)
+            for piece in pieces
+        ]
+        return np.concatenate(ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """See :meth:`Tokenizer.decode`."""

@@ -43,6 +43,7 @@ def write_export(
     *,
     original: Original | None = None,
     step: int = 0,
+    chat: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
@@ -66,6 +67,7 @@ def write_export(
             recipe's network the export is of that class: its configuration but for what the recipe
             has changed, each tensor in its dtype there (unless that would round a lambda vector).
         step: optimizer steps that the weights have behind them, which kinds that anneal ask for.
+        chat: whether the run was trained on chats: the tokenizer then has their template.
         max_shard_bytes: largest safetensors file, and the memory the writer needs.
         verify: called with the complete directory before it takes the name ``out``; what it
             raises ends the export.
@@ -87,7 +89,7 @@ def write_export(
             original.write_config(recipe, directory)
         for file in remote_files(described.model_type):
             shutil.copy(file, directory)
-        write_tokenizer(tokenizer, recipe.training.seq_length, directory)
+        write_tokenizer(tokenizer, recipe.training.seq_length, directory, chat=chat)
         dtype_of = _stored_dtypes(recipe.model, original, dtype)
         _write_weights(to_hf(weights, recipe.model, step), directory, dtype_of, max_shard_bytes)
         if verify is not None:

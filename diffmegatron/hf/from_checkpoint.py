@@ -80,9 +80,15 @@ def export_checkpoint(
         dtype,
         original=original,
         step=checkpoint.state["step"],
+        chat=_was_trained_on_chats(checkpoint),
         verify=compare if verify else None,
     )
     return differences[0] if differences else None
+
+
+def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
+    layouts = (checkpoint.state["data"] or {}).get("layouts")
+    return isinstance(layouts, list) and "chat" in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

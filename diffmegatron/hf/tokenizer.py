@@ -6,9 +6,12 @@ the pattern over as it is, which splits long numbers elsewhere (see :func:`onigu
 """
 
 import itertools
+import json
+import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import tokenizers
@@ -18,7 +21,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.files import read_json
+from diffmegatron.hf.chat_template import CHAT_TEMPLATE, check_chat, split_responses
 
+log = logging.getLogger(__name__)
+
+CONFIG = "tokenizer_config.json"
 _FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -29,6 +37,8 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
+# Which a tokenizer would join to the line end before a response.
+_SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
     'def f(x: int) -> str:\n    if x != 0:\n\t\treturn f"{x:>10,.2f}"  # 100%\n\n\n',
@@ -46,39 +56,98 @@ SAMPLE = (
 )
 
 
-def write_tokenizer(tokenizer: Tokenizer, seq_length: int, directory: Path) -> None:
+def write_tokenizer(
+    tokenizer: Tokenizer, seq_length: int, directory: Path, *, chat: bool = False
+) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check what they say.
 
-    Those of a Hugging Face folder are copied, with what stands beside them.
+    Those of a Hugging Face folder are copied, with what stands beside them. It pads on the left,
+    as generation needs.
 
     Args:
         tokenizer: the run's; its end-of-document token begins, ends and pads text.
         seq_length: longest text of the model, in tokens.
         directory: an existing directory; a ``config.json`` in it takes part in the check, for
             ``AutoTokenizer`` lets the model's type choose the class.
+        chat: whether it has the template of :mod:`diffmegatron.hf.chat_template`, which gives the
+            ids of a prepared chat. Where a copied tokenizer cannot give them, it is left without a
+            template and a warning says so.
 
     Raises:
         UserError: the tokenizer is no tiktoken encoding, or what was written gives other ids or
             other text for the sample.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        copy_tokenizer(tokenizer.folder, directory)
+        _write_copied(tokenizer, directory, chat=chat)
         return
     if not isinstance(tokenizer, TiktokenTokenizer):
         raise UserError(
             f"tokenizer {tokenizer.name!r} cannot be exported; only tiktoken encodings convert"
         )
     end = tokenizer.encoding.decode_single_token_bytes(tokenizer.end_of_document).decode()
+    converted = convert(tokenizer.encoding)
+    if chat:
+        split_responses(converted)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=convert(tokenizer.encoding),
+        tokenizer_object=converted,
         bos_token=end,
         eos_token=end,
         pad_token=end,
         model_max_length=seq_length,
         clean_up_tokenization_spaces=False,
+        padding_side="left",
     )
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
     check_tokenizer(tokenizer.encoding, directory)
+    if chat:
+        check_chat(tokenizer, directory)
+        check_chat(tokenizer, directory, _SPACE)
+
+
+def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
+    copy_tokenizer(tokenizer.folder, directory)
+    config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
+    if chat:
+        # Its own is of other ids than those that the run was trained on.
+        config.pop("chat_template", None)
+        for template in directory.glob("chat_template.*"):
+            template.unlink()
+        _write_config(config, directory)
+        if _give_template(tokenizer, config, directory):
+            return
+        shutil.copyfile(tokenizer.folder / "tokenizer.json", directory / "tokenizer.json")
+    _write_config(config, directory)
+
+
+def _give_template(
+    tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
+) -> bool:
+    """Add our chat template to copied files; whether it gives the ids of the training."""
+    # Other classes build parts of tokenizer.json anew, and would leave the split out.
+    _write_config(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, directory)
+    changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    split_responses(changed)
+    changed.save(str(directory / "tokenizer.json"))
+    template = directory / "chat_template.jinja"
+    template.write_text(CHAT_TEMPLATE, encoding="utf-8")
+    try:
+        check_chat(tokenizer, directory)
+    except UserError as error:
+        log.warning("%s; the export has no chat template", error)
+        template.unlink()
+        return False
+    try:
+        check_chat(tokenizer, directory, _SPACE)
+    except UserError as error:
+        log.warning("responses that begin with white space get other tokens: %s", error)
+    return True
+
+
+def _write_config(config: dict[str, Any], directory: Path) -> None:
+    content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (directory / CONFIG).write_text(content, encoding="utf-8")
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:

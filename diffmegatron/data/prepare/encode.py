@@ -101,7 +101,7 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
     for file, record in batch.records:
         try:
             texts = _texts(file, record, settings.fields)
-            ids = [_encode(tokenizer, text) for text in texts]
+            ids = [_encode(tokenizer, text, settings.fields) for text in texts]
         except UnusableError as error:
             rejects.append(_reject(file, record, settings.fields, str(error)))
             continue
@@ -134,9 +134,9 @@ def _texts(file: CorpusFile, record: Record, fields: Fields) -> list[str]:
     return segments(parse(record, file.format, fields), fields)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+def _encode(tokenizer: Tokenizer, text: str, fields: Fields) -> np.ndarray:
     try:
-        return tokenizer.encode(text)
+        return (tokenizer.encode_chat if fields.layout == "chat" else tokenizer.encode)(text)
     except UnicodeEncodeError:
         raise UnusableError("the text has a lone surrogate, which is no character") from None
 

@@ -109,6 +109,8 @@ def prepare(
         "deduplicate": deduplicate,
         "max_document_bytes": max_document_bytes,
     }
+    if layout == "chat" and loaded(tokenizer).has_chat_tokens:
+        recorded["chat_tokens"] = True
     files, place = find_files(inputs, pattern), f"--output {output_prefix}"
     record = None
     if part is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diffmegatron.data.prepare.corpus_readers import Format, Record
+from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
 
 Layout = Literal["text", "instruction", "chat"]
 
@@ -91,26 +92,33 @@ def segments(document: dict[str, Any], fields: Fields) -> list[str]:
 
 
 def _chat(messages: Any) -> list[str]:
-    """ChatML in plain text; what the assistant says, and that it ends, is learned."""
+    """ChatML; what the assistant says, and that it ends, is learned.
+
+    ``diffmegatron.hf.chat_template`` has the same as a template of Hugging Face.
+    """
     texts = [""]
     for message in messages if isinstance(messages, list) else []:
         role, content = _message(message)
-        texts[-1] += f"<|im_start|>{role}\n"
+        texts[-1] += f"{CHAT_START}{role}\n"
         if role == "assistant":
-            texts += [f"{content}<|im_end|>", "\n"]
+            texts += [f"{content}{CHAT_END}", "\n"]
         else:
-            texts[-1] += f"{content}<|im_end|>\n"
+            texts[-1] += f"{content}{CHAT_END}\n"
     if len(texts) < 3:
         raise UnusableError("a chat must be a list with a message of the assistant")
     return texts[: len(texts) - 1]
 
 
 def _message(message: Any) -> tuple[str, str]:
+    role = content = None
     if isinstance(message, dict):
         role, content = message.get("role"), message.get("content")
-        if isinstance(role, str) and isinstance(content, str):
-            return role, content
-    raise UnusableError("a message must have the strings 'role' and 'content'")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise UnusableError("a message must have the strings 'role' and 'content'")
+    for marker in (CHAT_START, CHAT_END):
+        if marker in role or marker in content:
+            raise UnusableError(f"a message has {marker!r} in it, which separates messages")
+    return role, content
 
 
 def _parse_json(text: str) -> dict[str, Any]:

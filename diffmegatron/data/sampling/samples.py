@@ -186,6 +186,10 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
+            # For an export, which must not need the corpora.
+            "layouts": sorted(
+                {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
+            ),
         }
 
     def resumed(self, state: Mapping[str, Any]) -> "Samples":

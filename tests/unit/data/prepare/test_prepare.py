@@ -322,3 +322,9 @@ def test_chat_from_parquet(tmp_path: Path) -> None:
     run(tmp_path / "in.parquet", tmp_path / "out", layout="chat")
     learned = documents(tmp_path / "out")[1]
     assert bytes(learned[:-1]) == b"Yes<|im_end|>" and learned[-1] == 256
+
+
+def test_a_message_that_holds_a_marker_is_unusable() -> None:
+    chat = [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(UnusableError, match=r"has '<\|im_end\|>' in it"):
+        segments({"messages": chat}, Fields("chat"))
