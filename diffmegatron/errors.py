@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class MachineError(UserError):
-    """What nobody did wrong, and the same command may find mended: a rank that did not arrive.
+    """Nobody's mistake, and the same command may succeed later: a rank that did not arrive.
 
     Launch scripts start again upon it (EX_UNAVAILABLE of sysexits.h).
     """

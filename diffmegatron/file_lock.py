@@ -60,7 +60,7 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # gone with its folder, or the folder is not empty
+        with suppress(OSError):  # removed with its folder, or the folder is not empty
             self._path.unlink()
             if self._made:
                 self._path.parent.rmdir()

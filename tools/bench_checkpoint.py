@@ -112,7 +112,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             def step() -> float:
                 started = time.perf_counter()
                 loss = forward_backward(engine, batches, parallel_state)
-                engine.step(1e-3, lambda norm: judge(guard, loss, norm, parallel_state))
+                engine.step(1e-3, lambda norm: decide(guard, loss, norm, parallel_state))
                 return time.perf_counter() - started
 
             steps = [step() for _ in range(8)][3:]
@@ -159,10 +159,10 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
     }
 
 
-def judge(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
-    """As the trainer judges a step."""
+def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
+    """As the trainer decides on a step."""
     agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
-    return guard.judge(agreed.loss, agreed.gradient_norm).applied
+    return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
 
 def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -172,7 +172,7 @@ def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # t
         loss = forward_backward(engine, batches, parallel_state)
         passes.append(timed(lambda: held_norms(engine._partition, engine.network)))
         norm = torch.tensor(1.0)
-        rests.append(timed(lambda: judge(guard, loss, norm, parallel_state)))  # noqa: B023
+        rests.append(timed(lambda: decide(guard, loss, norm, parallel_state)))  # noqa: B023
         engine.step(1e-3, lambda _: False)
     one, rest = statistics.median(passes), statistics.median(rests)
     return {

@@ -1,1 +1,1 @@
-"""What a job leaves of each of its starts, and what becomes of it: requeued, or ended."""
+"""What each start of a job leaves, and the decision after it: requeue the job, or end it."""

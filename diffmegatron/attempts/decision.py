@@ -1,4 +1,4 @@
-"""What becomes of a job, from how its ranks ended and from nothing else.
+"""Whether a job is requeued or ended, from how its ranks ended and from nothing else.
 
 srun's own status is of no use: it ends with that of one rank, and ends the others by a signal of
 its own as soon as one has failed.
@@ -28,7 +28,7 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """Asked to stop, by a signal or the time limit: requeued, never counted."""
     FAULT = "fault"
-    """A crash, a hang, ranks that did not meet: requeued, and counted."""
+    """A crash, a hang, ranks that did not arrive: requeued, and counted."""
     LOST = "lost"
     """Ended with its job, from outside (node failure, preemption, cancelled): never counted."""
 
@@ -59,7 +59,7 @@ def decide(
         ends: of those ranks that left one.
         ranks: how many there were.
         host_of: the host of a rank without an end.
-        was_killed: the job was gone before its ranks, so that a rank without an end is no fault
+        was_killed: the job ended before its ranks, so that a rank without an end is no fault
             of its own.
 
     In this order: a mistake of any rank is one, whatever it did to the others; a rank that says 75
@@ -67,7 +67,7 @@ def decide(
     which is no answer where another has crashed; a node that is not fit is
     a fault, and so is a rank that failed of itself, or that left no end; of a job that was killed
     only a rank that a signal of the kernel's ended is one, as others fail when their peers are
-    gone; ranks that a signal ended before they could save were asked to stop.
+    lost; ranks that a signal ended before they could save were asked to stop.
     """
     if was_killed:  # and its ranks with it, some of whose shells outlived them by a moment
         ends = _with(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
@@ -90,7 +90,7 @@ def decide(
     failed = _with(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_ASKED})
     if was_killed and missing and not _with(failed, lambda end: end.status > _SIGNAL):
         # Of a node that dies with its job the ranks of the others notice, and fail.
-        reason = f"the job was gone before {_named(missing)} had ended"
+        reason = f"the job ended before {_named(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _with(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
@@ -99,11 +99,11 @@ def decide(
     if failed:
         failed = {rank: failed[rank] for rank in failed if rank not in unmet}
         if missing and 2 * len(missing) <= ranks and _only_waited(failed, set(absent)):
-            reason = f"{_named(missing)} left no end, gone or frozen, for which the others waited"
+            reason = f"{_named(missing)} left no exit status, and the others waited: lost or frozen"
             return Decision(Cause.FAULT, reason, absent)
         return _fault(failed, ranks)
     if missing:
-        reason = f"{_named(missing)} left no end: killed, or the node is gone"
+        reason = f"{_named(missing)} left no exit status: it was killed, or the node was lost"
         return Decision(Cause.FAULT, reason, absent if len(missing) < ranks else ())
     asked = _with(ends, lambda end: end.status in _ASKED)
     if asked:
@@ -125,7 +125,7 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Who failed first is to blame; the others failed because it was gone.
+    """Who failed first is to blame; the others failed because it had ended.
 
     A rank that a signal ended (SIGKILL of the kernel out of memory, SIGSEGV) comes before one that
     could say nothing (the watchdog's), and that before one that raised an error.

@@ -214,7 +214,7 @@ def read_ends(folder: Path) -> dict[int, End]:
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """The last heartbeat of an attempt; None: there is none that can be read."""
+    """The last heartbeat of an attempt; None: no readable one."""
     try:
         heartbeat: Heartbeat = read_json(folder / HEARTBEAT, Heartbeat)
     except UserError:

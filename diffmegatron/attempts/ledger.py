@@ -206,7 +206,7 @@ class Ledger:
         ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
         try:
             self._write(ended)
-        except OSError as error:  # what becomes of the job does not hang on it
+        except OSError as error:  # whether the job is requeued does not depend on it
             log.warning("cannot write in %s: %s", shown(self.directory), reason(error))
         return ended
 

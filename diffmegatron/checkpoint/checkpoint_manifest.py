@@ -27,7 +27,7 @@ STEP_NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
 MAX_STEP = 99_999_999
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_CHUNK = 1 << 22
+_BUFFER = 1 << 22
 _LISTED = 5
 
 
@@ -68,9 +68,9 @@ def describe_file(path: Path) -> FileEntry:
     """Read a file once for its entry."""
     checksum, size = 0, 0
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-            size += len(chunk)
+        while block := stream.read(_BUFFER):
+            checksum = zlib.crc32(block, checksum)
+            size += len(block)
     return FileEntry(path.name, size, checksum)
 
 

@@ -124,7 +124,7 @@ def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> li
     Args:
         steps: of complete checkpoints.
         keep_last: how many of the newest stay.
-        keep_every: multiples of this step stay for good; None: no others.
+        keep_every: multiples of this step are never removed; None: no others are kept.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 

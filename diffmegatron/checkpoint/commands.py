@@ -65,7 +65,7 @@ def prune(
     run_dir: RunDir,
     keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Multiples of this step stay for good")
+        int | None, typer.Option(min=1, help="Never remove multiples of this step")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, do nothing")] = False,
 ) -> None:

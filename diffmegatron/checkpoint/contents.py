@@ -52,7 +52,7 @@ _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """``state.json``; what stands in ``data`` and ``guard`` the loader and the guard know."""
+    """``state.json``; what is in ``data`` and ``guard`` the loader and the guard know."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -67,7 +67,7 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, the same on every rank.
+    """Where a run is, the same on every rank.
 
     Attributes:
         step: steps done, the skipped ones too.

@@ -22,7 +22,7 @@ from diffmegatron.files import MAX_BYTES, parse_json, reason, shown
 
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _LENGTH_BYTES = 8
-_CHUNK = 1 << 22
+_BUFFER = 1 << 22
 # How a pickle of protocol 2 to 5 begins, and a zip archive, which is what torch.save writes.
 # A safetensors file begins with the length of its header, which neither can be.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
@@ -107,9 +107,9 @@ class TensorFile:
         with self.path.open("rb") as stream:
             checksum = zlib.crc32(stream.read(self._begin))
             floats, finite = self._float_bytes, True
-            while chunk := stream.read(_CHUNK):
-                checksum = zlib.crc32(chunk, checksum)
-                numbers = np.frombuffer(chunk[:floats], _DTYPES["F32"])
+            while block := stream.read(_BUFFER):
+                checksum = zlib.crc32(block, checksum)
+                numbers = np.frombuffer(block[:floats], _DTYPES["F32"])
                 finite = finite and bool(np.isfinite(numbers).all())
                 floats -= numbers.nbytes
         return checksum, finite

@@ -1,6 +1,6 @@
 """Named tensors in pieces: each rank writes what it owns, any layout reads what it needs.
 
-Every rank writes one safetensors file of flat float32 pieces. A piece is a run of elements of a
+Every rank writes one safetensors file of flat float32 pieces. A piece is a range of elements of a
 box of a named tensor (:class:`~diffmegatron.model.parameter_shards.Shard`), which is what a ZeRO
 partition of a tensor-parallel shard is; the file's header says which. A reader joins pieces to any
 box, so tensor, pipeline and data-parallel sizes may differ between saving and loading, and no rank
@@ -37,7 +37,7 @@ _PIECES = "pieces"
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a box's elements: where it stands, and its tensors by kind, each [n] float32."""
+    """A range of a box's elements: where it lies, and its tensors by kind, each [n] float32."""
 
     shard: Shard
     start: int
@@ -54,12 +54,12 @@ class _Stored:
 
 
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """The pieces that a run of a flattened parameter is made of.
+    """The pieces that a range of a flattened parameter is made of.
 
     Args:
         shards: the parameter's boxes.
-        start: first element of the run in the flattened parameter.
-        tensors: the run's values by kind, each [n].
+        start: first element of the range in the flattened parameter.
+        tensors: the range's values by kind, each [n].
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -67,8 +67,8 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
         first = max(start, shard.start)
         last = min(start + numel, shard.start + shard.numel)
         if first < last:
-            run = {kind: values[first - start : last - start] for kind, values in tensors.items()}
-            pieces.append(Piece(shard, first - shard.start, run))
+            held = {kind: values[first - start : last - start] for kind, values in tensors.items()}
+            pieces.append(Piece(shard, first - shard.start, held))
     return pieces
 
 
@@ -221,7 +221,7 @@ def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """The box that the pieces are the runs of."""
+    """The box that the pieces are the ranges of."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:

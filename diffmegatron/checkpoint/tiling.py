@@ -1,4 +1,4 @@
-"""Where the pieces of a checkpoint stand, and whether together they are whole tensors."""
+"""Where the pieces of a checkpoint lie, and whether together they are whole tensors."""
 
 import math
 from collections.abc import Iterable
@@ -20,18 +20,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece stands: a run of the elements of a box of a named tensor.
+    """Where a piece lies: a range of the elements of a box of a named tensor.
 
     Attributes:
         name: of the whole tensor.
         global_shape: of the whole tensor.
         offset: where the box begins in the whole tensor, per axis.
         shape: of the box.
-        start: first element of the run in the flattened box.
-        numel: elements of the run.
+        start: first element of the range in the flattened box.
+        numel: elements of the range.
 
     Raises:
-        ValueError: the run is not in the box, or the box not in the tensor.
+        ValueError: the range is not in the box, or the box not in the tensor.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -50,11 +50,11 @@ class Place:
         if any(offset + size > whole for offset, size, whole in axes):
             raise ValueError("the box is not within the tensor")
         if self.start + self.numel > math.prod(self.shape):
-            raise ValueError("the run is not within the box")
+            raise ValueError("the range is not within the box")
 
     @property
     def box(self) -> Box:
-        """The box that the run is of."""
+        """The box that the range is of."""
         return self.offset, self.shape
 
 
@@ -75,10 +75,10 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
     for place in places:
         boxes.setdefault(place.box, []).append(place)
     name, shape = place.name, place.global_shape
-    runs = [run for box in boxes.values() for run in box]
-    if any(run.global_shape != shape for run in runs):
+    places = [place for box in boxes.values() for place in box]
+    if any(place.global_shape != shape for place in places):
         raise UserError(f"{owner} gives {clipped(name)} more than one shape")
-    held, whole = sum(run.numel for run in runs), math.prod(shape)
+    held, whole = sum(place.numel for place in places), math.prod(shape)
     if held != whole:
         raise UserError(
             f"{owner} holds {held} of the {whole} elements of {clipped(name)}; a rank's file is "
@@ -98,11 +98,11 @@ def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _is_gapless(runs: list[Place]) -> bool:
-    """Whether the runs of one box follow each other from its first element to its last."""
+def _is_gapless(places: list[Place]) -> bool:
+    """Whether the ranges of one box follow each other from its first element to its last."""
     end = 0
-    for run in sorted(runs, key=lambda each: each.start):
-        if run.start != end:
+    for place in sorted(places, key=lambda each: each.start):
+        if place.start != end:
             return False
-        end += run.numel
-    return end == math.prod(runs[0].shape)
+        end += place.numel
+    return end == math.prod(places[0].shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 
 _NAMES = {torch.float32: "F32", torch.uint8: "U8"}
-_CHUNK = 1 << 24
+_BUFFER = 1 << 24
 
 
 def write_safetensors(
@@ -30,16 +30,16 @@ def write_safetensors(
         FileEntry: the checksum is that of the bytes in memory, so that it also tells of damage on
         the way to the disk.
     """
-    # Four-byte elements first, so that every tensor stands at a multiple of its element size.
+    # Four-byte elements first, so that every tensor lies at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
-        for chunk in (memoryview(_header(ordered, metadata)), *_chunks(ordered)):
-            checksum = zlib.crc32(chunk, checksum)
-            stream.write(chunk)
-            size += len(chunk)
-            if size - advised >= _CHUNK:
-                # Makes Linux write the pages back at once, while the next chunk's checksum is
+        for block in (memoryview(_header(ordered, metadata)), *_buffers(ordered)):
+            checksum = zlib.crc32(block, checksum)
+            stream.write(block)
+            size += len(block)
+            if size - advised >= _BUFFER:
+                # Makes Linux write the pages back at once, while the next block's checksum is
                 # computed, instead of all at the end.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
@@ -63,8 +63,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for tensor in tensors.values():
         view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        for begin in range(0, len(view), _CHUNK):
-            yield view[begin : begin + _CHUNK]
+        for begin in range(0, len(view), _BUFFER):
+            yield view[begin : begin + _BUFFER]

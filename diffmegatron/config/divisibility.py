@@ -158,19 +158,19 @@ def _check_ring(recipe: "Recipe") -> None:
 
 def _check_pipeline(recipe: "Recipe") -> None:
     parallel, layers = recipe.parallel, recipe.model.num_layers
-    chunks = parallel.pipeline * parallel.virtual_pipeline
+    virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     if layers % parallel.pipeline:
         raise ValueError(
             f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline}; "
             f"the nearest pipeline size that divides it is "
             f"{_nearest_divisor(layers, parallel.pipeline)}"
         )
-    if layers % chunks:
+    if layers % virtual_stages:
         per_stage = layers // parallel.pipeline
         raise ValueError(
             f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline} x "
-            f"parallel.virtual_pipeline {parallel.virtual_pipeline}; the nearest number of chunks "
-            f"per stage is {_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
+            f"parallel.virtual_pipeline {parallel.virtual_pipeline}; the nearest number of "
+            f"virtual stages per rank is {_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
         )
 
 
@@ -182,13 +182,13 @@ def _check_recompute(recipe: "Recipe") -> None:
         return
     if recompute.method == "block" and recompute.layers > layers:
         raise ValueError(
-            f"recompute.layers {recompute.layers} is more than the {layers} layers of a pipeline "
-            f"chunk; give at most {layers}"
+            f"recompute.layers {recompute.layers} is more than the {layers} layers of a virtual "
+            f"pipeline stage; give at most {layers}"
         )
     if recompute.method == "uniform" and layers % recompute.layers:
         raise ValueError(
             f"recompute.layers {recompute.layers} does not divide the {layers} layers of a "
-            "pipeline chunk into equal groups; the nearest that does is "
+            "virtual pipeline stage into equal groups; the nearest that does is "
             f"{_nearest_divisor(layers, recompute.layers)}"
         )
 

@@ -51,7 +51,7 @@ def load_stages(
 ) -> tuple[Recipe, ...]:
     """Read a recipe that may be a list of stages, each a run that starts with the last's weights.
 
-    Under ``stages`` stand mappings of a ``name`` and whatever a stage changes of the recipe around
+    Under ``stages`` are mappings of a ``name`` and whatever a stage changes of the recipe around
     them; ``run_dir`` becomes ``run_dir/name`` and ``checkpoint.start_from`` the stage before.
     Overrides hold for every stage; ``to_plan`` is that of :func:`load_recipe`.
 
@@ -277,7 +277,7 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Where a key of some kind of attention belongs that stands somewhere else in ``model``."""
+    """Where a key of a kind of attention belongs that is somewhere else in ``model``."""
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None

@@ -13,7 +13,7 @@ class ParallelConfig(Section):
     tensor: Ranks = 1
     pipeline: Ranks = 1
     virtual_pipeline: Size = Field(
-        default=1, description="model chunks per pipeline rank; above 1: interleaved 1F1B"
+        default=1, description="virtual stages per pipeline rank; above 1: interleaved 1F1B"
     )
     context: Ranks = Field(default=1, description="ranks that share each sequence")
     context_communication: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
@@ -47,7 +47,7 @@ class ParallelConfig(Section):
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
-                f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves the chunks of "
+                f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves the stages of "
                 "pipeline stages, and parallel.pipeline is 1; give parallel.pipeline of at least 2 "
                 "or parallel.virtual_pipeline 1"
             )

@@ -26,9 +26,9 @@ class CheckpointConfig(Section):
 
 
 class GuardConfig(Section):
-    """What becomes of a step whose loss or gradient norm is not finite, or is a spike.
+    """What to do with a step whose loss or gradient norm is not finite, or is a spike.
 
-    A step that is not finite is never applied. ``spikes`` says what becomes of a loss or gradient
+    A step that is not finite is never applied. ``spikes`` says what happens to a loss or gradient
     norm more than ``sigma`` standard deviations above the mean of the last ``window`` applied
     steps (once half of them are there): recorded and applied, or skipped as well. After
     ``patience`` skipped steps in a row the run goes back to its newest good checkpoint and on with

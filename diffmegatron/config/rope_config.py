@@ -1,4 +1,4 @@
-"""Rotary embeddings that were stretched for longer sequences."""
+"""Rotary embeddings that were scaled for longer sequences."""
 
 from typing import Literal, Self
 
@@ -20,7 +20,7 @@ class RopeScaling(Section):
     factor: float = Field(ge=1)
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
-    original_length: Size = Field(default=8192, description="tokens, before it was stretched")
+    original_length: Size = Field(default=8192, description="tokens, before scaling")
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:

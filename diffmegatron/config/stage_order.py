@@ -23,7 +23,7 @@ def named_stages(stages: Any, path: str) -> dict[str, dict[str, Any]]:
     """What each stage changes of the recipe around it, by the stage's name.
 
     Raises:
-        UserError: ``stages``, which stands in ``path``, is no list of mappings with such names.
+        UserError: ``stages``, of the file ``path``, is not a list of mappings with such names.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(

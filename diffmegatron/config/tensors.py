@@ -102,11 +102,11 @@ def stage_outer_tensors(recipe: "Recipe", stage: int) -> list[NamedTensor]:
 
 
 def stage_layers(recipe: "Recipe", stage: int) -> Iterator[int]:
-    """The numbers of a pipeline stage's layers, from 0; interleaved, each of its chunks in turn."""
-    stages, chunks = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
-    size = recipe.model.num_layers // (stages * chunks)
-    for chunk in range(chunks):
-        first = (chunk * stages + stage) * size
+    """The numbers of a pipeline rank's layers, from 0; of each of its virtual stages in turn."""
+    ranks, virtual = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
+    size = recipe.model.num_layers // (ranks * virtual)
+    for number in range(virtual):
+        first = (number * ranks + stage) * size
         yield from range(first, first + size)
 
 

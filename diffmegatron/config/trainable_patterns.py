@@ -71,10 +71,10 @@ def of_the_pair(optimizer: OptimizerConfig, model: "ModelConfig") -> OptimizerCo
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
     left = list(network_tensors(model))
-    gone = list(network_tensors(model.model_copy(update={"attention": model.replaced})))
+    replaced = list(network_tensors(model.model_copy(update={"attention": model.replaced})))
 
     def stays(pattern: str) -> bool:
-        return _names_some(pattern, left) or not _names_some(pattern, gone)
+        return _names_some(pattern, left) or not _names_some(pattern, replaced)
 
     factors = optimizer.lr_multipliers
     changed = {"lr_multipliers": {each: factors[each] for each in factors if stays(each)}}

@@ -64,13 +64,13 @@ class _Loader(_Notation, yaml.SafeLoader):
         """A node within the limits; those inside come through here too."""
         event, nodes, beside = self.peek_event(), self._nodes, self._height
         if getattr(event, "tag", None) is not None:
-            self._refuse(f"tag {event.tag!r} is none that a recipe has; leave it out", event)
+            self._refuse(f"tag {event.tag!r} is not one that a recipe has; leave it out", event)
         self._depth += 1
         self._count(1, 0, event)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if node not in self._extents:
-                self._refuse(f"*{event.anchor} stands within what it stands for", event)
+                self._refuse(f"*{event.anchor} is used within what it stands for", event)
             self._count(*self._extents[node], event)
         else:
             self._extents[node] = self._nodes - nodes - 1, self._height
@@ -78,7 +78,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping each of whose keys stands once; PyYAML takes the last of two."""
+        """A mapping that has each key once; PyYAML takes the last of two."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -86,7 +86,7 @@ class _Loader(_Notation, yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if (key.tag, key.value) in seen:
-                self._refuse(f"key {clipped(key.value)!r} stands twice; keep one", key)
+                self._refuse(f"key {clipped(key.value)!r} is there twice; keep one", key)
             seen.add((key.tag, key.value))
         return node
 

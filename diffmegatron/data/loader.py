@@ -49,7 +49,7 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of one length into a microbatch.
 
-    What it tells of documents hangs on ``reset_position_ids``, ``reset_attention_mask`` and
+    What it tells of documents depends on ``reset_position_ids``, ``reset_attention_mask`` and
     ``eod_mask_loss`` (no label after an end-of-document token), Megatron's names.
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))

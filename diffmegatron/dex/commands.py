@@ -38,7 +38,7 @@ def select(
     """Score every head of a model on text and write those that DEX is to extend.
 
     Alone or under torchrun; the layout is one process unless overrides say another. Beside OUT
-    stand every head's score (.scores.json) and a picture (.png).
+    are every head's score (.scores.json) and a picture (.png).
     """
     from diffmegatron.parallel.launcher import read_launch
 

@@ -102,7 +102,7 @@ class Gradient(Score):
 
 
 class _Plain:
-    """The network in the place of the ZeRO engine: gradients and no optimizer."""
+    """The network instead of the ZeRO engine: gradients and no optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

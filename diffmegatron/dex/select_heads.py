@@ -46,7 +46,7 @@ def select_heads(
     Args:
         model: a checkpoint, or a run, whose newest it is then.
         data: prefix of the text, of the model's tokenizer.
-        out: file to create; ``.scores.json`` and ``.png`` in the place of its ending stand beside.
+        out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
         overrides: of the checkpoint's recipe, whose layout is one process.
         method: what scores them.
         share: of a layer's heads that are chosen, the nearest number of heads and at least one.
@@ -149,7 +149,7 @@ def _beside(out: Path) -> tuple[Path, Path]:
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """The file of heads last: where it stands all do."""
+    """The file of heads last: where it exists, all do."""
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _beside(out)
     try:

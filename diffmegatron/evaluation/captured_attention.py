@@ -1,7 +1,7 @@
 """Attention of a network as it runs: logits and maps, row block by row block.
 
-An attention function of ``transformers`` that stands in the place of the usual one sees queries and
-keys as they meet, whatever the kind of attention; the kind's variant says what becomes of the maps.
+An attention function of ``transformers`` that replaces the usual one sees queries and
+keys as attention gets them, for any kind of attention; its variant says how the maps combine.
 At no time does more exist than a layer's queries and keys and a block of rows: about 32 MiB of
 float32 logits, or one row of every head where that is more, and a few times that in passing.
 """

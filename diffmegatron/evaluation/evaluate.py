@@ -118,7 +118,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # They hang on the records of all.
+        # They depend on the records of all.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _ask(suite, model, more, file, ranks)

@@ -26,7 +26,7 @@ CITIES = re.findall(
     "Vilnius Warsaw Zagreb Zurich",
 )
 _DIGITS = 7
-# What ends a sentence, its space with it; a stretch without any is cut.
+# What ends a sentence, its space with it; text without any is cut.
 _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
@@ -39,7 +39,7 @@ class Needle(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """As it stands in the text."""
+        """As it is written in the text."""
         return f"The special magic {self.city} number is {self.number}. "
 
 
@@ -115,7 +115,7 @@ class Haystack:
     ) -> Hidden:
         """A prompt of exactly ``length`` tokens, from a sentence anywhere in the text on.
 
-        A needle stands before the sentence that begins nearest to its depth; where the text ends
+        A needle is put before the sentence that begins nearest to its depth; where the text ends
         it goes on with its beginning.
 
         Raises:

@@ -90,7 +90,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
         seconds: that it may take.
 
     Raises:
-        UserError: the folder is no model, or the address or the key is none.
+        UserError: the folder is no model, or the address or the key is not valid.
     """
     if where.startswith(("http://", "https://")):
         return _Endpoint(where, model, key, tokens, seconds)

@@ -37,7 +37,7 @@ class _Labelled(BaseModel):
     def _names_a_choice(self) -> Self:
         labels = self.choices.label
         if len(labels) != len(self.choices.text) or self.answerKey.strip() not in labels:
-            raise ValueError(f"answerKey {self.answerKey!r} is none of the labels {labels}")
+            raise ValueError(f"answerKey {self.answerKey!r} is not one of the labels {labels}")
         return self
 
 
@@ -180,7 +180,7 @@ def _instructions(path: Path, pattern: str) -> list[Row]:
 
 
 def _row(parts: Row, gold: re.Match[str]) -> Row | None:
-    """The columns; None where the answer is none of the choices."""
+    """The columns; None where the answer is not one of the choices."""
     number = int(gold[1]) if gold[1] else None
     if "options" in parts:
         texts = _CHOICES.split(parts.pop("options"))[::2]

@@ -99,7 +99,7 @@ class _Math(_Row):
         return Problem(self.problem, _latex(answer), self.solution)
 
 
-# A unit stands behind the answer: "9 (apples)".
+# A unit follows the answer: "9 (apples)".
 _UNIT = re.compile(r"\([^()]*\)")
 
 

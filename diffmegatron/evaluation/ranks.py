@@ -81,7 +81,7 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
             export = subprocess.run([sys.executable, *command], env=environment, check=False)
             if export.returncode:
                 raise UserError(
-                    f"{shown(target.checkpoint)} was not exported, as is said above; mend that, or "
-                    "give a Hugging Face folder"
+                    f"{shown(target.checkpoint)} was not exported, as is said above; correct that, "
+                    "or give a Hugging Face folder"
                 )
     ranks.meet()

@@ -14,7 +14,7 @@ from diffmegatron.evaluation.ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 
-# In the place of an item's record: where the model gave what is no number.
+# Instead of an item's record: where the model gave what is no number.
 NOT_FINITE = "not_finite"
 _MAX_BYTES = 1 << 34
 
@@ -33,7 +33,7 @@ class Measured:
 
 
 class _Line(dict[str, Any]):
-    """A record of an earlier process, which says in which line it stands if it is none."""
+    """A record of an earlier process, which names its line if it is not one."""
 
     def __init__(self, record: Record, place: str) -> None:
         super().__init__(record)

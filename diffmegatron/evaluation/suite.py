@@ -86,7 +86,7 @@ class Suite(Section, ABC):
     shared: ClassVar[bool] = True
     # Whether it asks a model for losses and tokens alone, so that it can run within training.
     within_training: ClassVar[bool] = False
-    # Settings that only follow-ups hang on; the follow-ups' keys tell other ones apart.
+    # Settings that only follow-ups depend on; the follow-ups' keys tell other ones apart.
     of_follow_ups: ClassVar[frozenset[str]] = frozenset()
 
     @property

@@ -85,7 +85,7 @@ class Target:
         """Of its folder.
 
         Raises:
-            UserError: there is none, or it is no fast one.
+            UserError: there is none, or it is not a fast one.
         """
         return HuggingFaceTokenizer(str(self.folder))
 
@@ -104,7 +104,7 @@ class Target:
         """Tokens of its longest text; infinite where its configuration names no limit.
 
         Raises:
-            UserError: the limit is none.
+            UserError: the limit is not a length.
         """
         limit = self._number("max_position_embeddings", 1)
         return math.inf if limit is None else limit
@@ -123,7 +123,7 @@ class Target:
         """Its kind of attention.
 
         Raises:
-            UserError: it is none of those that are known.
+            UserError: it is not one of those that are known.
         """
         kinds = {name: kind for kind in VARIANTS.values() for name in kind.model_types}
         model_type = self.config.model_type
@@ -166,10 +166,10 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
         out: of the evaluation; exports are kept under it for a restart.
 
     Raises:
-        UserError: one is no model, or stands twice.
+        UserError: one is not a model, or is given twice.
     """
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError(f"a target stands twice in {', '.join(map(shown, paths))}; give each once")
+        raise UserError(f"a target is given twice: {', '.join(map(shown, paths))}; give each once")
     names = _names(paths)
     return [_found(path, name, out / EXPORTS) for path, name in zip(paths, names, strict=True)]
 

@@ -39,8 +39,8 @@ def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
     """The suites of ``training.evaluate``, their data read.
 
     Raises:
-        UserError: a suite is none of those that run within training, a setting does not fit, data
-            are missing, or an item is longer than the run's sequences.
+        UserError: a suite is not one of those that run within training, a setting does not fit,
+            data are missing, or an item is longer than the run's sequences.
     """
     names = [entry.suite for entry in recipe.training.evaluate]
     if len(set(names)) < len(names):
@@ -195,7 +195,7 @@ def metric_name(suite: str, measure: str) -> str:
 
 
 class _RunModel(Model):
-    """The network of a run in the place of its export."""
+    """The network of a run instead of its export."""
 
     def __init__(self, target: RunTarget, network: Network, parallel_state: ParallelState) -> None:
         super().__init__(target)

@@ -92,7 +92,7 @@ def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The whole network, float32, with LoRA's matrices added into the weights they stand beside."""
+    """The whole network, float32, with LoRA's matrices added into the weights they belong to."""
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():

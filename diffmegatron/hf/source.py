@@ -17,7 +17,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, file_size, read_json, shown
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-# Buffers that old files hold beside the weights; transformers computes them anew as well.
+# Buffers that old files hold beside the weights; transformers too computes them itself.
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")

@@ -1,7 +1,7 @@
 """A tiktoken encoding as a fast Hugging Face tokenizer with the same ids.
 
 ``transformers.integrations.tiktoken`` does not do: it needs a package (blobfile) to write a file
-it reads back, numbers special tokens anew although cl100k_base leaves a gap before them, and hands
+it reads back, renumbers special tokens although cl100k_base leaves a gap before them, and hands
 the pattern over as it is, which splits long numbers elsewhere (see :func:`oniguruma_pattern`).
 """
 
@@ -61,7 +61,7 @@ def write_tokenizer(
 ) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check what they say.
 
-    Those of a Hugging Face folder are copied, with what stands beside them. It pads on the left,
+    Those of a Hugging Face folder are copied, with what lies beside them. It pads on the left,
     as generation needs.
 
     Args:

@@ -25,7 +25,7 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
         step: optimizer steps that they have behind them, which kinds that anneal ask for.
 
     Raises:
-        UserError: the model is none that the Hugging Face class of its kind computes.
+        UserError: the model is not one that the Hugging Face class of its kind computes.
     """
     model.attention.hugging_face(model.hidden_size)
     norm = (model.hidden_size,)
@@ -123,7 +123,7 @@ def _convert(
     waiting: dict[str, Tensor] = {}
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         if name not in missing:
-            problem = "comes twice" if name in line_of else "is none of this model's"
+            problem = "comes twice" if name in line_of else "is not one of this model's"
             raise UserError(f"weight {name!r} {problem}; the recipe and the weights must agree")
         source, target, rearrange = line_of[name]
         if tuple(tensor.shape) != source[name]:

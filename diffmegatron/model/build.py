@@ -20,7 +20,7 @@ from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
-from diffmegatron.model.network import Chunk, Network
+from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -89,11 +89,11 @@ def build_model(
     """
     _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
-    chunks = [
-        _build_chunk(recipe, config, parallel_state, number)
+    stages = [
+        _build_virtual_stage(recipe, config, parallel_state, number)
         for number in range(parallel_state.virtual_pipeline_size)
     ]
-    network = Network(chunks).to(parallel_state.device)
+    network = Network(stages).to(parallel_state.device)
     if initial_weights:
         initialize(network, recipe)
     _mark_tensor_parallel(network)
@@ -103,16 +103,16 @@ def build_model(
     return network
 
 
-def _build_chunk(
+def _build_virtual_stage(
     recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
-) -> Chunk:
-    """Chunk ``number`` of this pipeline rank; the network's first one embeds, its last one judges.
+) -> VirtualStage:
+    """Virtual stage ``number`` of this rank; the first of all embeds, the last has the loss.
 
-    Interleaved, chunk 0 of every rank comes before chunk 1 of the first.
+    Interleaved, stage 0 of every rank comes before stage 1 of the first rank.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
-    chunks = parallel_state.virtual_pipeline_size
-    virtual_stage = number if chunks > 1 else None
+    stages = parallel_state.virtual_pipeline_size
+    virtual_stage = number if stages > 1 else None
     spec = layer_spec(
         model.attention,
         host,
@@ -120,7 +120,7 @@ def _build_chunk(
         context_communication(recipe),
         model.lora,
     )
-    return Chunk(
+    return VirtualStage(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage),
@@ -129,7 +129,7 @@ def _build_chunk(
         vocab_size=model.vocab_size,
         max_sequence_length=recipe.training.seq_length,
         pre_process=parallel_state.is_first_stage and number == 0,
-        post_process=parallel_state.is_last_stage and number == chunks - 1,
+        post_process=parallel_state.is_last_stage and number == stages - 1,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,

@@ -14,8 +14,10 @@ from diffmegatron.config.schema import ModelConfig
 from diffmegatron.model.rope import scaled_frequencies
 
 
-class Chunk(GPTModel):
+class VirtualStage(GPTModel):
     """Consecutive layers of the network, with the embedding or the output layer at its ends.
+
+    Without interleaving it is the whole pipeline stage, without a pipeline the whole network.
 
     The loss is computed from ``loss_chunk`` positions at a time, whose logits the backward pass
     computes again: all logits of 65,536 positions over 100,288 words would be 26 GB in float32.
@@ -87,7 +89,7 @@ class Chunk(GPTModel):
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
         """Ids int64 [b, s] from this rank's share of the logits [b, s, v], the same on every rank.
 
-        Rows that pad the vocabulary are none; -1 stands where a logit is not finite.
+        Rows that pad the vocabulary are none; -1 is given where a logit is not finite.
         """
         group, share = self.pg_collection.tp, logits.shape[-1]
         first = group.rank() * share
@@ -103,14 +105,16 @@ class Chunk(GPTModel):
 
 
 class Network(torch.nn.Module):
-    """What one pipeline rank holds: one chunk of layers, or several that the schedule interleaves.
+    """What one pipeline rank holds: one stage of layers, or several that are interleaved.
 
-    Called, it is its only chunk.
+    Called, it is its only stage.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, stages: Sequence[VirtualStage]) -> None:
         super().__init__()
-        self.chunks: Sequence[Chunk] = torch.nn.ModuleList(chunks)  # type: ignore[assignment]
+        self.virtual_stages: Sequence[VirtualStage] = torch.nn.ModuleList(  # type: ignore[assignment]
+            stages
+        )
 
     def at_step(self, step: int) -> None:
         """Tell the layers how many optimizer steps their weights have behind them."""
@@ -128,8 +132,8 @@ class Network(torch.nn.Module):
             The loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
             logits [b, s, v].
         """
-        (chunk,) = self.chunks
-        return chunk(*args, **kwargs)
+        (stage,) = self.virtual_stages
+        return stage(*args, **kwargs)
 
 
 def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
@@ -140,7 +144,7 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """What the attention's variant says of a tensor, by its name; None: it is none of its own."""
+    """What the attention's variant says of a tensor, by its name; None: it is not its own."""
     _, found, own = name.rpartition(".self_attention.")
     declared = {each.name: each for each in model.attention.parameters(model.hidden_size)}
     return declared.get(own) if found else None

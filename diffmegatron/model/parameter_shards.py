@@ -22,7 +22,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass(frozen=True)
 class Shard:
-    """One box of a named tensor, stored as a contiguous run of a parameter's elements.
+    """One box of a named tensor, stored as a contiguous range of a parameter's elements.
 
     Attributes:
         name: of the whole tensor.
@@ -62,8 +62,8 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
         RuntimeError: a parameter that Megatron's sharded state does not cover.
     """
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
-    for chunk in network.chunks:
-        for tensor, start in _sharded_tensors(chunk.sharded_state_dict(metadata=dict(_METADATA))):
+    for stage in network.virtual_stages:
+        for tensor, start in _sharded_tensors(stage.sharded_state_dict(metadata=dict(_METADATA))):
             base = tensor.data.data_ptr() - start * tensor.data.element_size()
             by_storage.setdefault(base, []).append((tensor, start))
     table = {}

@@ -1,4 +1,4 @@
-"""The frequencies of rotary embeddings, stretched as a recipe says."""
+"""The frequencies of rotary embeddings, scaled as a recipe says."""
 
 import math
 

@@ -25,7 +25,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
     """Freeze what the recipe does not train, and note at which multiple of the rate it trains.
 
     Sets ``requires_grad`` and, where they differ from the rest, two attributes of a parameter:
-    ``lr_factor``, and ``trained_runs``, where in the flattened parameter the trained rows are.
+    ``lr_factor``, and ``trained_ranges``, where in the flattened parameter the trained rows are.
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return
@@ -51,7 +51,7 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 
     parameter.register_hook(masked)
     columns = parameter.numel() // parameter.shape[0]
-    parameter.trained_runs = [  # type: ignore[attr-defined]
+    parameter.trained_ranges = [  # type: ignore[attr-defined]
         (first * columns, last * columns) for first, last in _runs(~rows)
     ]
 
@@ -73,6 +73,6 @@ def _reach_recomputed_layers(network: Network) -> None:
         if module.training:
             hidden.requires_grad_()
 
-    for chunk in network.chunks:
-        if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
-            chunk.embedding.register_forward_hook(require_gradient)
+    for stage in network.virtual_stages:
+        if stage.pre_process and not stage.embedding.word_embeddings.weight.requires_grad:
+            stage.embedding.register_forward_hook(require_gradient)

@@ -1,1 +1,1 @@
-"""What an operator starts and looks at: jobs on a cluster, and where they stand."""
+"""What an operator starts and looks at: jobs on a cluster, and how far they are."""

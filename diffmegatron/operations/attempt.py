@@ -24,7 +24,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
-# Of a job that has met as many faults in a row as it may.
+# Of a job that had as many faults in a row as it may.
 _EXIT_FAULT = 1
 # Of one that need not leave its nodes.
 _EXIT_AGAIN = 69

@@ -11,7 +11,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import PathText, Section, Size, SizeOrNone
 
-# What stands behind "#SBATCH --key=": a line of its own, without what sbatch splits at.
+# What follows "#SBATCH --key=": a line of its own, without what sbatch splits at.
 Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

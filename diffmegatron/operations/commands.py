@@ -33,7 +33,7 @@ def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
     spares: Annotated[int, typer.Option(min=0, help="Nodes of the job that have no ranks")] = 0,
 ) -> None:
-    """Decide from the ends of the ranks what becomes of the job, say why, and print bad hosts.
+    """Decide from the ends of the ranks whether the job goes on, say why, and print bad hosts.
 
     Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
     faults in a row.
@@ -51,16 +51,16 @@ def status(
         Path, typer.Argument(metavar="RUN_DIR", help="Of a job; with stages, of all of them")
     ],
     watch: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Print it anew every so often")
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Print it again every so often")
     ] = None,
 ) -> None:
-    """Say where a job stands: progress, speed, last checkpoint, and its attempts.
+    """Say how far a job is: progress, speed, last checkpoint, and its attempts.
 
     Exit status 0: it runs, or is finished.
 
-    1: it waits for its next attempt, or is gone without a word.
+    1: it waits for its next attempt, or has disappeared.
 
-    2: it is over and unfinished, or there is none.
+    2: it is over and unfinished, or there is no such job.
     """
     from rich.console import Console
 

@@ -245,8 +245,8 @@ def check_free(ledger: Ledger) -> None:
         if last.cause == Cause.FINISHED:
             raise UserError(f"{shown(ledger.run_dir)} is finished; give another run_dir")
         # A job that was cancelled a moment ago still looks alive in its ledger.
-        is_gone = queue is not None and last.facts.job != "" and last.facts.job not in queue
-        if found.exit_status == 0 and not is_gone:
+        has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
+        if found.exit_status == 0 and not has_left:
             raise UserError(
                 f"{shown(ledger.run_dir)} has a job at work, {last.facts.job or 'unknown'}: "
                 f"{found.state}; let it end, or give another run_dir"

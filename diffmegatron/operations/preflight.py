@@ -74,7 +74,7 @@ class Findings(Section):
 
 
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
-    """Look at this machine, hear of the others, and judge.
+    """Look at this machine, hear of the others, and decide.
 
     Args:
         recipes: the stages of a run.
@@ -96,7 +96,7 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     if launch.rank == 0 and folder is not None:
         lines = ",\n".join(each.model_dump_json() for each in every)
         write_durably(folder / REPORT, f"[{lines}]\n".encode())
-    problems = judge(every, _space(recipes[-1]), recipes[-1].run_dir)
+    problems = find_problems(every, _space(recipes[-1]), recipes[-1].run_dir)
     if len(problems) == launch.ranks:
         raise UserError(problems[launch.rank])
     if launch.rank in problems:
@@ -111,7 +111,7 @@ def _space(recipe: Recipe) -> int:
     return (1 if is_steady else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
-def judge(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
+def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
     """What is wrong, by rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""``diffmegatron status``: where a job of many attempts stands, for a person and for cron."""
+"""``diffmegatron status``: how far a job of many attempts is, for a person and for cron."""
 
 import time
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ _SHOWN_ATTEMPTS = 12
 
 @dataclass(frozen=True)
 class Status:
-    """Where a job stands.
+    """How far a job is.
 
     Attributes:
         state: in one sentence.
-        exit_status: 0: it runs, or is finished. 1: it waits for its next attempt, or is gone.
-            2: it is over, and a person has to look.
+        exit_status: 0: it runs, or is finished. 1: it waits for its next attempt, or has
+            disappeared. 2: it is over, and a person has to look.
         run_dir: of the present stage.
         step: that was reached; None: none yet.
         steps: of the run or stage.
@@ -109,7 +109,7 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
         heard, patience = heartbeat.time, attempt.step_seconds
     ago = f"last heard of {_duration(now - heard)} ago"
     if now - heard > patience:
-        return f"{name} is gone or hangs: {ago}", 1
+        return f"{name} has disappeared or hangs: {ago}", 1
     return f"{name} {'runs' if heartbeat else 'starts'}: {ago}", 0
 
 

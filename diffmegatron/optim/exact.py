@@ -35,10 +35,10 @@ class ExactValues:
         self._parameters = [parameter for parameter in values if parameter.requires_grad]
         for parameter, value in values.items():
             parameter.exact = value.clone()  # type: ignore[attr-defined]
-            run = partition.run(parameter) if parameter.requires_grad else None
-            if run is not None:
-                held = run.where.stop - run.where.start
-                run.flat.data[run.where] = value.flatten()[run.start : run.start + held]
+            held = partition.range_of(parameter) if parameter.requires_grad else None
+            if held is not None:
+                size = held.where.stop - held.where.start
+                held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
         """Take over the master weights, in one all-reduce of all of them together."""
@@ -53,8 +53,8 @@ class ExactValues:
     def _own_part(self, parameter: torch.nn.Parameter) -> Tensor:
         """The elements this rank holds, zeros elsewhere."""
         part = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
-        run = self._partition.run(parameter)
-        if run is not None:
-            held = run.where.stop - run.where.start
-            part[run.start : run.start + held] = run.flat.data[run.where]
+        held = self._partition.range_of(parameter)
+        if held is not None:
+            size = held.where.stop - held.where.start
+            part[held.start : held.start + size] = held.flat.data[held.where]
         return part

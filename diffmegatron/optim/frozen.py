@@ -22,8 +22,8 @@ class FrozenWeights:
         self._parameters = [p for p in network.parameters() if not p.requires_grad]
         self._group = group
 
-    def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """This rank's run of each: the parameter, its first element there, and the run [n].
+    def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+        """This rank's range of each: the parameter, its first element there, and the range [n].
 
         A view in the dtype of the network; writing to it changes this rank's copy alone.
         """
@@ -32,15 +32,15 @@ class FrozenWeights:
             if whole is None:
                 size, flat = parameter.ds_tensor.ds_numel, parameter.ds_tensor.data  # type: ignore[attr-defined]
                 start = distributed.get_rank(self._group) * size
-                run = flat[: max(0, parameter.ds_numel - start)]  # type: ignore[attr-defined]
+                held = flat[: max(0, parameter.ds_numel - start)]  # type: ignore[attr-defined]
             else:
                 start = self._share(whole) * distributed.get_rank(self._group)
-                run = whole.view(-1)[start : start + self._share(whole)]
-            if run.numel():
-                yield parameter, start, run
+                held = whole.view(-1)[start : start + self._share(whole)]
+            if held.numel():
+                yield parameter, start, held
 
     def refresh(self) -> None:
-        """Bring every rank's copy up to what the ranks have in their runs."""
+        """Bring every rank's copy up to what the ranks have in their ranges."""
         for parameter in self._parameters:
             whole = _whole(parameter)
             if whole is None:  # ZeRO 3 keeps shares only, and gathers them before each use

@@ -62,11 +62,11 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
-        held = partition.run(parameter) if hasattr(parameter, "trained_runs") else None
+        held = partition.range_of(parameter) if hasattr(parameter, "trained_ranges") else None
         if held is None:
             continue
         numel = held.where.stop - held.where.start
-        for begin, end in parameter.trained_runs:  # type: ignore[attr-defined]
+        for begin, end in parameter.trained_ranges:  # type: ignore[attr-defined]
             first, last = max(begin - held.start, 0), min(end - held.start, numel)
             if first < last:
                 views = found.setdefault(held.flat, [])

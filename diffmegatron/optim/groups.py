@@ -22,7 +22,7 @@ def parameter_groups(network: torch.nn.Module, recipe: Recipe) -> list[dict[str,
         if not parameter.requires_grad:
             continue
         decay = recipe.optimizer.weight_decay if _decays(name, parameter, recipe) else 0.0
-        by_rows = hasattr(parameter, "trained_runs")
+        by_rows = hasattr(parameter, "trained_ranges")
         settings = {
             "weight_decay": 0.0 if by_rows else decay,
             "row_decay": decay if by_rows else 0.0,

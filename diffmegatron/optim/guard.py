@@ -1,6 +1,6 @@
 """Which steps are applied: the decision of a step's loss and gradient norm.
 
-Pure arithmetic on numbers that are the same on every rank, so that all ranks judge alike without
+Pure arithmetic on numbers that are the same on every rank, so that all ranks decide alike without
 talking. Not finite: never applied. Far above the recent past: a spike, recorded or skipped. After
 several skipped in a row the run rolls back or stops (PaLM, Chowdhery et al. 2022, section 5.1,
 restarts before a spike and skips its batches).
@@ -20,7 +20,7 @@ _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """What becomes of the run after a judged step."""
+    """What the run does after a step was checked."""
 
     GO_ON = auto()
     ROLL_BACK = auto()
@@ -33,7 +33,7 @@ class StepDecision:
 
     Attributes:
         applied: whether the optimizer may use the gradients.
-        action: what becomes of the run.
+        action: what the run does next.
         reason: what was out of order, in words; None: nothing.
         finite: whether loss and gradient norm were finite, which shows the weights they were
             computed with to be sound.
@@ -46,7 +46,7 @@ class StepDecision:
 
 
 class Guard:
-    """Judges every step of a run, remembering the recent ones."""
+    """Decides on every step of a run, remembering the recent ones."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class Guard:
         self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Judge a step before the optimizer changes anything, and remember it."""
+        """Decide on a step before the optimizer changes anything, and remember it."""
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
         if broken:
@@ -94,7 +94,7 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Take over the window of the checkpoint gone back to, but none of its counts.
+        """Take over the window of the checkpoint that was rolled back to, but none of its counts.
 
         Else a run could go back to the same checkpoint forever.
         """

@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of one parameter's elements in a flat master tensor of this rank.
+class ElementRange:
+    """A range of one parameter's elements in a flat master tensor of this rank.
 
     Attributes:
         flat: the master tensor.
-        where: the run in it.
-        start: first element of the run in the flattened parameter.
+        where: the range in it.
+        start: first element of the range in the flattened parameter.
     """
 
     flat: Tensor
@@ -34,7 +34,7 @@ class Partition(Protocol):
     def flats(self) -> list[Tensor]:
         """The flat master tensors, float32 [n]; the optimizer keys its state by them."""
 
-    def run(self, parameter: torch.nn.Parameter) -> Run | None:
+    def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
         """What this rank holds of a parameter; None where that is nothing."""
 
     def refresh(self) -> None:
@@ -61,12 +61,12 @@ class _GroupPartition:
     def flats(self) -> list[Tensor]:
         return [group["params"][0] for group in self._optimizer.param_groups]
 
-    def run(self, parameter: torch.nn.Parameter) -> Run | None:
+    def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
         where = mapping.hp_fragment_address
-        return Run(
+        return ElementRange(
             self.flats[mapping.param_group_index],
             slice(where.start, where.start + where.numel),
             mapping.lp_fragment_address.start,
@@ -96,13 +96,13 @@ class _ParameterPartition:
     def flats(self) -> list[Tensor]:
         return self._optimizer.fp32_partitioned_groups_flat
 
-    def run(self, parameter: torch.nn.Parameter) -> Run | None:
+    def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
         group, offset, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         start = self._optimizer._get_param_partition_rank(parameter) * size
         held = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
         if held <= 0:
             return None
-        return Run(self.flats[group], slice(offset, offset + held), start)
+        return ElementRange(self.flats[group], slice(offset, offset + held), start)
 
     def refresh(self) -> None:
         for group in range(len(self.flats)):

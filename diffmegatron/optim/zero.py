@@ -38,12 +38,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """A run of one parameter's elements that is this rank's to save and to restore.
+    """A range of one parameter's elements that is this rank's to save and to restore.
 
     Attributes:
         parameter: of the network.
-        start: first element of the run in the flattened parameter.
-        tensors: the run's float32 master weight (``weight``) and Adam moments (``exp_avg``,
+        start: first element of the range in the flattened parameter.
+        tensors: the range's float32 master weight (``weight``) and Adam moments (``exp_avg``,
             ``exp_avg_sq``), each [n], views into the optimizer: writing to them changes it. Of a
             frozen parameter the weight alone, in the network's dtype.
     """
@@ -154,14 +154,14 @@ class ZeroEngine:
         """What this rank owns of the optimizer's state and the weights, parameter by parameter."""
         self._create_moments()
         for parameter in self.network.parameters():
-            run = self._partition.run(parameter) if parameter.requires_grad else None
-            if run is None:
+            held = self._partition.range_of(parameter) if parameter.requires_grad else None
+            if held is None:
                 continue
-            state = self._optimizer.optimizer.state[run.flat]
-            tensors = {"weight": run.flat.data[run.where]}
-            tensors |= {name: state[name][run.where] for name in MOMENTS}
-            yield Fragment(parameter, run.start, tensors)
-        for parameter, start, values in self._frozen.runs():
+            state = self._optimizer.optimizer.state[held.flat]
+            tensors = {"weight": held.flat.data[held.where]}
+            tensors |= {name: state[name][held.where] for name in MOMENTS}
+            yield Fragment(parameter, held.start, tensors)
+        for parameter, start, values in self._frozen.ranges():
             yield Fragment(parameter, start, {"weight": values})
 
     @property
@@ -293,9 +293,9 @@ def _tied_embedding(
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
-    # The network's first chunk is the first stage's first, its last one the last stage's last.
-    chunk = network.chunks[0 if parallel_state.is_first_stage else -1]
-    parameter = chunk.shared_embedding_or_output_weight()
+    # The first virtual stage of the first rank embeds, the last one of the last rank has the loss.
+    stage = network.virtual_stages[0 if parallel_state.is_first_stage else -1]
+    parameter = stage.shared_embedding_or_output_weight()
     if not parameter.requires_grad:
         return None
     if parallel_state.is_last_stage:

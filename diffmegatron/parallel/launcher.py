@@ -42,10 +42,10 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Everything of the environment that a run goes by, checked.
+    """Everything of the environment that a run uses, checked.
 
     Raises:
-        UserError: a value is none of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
+        UserError: a value is not of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
             that belongs to it is not.
     """
     limits = Launch(

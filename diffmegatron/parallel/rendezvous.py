@@ -1,4 +1,4 @@
-"""The ranks of a launch meet within a limit; who does not come is named by all who did.
+"""The ranks of a launch meet within a limit; those that arrive name those that do not.
 
 Torch waits for half an hour and then says that it did, on each rank for itself.
 """
@@ -16,10 +16,10 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import clipped, reason
 from diffmegatron.parallel.launcher import Launch
 
-# Rank 0 judges who is there; the others wait for that as much longer.
+# Rank 0 decides who is there; the others wait for that as much longer.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 _SHOWN_RANKS = 16
-# How the one problem begins that another start does not mend.
+# How the one problem begins that another start does not solve.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 

@@ -90,8 +90,8 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
         values["parallel"]["sequence_parallel"] = False
     if sizes["context"] == 1:
         values["parallel"]["context_communication"] = "auto"
-    chunk_layers = _shrink_layers(values)
-    values["model"] |= _model(recipe, sizes, chunk_layers)
+    stage_layers = _shrink_layers(values)
+    values["model"] |= _model(recipe, sizes, stage_layers)
     values["training"] |= _training(recipe, sizes)
     values["optimizer"] |= {"schedule": {"kind": "constant"}} | _trained(recipe)
     values["checkpoint"] |= {"start_from": None, "interval": STEPS}
@@ -171,7 +171,7 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Layers of a pipeline chunk: one, or two where layers are recomputed in groups."""
+    """Layers of a virtual pipeline stage: one, or two where layers are recomputed in groups."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -179,11 +179,11 @@ def _shrink_layers(values: dict[str, Any]) -> int:
     return 2
 
 
-def _model(recipe: Recipe, sizes: dict[str, int], chunk_layers: int) -> dict[str, Any]:
+def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
     """Fewest heads and channels that divide, in the recipe's ratios as far as they are usual.
 
     Raises:
-        UserError: the chunks of the pipeline are too many layers.
+        UserError: the virtual stages of the pipeline are too many layers.
     """
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
@@ -194,11 +194,11 @@ def _model(recipe: Recipe, sizes: dict[str, int], chunk_layers: int) -> dict[str
     hidden = attention.output_width * heads * HEAD_DIM
     ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)
     ffn = max(1, round(hidden * ratio / tensor)) * tensor
-    layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * chunk_layers
+    layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * stage_layers
     if layers > MAX_LAYERS:
         raise UserError(
             f"parallel.virtual_pipeline {recipe.parallel.virtual_pipeline} would be rehearsed with "
-            f"{layers} layers, and a rehearsal builds {MAX_LAYERS} at most; give fewer chunks"
+            f"{layers} layers, and a rehearsal builds {MAX_LAYERS} at most; give fewer stages"
         )
     fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
     return {
@@ -229,14 +229,14 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
     length = 2 * sizes["context"] * sizes["tensor"] * 8
     micro_batch = min(2, training.micro_batch_size)
     batch = micro_batch * sizes["data"] * 2 * sizes["pipeline"]
-    chunk = None if training.loss_chunk is None else length // sizes["context"] // 2
+    loss_chunk = None if training.loss_chunk is None else length // sizes["context"] // 2
     return {
         "seq_length": length,
         "global_batch_size": batch,
         "micro_batch_size": micro_batch,
         "steps": STEPS,
         "tokens": None,
-        "loss_chunk": chunk,
+        "loss_chunk": loss_chunk,
         "attention_backend": "auto",
         "log_interval": 1,
         "eval_batches": 0,
@@ -271,8 +271,10 @@ def _reason(stderr: str) -> str:
 
 def _layout(recipe: Recipe) -> str:
     parallel = recipe.parallel
-    chunks = f" of {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
+    virtual = (
+        f" of {parallel.virtual_pipeline} virtual stages" if parallel.virtual_pipeline > 1 else ""
+    )
     return (
-        f"tensor {parallel.tensor}, context {parallel.context}, pipeline "
-        f"{parallel.pipeline}{chunks}, ZeRO {parallel.zero_stage}, layers {recipe.model.num_layers}"
+        f"tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline}"
+        f"{virtual}, ZeRO {parallel.zero_stage}, layers {recipe.model.num_layers}"
     )

@@ -24,7 +24,7 @@ from diffmegatron.section import divisors
 SHOWN = 10
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
-CHUNKS = (1, 2, 4)
+VIRTUAL_STAGES = (1, 2, 4)
 # Pipelines of more stages are not tried.
 MOST_STAGES = 64
 # A shorter part of the sequence per rank than this is not worth the communication.
@@ -91,7 +91,8 @@ def print_search(
         table.add_row(str(number), *_cells(candidate))
     console.print(table)
     console.print(
-        "TP, CP, PP, DP: tensor, context, pipeline and data parallel; PP 4x2: two chunks a stage",
+        "TP, CP, PP, DP: tensor, context, pipeline and data parallel; PP 4x2: two virtual"
+        " stages per rank",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -105,11 +106,11 @@ def print_search(
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
     layout, time = candidate.layout, candidate.time
-    chunks = f"x{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    virtual = f"x{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
     return (
         str(layout.tensor),
         str(layout.context),
-        f"{layout.pipeline}{chunks}",
+        f"{layout.pipeline}{virtual}",
         str(layout.data),
         str(layout.zero_stage),
         layout.recompute.split(",")[0],
@@ -161,8 +162,8 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Layouts that fill the ranks, as changes of the recipe's sections."""
     layers = recipe.model.num_layers
     for tensor, context, pipeline in _sizes(recipe, world_size):
-        for chunks in CHUNKS if pipeline > 1 else (1,):
-            if layers % (pipeline * chunks):
+        for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
+            if layers % (pipeline * virtual):
                 continue
             for zero_stage in (1,) if pipeline > 1 else (1, 2, 3):
                 for granularity in ("none", "full"):
@@ -171,7 +172,7 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
                         "context": context,
                         "context_communication": "auto",
                         "pipeline": pipeline,
-                        "virtual_pipeline": chunks,
+                        "virtual_pipeline": virtual,
                         "sequence_parallel": tensor > 1,
                         "zero_stage": zero_stage,
                     }

@@ -145,8 +145,10 @@ def _product(layout: Layout) -> str:
     if layout.context > 1:
         parts.append(f"context {layout.context} ({_words(layout.context_communication or '')})")
     if layout.pipeline > 1:
-        chunks = f" ({layout.virtual_pipeline} chunks)" if layout.virtual_pipeline > 1 else ""
-        parts.append(f"pipeline {layout.pipeline}{chunks}")
+        virtual = (
+            f" ({layout.virtual_pipeline} virtual stages)" if layout.virtual_pipeline > 1 else ""
+        )
+        parts.append(f"pipeline {layout.pipeline}{virtual}")
     return " x ".join([*parts, f"data {layout.data}"])
 
 

@@ -104,7 +104,7 @@ def _context(recipe: Recipe) -> float:
 
 
 def _pipeline(recipe: Recipe) -> float:
-    """Per microbatch: a stage in the middle sends forward and backward, for each of its chunks."""
+    """Per microbatch: a stage in the middle sends forward and backward, for each virtual stage."""
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         return 0.0

@@ -72,7 +72,7 @@ def train(
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
-            the run, ``run_dir`` is gone or the last save failed.
+            the run, ``run_dir`` was removed or the last save failed.
     """
     launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)
@@ -221,7 +221,7 @@ class Trainer:
     def _largest_logits(self) -> dict[int, float]:
         """Of the last batch, with the present weights: after the update if it was applied."""
         if self.parallel_state.context_size > 1:
-            return {}  # a rank's queries meet the other ranks' keys inside the kernels only
+            return {}  # a rank's queries see the other ranks' keys inside the kernels only
         with self._pause():
             return largest_logits(self.network, lambda: self._forward(self._last_batch()))
 

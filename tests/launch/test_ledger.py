@@ -100,7 +100,7 @@ def test_the_next_attempt_writes_the_end_of_one_that_was_killed(ledger, attempt)
     first, second = ledger.attempts()
     assert (first.cause, first.reason) == (
         "lost",
-        "the job was gone before ranks 0, 1, 3 had ended",
+        "the job ended before ranks 0, 1, 3",
     )
     assert first.ended == pytest.approx(read_ends(ledger.folder(1))[2].time)
     assert second.ended is None

@@ -10,7 +10,7 @@ from slurm_cluster import free_ports
 
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
-from diffmegatron.operations.preflight import Findings, check_nodes, judge
+from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
 
 GOOD = Findings(
     host="n",
@@ -54,14 +54,14 @@ def four(**changes) -> list[Findings]:
     ],
 )
 def test_a_node_that_is_unlike_the_others_is_named(changes, sentence):
-    assert judge(four(**changes), SPACE, "run") == {2: sentence}
+    assert find_problems(four(**changes), SPACE, "run") == {2: sentence}
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"memory_free": 0.95}, {"product_seconds": 0.019}, {"clock": 1004.0}]
 )
 def test_a_small_difference_is_none(changes):
-    assert judge(four(**changes), SPACE, "run") == {}
+    assert find_problems(four(**changes), SPACE, "run") == {}
 
 
 def test_one_machine_tells_what_it_can_do(tiny_recipe, tmp_path, capsys):

@@ -50,9 +50,9 @@ def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
         said.append((found.exit_status, found.state))
     assert said == [
         (0, "attempt 1 starts: last heard of 0:59:59 ago"),
-        (1, "attempt 1 is gone or hangs: last heard of 1:00:01 ago"),
+        (1, "attempt 1 has disappeared or hangs: last heard of 1:00:01 ago"),
         (0, "attempt 1 runs: last heard of 0:09:59 ago"),
-        (1, "attempt 1 is gone or hangs: last heard of 0:10:01 ago"),
+        (1, "attempt 1 has disappeared or hangs: last heard of 0:10:01 ago"),
     ]
 
 

@@ -113,7 +113,7 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
             "rank 0 on 127.0.0.1: of the 4 ranks of WORLD_SIZE, rank 3 did not arrive",
         ),
         ("asked to stop while it starts", "stopped", 0, (), "SIGUSR1 ended ranks 0, 1, 2, 3"),
-        ("ended from outside", "lost", 0, (), "the job was gone before ranks 0, 1, 2, 3"),
+        ("ended from outside", "lost", 0, (), "the job ended before ranks 0, 1, 2, 3"),
     ],
 )
 def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):

@@ -14,7 +14,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.within import metric_name, open_evaluators
-from diffmegatron.model.network import Chunk
+from diffmegatron.model.network import VirtualStage
 from diffmegatron.training.monitoring.metrics import TENSORBOARD, read_metrics
 from diffmegatron.training.stages import train_stages
 from tests.conftest import TINY
@@ -213,12 +213,12 @@ def test_what_cannot_run_is_refused_before_anything_runs(entry, said, folder, tm
 
 
 def test_numbers_that_are_none_have_no_value(folder, within, tmp_path, monkeypatch, capfd):
-    likeliest: Callable = Chunk.likeliest_tokens
+    likeliest: Callable = VirtualStage.likeliest_tokens
 
     def spoiled(self, logits):
         return likeliest(self, logits.index_fill(2, torch.tensor([7]), torch.nan))
 
-    monkeypatch.setattr(Chunk, "likeliest_tokens", spoiled)
+    monkeypatch.setattr(VirtualStage, "likeliest_tokens", spoiled)
     overrides = [*SHORT, *ONE, within, f"run_dir={tmp_path / 'run'}"]
     recipe = load_recipe(folder / "tiny.yaml", overrides)
     assert train_stages([recipe], None, open_evaluators)

@@ -198,11 +198,11 @@ def journal(folder: Path) -> tuple[Path, Read]:
     def read() -> None:
         Journal(folder / "out", ("tokens",), last_commit(folder / "out", State)).close()
 
-    return sealed_anew(folder, folder / "out/journal.json", read)
+    return resealed(folder, folder / "out/journal.json", read)
 
 
 def cache(folder: Path) -> tuple[Path, Read]:
-    """Its contents, with the checksum that belongs to them: what is damaged is built anew."""
+    """Its contents, with the checksum that belongs to them: what is damaged is rebuilt."""
     ends = np.arange(50, dtype=np.int64)
 
     def read() -> None:
@@ -211,10 +211,10 @@ def cache(folder: Path) -> tuple[Path, Read]:
 
     read()
     (contents,) = folder.glob("cache/*/contents.json")
-    return sealed_anew(folder, contents, read)
+    return resealed(folder, contents, read)
 
 
-def sealed_anew(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
+def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
     """What stands in a sealed file, by itself; sealed before it is read."""
     content = folder / "content"
     content.write_bytes(path.read_bytes().split(b"\n")[0])

@@ -50,8 +50,8 @@ def diff_attention(
 ) -> Tensor:
     """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, equation 1).
 
-    Grouped (arXiv 2510.06949), the second map has h / r heads: signal head n, of the first, meets
-    noise head `n // r`, of the second, which is computed once. Head n meets kv head
+    Grouped (arXiv 2510.06949), the second map has h / r heads: signal head n, of the first, has
+    noise head `n // r`, of the second, which is computed once. Head n has kv head
     `n // (h / h_kv)`, and so do all that share a noise head. A query row that sees no key gets
     zeros. Under autocast q, k and v are cast to autocast's dtype.
 
@@ -68,8 +68,8 @@ def diff_attention(
             documents in global positions, the same for every batch row; attention stays within a
             document. Fold the batch into one row when the rows differ. Best kept on the CPU: its
             values are read.
-        query_offset: global position of the first query. By default the last query stands at the
-            last key, so that a shorter s is the end of the sequence (decoding).
+        query_offset: global position of the first query. By default the last query is at
+            the position of the last key: a shorter s is the end of the sequence (decoding).
         key_offset: global position of the first key.
         norm: headwise RMSNorm to apply to the result; the Triton backend does it in its epilogue.
 
@@ -166,7 +166,7 @@ def diff_attention_v2(
     """DIFF V2: one call of plain attention, then `signal - lambda noise` per token and head.
 
     Query heads come in groups of r signal heads and then their noise head; r = 1 are the pairs
-    (2i, 2i + 1). Query head n meets kv head `n // ((h + h / r) / h_kv)`, a group never two.
+    (2i, 2i + 1). Query head n has kv head `n // ((h + h / r) / h_kv)`, a group never two.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.

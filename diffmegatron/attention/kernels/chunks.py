@@ -95,7 +95,7 @@ def chunk_gradients(
     mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
     chosen = _resolve(maps, mask, backend).load()
     scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
-    # A float64 map is met by float64; to all others float32 log-sum-exps are enough.
+    # A float64 map is merged in float64; to all others float32 log-sum-exps are enough.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))

@@ -16,8 +16,8 @@ def first_order(backward: Backward) -> Backward:
 
     torch's `once_differentiable` hangs its error on the gradients alone, and only where the
     incoming gradient requires one: `autograd.grad` towards the inputs passes it by, and leaves out
-    the second derivative without a word. Here the error stands between the gradients and all that
-    they were computed from.
+    the second derivative without a word. Here the error comes between the gradients and all
+    that they were computed from.
     """
 
     @wraps(backward)

@@ -4,7 +4,7 @@ A softmax over all keys is a weighted mean of the softmaxes over chunks of them,
 exp(lse_chunk - lse_all). Context parallelism computes chunk by chunk and merges.
 
 Differential attention has two maps. Where the second has fewer heads than the first, h / r, each
-of these noise heads is shared by r signal heads that follow one another: signal head n meets noise
+of these noise heads is shared by r signal heads that follow one another: signal head n has noise
 head n // r.
 """
 

@@ -19,7 +19,7 @@ LARGEST_POSITION = 2**30
 class AttentionMask:
     """The visible (query, key) pairs, by global position, of one attention call.
 
-    Query row i stands at position `query_offset + i`, key j at `key_offset + j`. A pair is visible
+    Query row i has position `query_offset + i`, key j at `key_offset + j`. A pair is visible
     when both positions lie in the same document and, under `causal`, the key is not the later one.
 
     Attributes:

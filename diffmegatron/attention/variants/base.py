@@ -229,7 +229,7 @@ class Variant(Section, ABC):
 
     @property
     def assumption(self) -> str | None:
-        """What a plan takes in the place of a file that is not written yet, in a sentence."""
+        """What a plan takes instead of a file that is not written yet, in a sentence."""
         return None
 
     @property

@@ -69,7 +69,7 @@ class HeadsFile(Section):
 
 @dataclass(frozen=True)
 class Unselected:
-    """In the place of heads: the file that will have them is not written yet. No YAML says it."""
+    """Instead of heads: the file that will have them is not written yet. No YAML says it."""
 
     file: str
 
@@ -360,7 +360,7 @@ def _read_heads(path: Path) -> HeadsFile:
     """A file of ``dex select``.
 
     Raises:
-        UserError: it cannot be read, or is none.
+        UserError: it cannot be read, or is not such a file.
     """
     from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 

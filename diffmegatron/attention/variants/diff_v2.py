@@ -5,7 +5,7 @@ With A the heads of ordinary attention, lambda = sigmoid(x W_lambda) from the la
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
 No headwise norm and no lambda_init. The heads of a group, r signal heads and then their noise head,
-lie side by side in one key-value head: cut in two halves instead, pairs would meet different keys.
+lie side by side in one key-value head: cut in two halves instead, pairs would have different keys.
 r = 1 is the authors' form; more is Motif-3's arrangement, its latent attention left out.
 """
 

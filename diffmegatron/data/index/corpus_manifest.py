@@ -1,7 +1,7 @@
 """``PREFIX.json``: what a prepared corpus is and what it was made of.
 
 It holds no times and no machine, so that the same input and settings give the same bytes. Names
-of files stand in it as :func:`printable` gives them.
+of files are written as :func:`printable` gives them.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, file_size, open_file, read_json, reason, shown
 from diffmegatron.section import Section
 
-_CHUNK = 1 << 20
+_BUFFER = 1 << 20
 _READ_BYTES = 1 << 24
 _HASHED_AT_ONCE = 1 << 30
 LAYOUTS = ("text", "instruction", "chat")
@@ -106,7 +106,7 @@ class Manifest(Section):
 
     @property
     def content(self) -> str:
-        """Hash of the prepared files: what the caches and the sampling order hang on."""
+        """Hash of the prepared files: what the caches and the sampling order depend on."""
         joined = ",".join(output.sha256 for output in self.outputs)
         return hashlib.sha256(joined.encode()).hexdigest()
 
@@ -211,8 +211,8 @@ def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin
     """
     histogram = Histogram()
     sequence = 0
-    for start in range(0, len(counts), _CHUNK):
-        part = np.asarray(counts[start : start + _CHUNK], dtype=np.int64)
+    for start in range(0, len(counts), _BUFFER):
+        part = np.asarray(counts[start : start + _BUFFER], dtype=np.int64)
         end = sequence + int(part.sum())
         starts = np.cumsum(part) - part
         histogram.add(np.add.reduceat(lengths[sequence:end], starts, dtype=np.int64))

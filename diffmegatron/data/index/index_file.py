@@ -21,7 +21,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _START = _MAGIC + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPE_CODES: dict[np.dtype, int] = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
-_CHUNK = 1 << 20
+_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
     with create_file(path) as stream:
         header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
         stream.write(_HEADER.pack(*header))
-        for part in _chunks(lengths):
+        for part in _buffers(lengths):
             stream.write(part.astype(np.int32, copy=False).data)
         for starts in _sums_before(lengths):
             stream.write((starts * dtype.itemsize).data)
@@ -85,16 +85,16 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
     with create_file(path) as stream:
         stream.write(_HEADER.pack(_MAGIC, 1, _TYPE_CODES[dtype], sequences, documents + 1))
         for lengths, _, _ in opened:
-            for part in _chunks(lengths):
+            for part in _buffers(lengths):
                 stream.write(part.data)
         before = 0
         for lengths, pointers, _ in opened:
-            for part in _chunks(pointers):
+            for part in _buffers(pointers):
                 stream.write((part + before).data)
             before += int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
         before = 0
         for lengths, _, boundaries in opened:
-            for part in _chunks(boundaries[:-1]):
+            for part in _buffers(boundaries[:-1]):
                 stream.write((part + before).data)
             before += len(lengths)
         stream.write(np.int64(sequences).tobytes())
@@ -166,8 +166,8 @@ def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
     """
     if boundaries[0] != 0:
         raise _damaged_boundary(path, boundaries, 0)
-    for start in range(0, len(boundaries), _CHUNK):
-        part = boundaries[start : start + _CHUNK + 1]
+    for start in range(0, len(boundaries), _BUFFER):
+        part = boundaries[start : start + _BUFFER + 1]
         empty = np.flatnonzero(part[1:] <= part[:-1])
         if len(empty):
             raise _damaged_boundary(path, boundaries, start + int(empty[0]) + 1)
@@ -180,14 +180,14 @@ def _damaged_boundary(path: str | Path, boundaries: np.ndarray, place: int) -> U
     )
 
 
-def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    return (array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK))
+def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[start : start + _BUFFER] for start in range(0, len(array), _BUFFER))
 
 
 def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
     """The sum of what lies before each element, int64, in pieces."""
     total = 0
-    for part in _chunks(array):
+    for part in _buffers(array):
         ends = total + np.cumsum(part, dtype=np.int64)
         yield ends - part
         total = int(ends[-1])

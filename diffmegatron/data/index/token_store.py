@@ -14,7 +14,7 @@ from diffmegatron.data.tokenizers import Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
-_CHUNK = 1 << 22
+_BUFFER = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Corpus:
         segments = self.index.sequence_lengths
         check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
         expected = 0
-        for first in range(0, self.num_documents, _CHUNK):
-            lengths = self.lengths[first : first + _CHUNK].astype(np.int64)
-            offsets = self.offsets[first : first + _CHUNK]
+        for first in range(0, self.num_documents, _BUFFER):
+            lengths = self.lengths[first : first + _BUFFER].astype(np.int64)
+            offsets = self.offsets[first : first + _BUFFER]
             ends = expected + np.cumsum(lengths) * self.tokens.itemsize
             wrong = (lengths <= 0) | (offsets != ends - lengths * self.tokens.itemsize)
             if wrong.any():
@@ -90,8 +90,8 @@ class Corpus:
                     f"{offsets[place]}, {lengths[place]} tokens; copy or prepare it again"
                 )
             expected = int(ends[-1])
-        for first in range(0, len(segments), _CHUNK):
-            _check_segments(self.prefix, segments[first : first + _CHUNK])
+        for first in range(0, len(segments), _BUFFER):
+            _check_segments(self.prefix, segments[first : first + _BUFFER])
 
 
 def open_corpus(prefix: str) -> Corpus:

@@ -38,7 +38,7 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
         if (size := file_size(path)) != part.bytes:
             raise UserError(
                 f"{shown(path)} has {size} bytes, but {said} says {part.bytes}; copy it again, or "
-                "prepare that part anew"
+                "prepare that part again"
             )
     data = Path(f"{prefix}.bin")
     size = sum(part.bytes for part in manifest.parts) or file_size(data)

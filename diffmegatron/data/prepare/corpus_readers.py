@@ -169,7 +169,7 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
         raise UserError(
             f"corpus file {shown(file.path)} cannot be read beyond document {line}"
             f"{f' after byte {file.before}' if file.before else ''}: "
-            f"{clipped(str(error))}; mend it or leave it out, and start again with --restart"
+            f"{clipped(str(error))}; correct it or leave it out, and start again with --restart"
         ) from None
     file.check_unchanged()
 

@@ -14,7 +14,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
 _STATE = "journal.json"
-_CHUNK = 1 << 24
+_BUFFER = 1 << 24
 
 State = TypeVar("State", bound=BaseModel)
 
@@ -56,7 +56,7 @@ class Journal:
     Args:
         folder: made where it is missing.
         names: of the files.
-        commit: of :func:`last_commit`; None begins anew.
+        commit: of :func:`last_commit`; None starts over.
 
     Raises:
         UserError: a file is no ordinary file, or not what was committed.
@@ -80,7 +80,7 @@ class Journal:
 
     def _goes_on_from(self, name: str, committed: FileState) -> bool:
         file, digest, left = self._files[name], self._digests[name], committed.bytes
-        while left and (part := file.read(min(left, _CHUNK))):
+        while left and (part := file.read(min(left, _BUFFER))):
             digest.update(part)
             left -= len(part)
         if left or digest.hexdigest() != committed.sha256:

@@ -1,4 +1,4 @@
-"""``diffmegatron data merge``: parts of a preparation become one corpus, of which none is copied.
+"""``diffmegatron data merge``: join the parts of a preparation to one corpus without copying them.
 
 ``PREFIX.idx`` and ``PREFIX.json`` are written, those that one ``prepare`` of everything would have
 written, checksums and all; the tokens stay in ``PREFIX.parts``. To have the checksum of all tokens
@@ -41,7 +41,7 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     """Make one corpus of the parts of a prefix; run on a merged one, it verifies it.
 
-    Killed, it begins anew when it is run again; the manifest is written last.
+    Killed, it starts over when it is run again; the manifest is written last.
 
     Args:
         prefix: as given to ``prepare``.
@@ -68,12 +68,12 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     except ValidationError:  # numbers that no corpus has
         raise UserError(
             f"the manifests in {shown(parts_folder(prefix))} are damaged: their counts have no "
-            "sum; copy them again, or prepare the parts anew"
+            "sum; copy them again, or prepare the parts again"
         ) from None
     except OSError as error:
         raise UserError(
-            f"cannot write {shown(Path(error.filename or prefix))}: {reason(error)}; mend that and "
-            "run the same command again"
+            f"cannot write {shown(Path(error.filename or prefix))}: {reason(error)}; correct that "
+            "and run the same command again"
         ) from None
 
 
@@ -143,7 +143,7 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
     path = (begins or goes_on or ("",))[0]
     raise UserError(
         f"input file {clipped(path)} was changed between the parts of {shown(prefix)} that read "
-        "it: one does not begin where another ends; delete these parts and prepare them anew"
+        "it: one does not begin where another ends; delete these parts and prepare them again"
     )
 
 

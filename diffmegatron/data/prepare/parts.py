@@ -1,6 +1,6 @@
 """Parts of a preparation, which machines do at once: which inputs each has, and where they lie.
 
-The input files, end to end, are cut into N stretches of equally many bytes. A plain file of JSON
+The input files, end to end, are cut into N ranges of equally many bytes. A plain file of JSON
 lines is cut between two lines; any other file (text, Parquet, an archive) belongs to one part. So
 the documents of the parts, one part after the other, are those of the whole in their order.
 """
@@ -51,8 +51,8 @@ class Part:
         number, of = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= of <= MAX_PARTS:
             raise UserError(
-                f"--part {clipped(text)} is none; give K/N, part K of N, with K from 1 to N and N "
-                f"up to {MAX_PARTS}, such as 3/8"
+                f"--part {clipped(text)} is not a part; give K/N, part K of N, with K from 1 to N "
+                f"and N up to {MAX_PARTS}, such as 3/8"
             )
         return cls(number, of)
 
@@ -188,7 +188,7 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Why a finished part is none of the same preparation; empty: it is."""
+    """Why a finished part does not belong to the same preparation; empty: it is."""
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {clipped(repr(manifest.tokenizer.name))}"
     if others := other_settings(manifest.settings, settings):

@@ -39,7 +39,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import clipped, reason, shown, sync_folder
 
-_REMEDY = " (--restart prepares it anew)"
+_REMEDY = " (--restart prepares it again)"
 
 
 def prepare(
@@ -143,8 +143,8 @@ def prepare(
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
-            f"cannot write {shown(Path(error.filename or output_prefix))}: {reason(error)}; mend "
-            "that and run the same command again, it goes on where it was"
+            f"cannot write {shown(Path(error.filename or output_prefix))}: {reason(error)}; correct"
+            " that and run the same command again, it goes on where it was"
         ) from None
 
 

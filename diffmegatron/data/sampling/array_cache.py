@@ -1,6 +1,6 @@
 """Folders of arrays that are built once and mapped by every rank.
 
-A cache is only that: what is damaged, unfinished or another's is built anew in its place.
+A cache is only that: one that is damaged, unfinished or another corpus's is rebuilt.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ def _read(folder: Path, name: str) -> Arrays | None:
         }
     except UserError as error:
         if os.path.lexists(folder):
-            log.warning("%s; the index cache is built anew", error)
+            log.warning("%s; the index cache is rebuilt", error)
         return None
     return (arrays, contents.summary) if contents.key == name else None
 

@@ -45,7 +45,7 @@ class Sample:
 
 
 class SourceSamples:
-    """One source in its own order: blocks, shuffled anew in each pass over the documents.
+    """One source in its own order: blocks, shuffled again in each pass over the documents.
 
     Where it does not ``repeat``, there is one pass, without the block that runs into a second.
     """

@@ -22,7 +22,7 @@ _FULL = "as they are"
 class QuantizedAttention(Suite):
     """Loss on held-out text with the logits as they are, and rounded by absmax to each of ``bits``.
 
-    The paper has HellaSwag's accuracy in the place of the loss.
+    The paper has HellaSwag's accuracy instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"

@@ -28,7 +28,7 @@ HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
 _SHARE = "share of AR hits"
 _TABLE = "1.4B, table 6"
-_CHUNK = 1 << 22
+_BUFFER = 1 << 22
 
 
 class Recall(Suite):
@@ -122,8 +122,8 @@ def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[i
     wanted = sorted(bigrams)
     keys = np.array([_key(*pair) for pair in wanted], dtype=np.int64)
     counts = np.zeros(len(keys), dtype=np.int64)
-    for first in range(0, len(tokens) - 1 if wanted else 0, _CHUNK):
-        part = tokens[first : first + _CHUNK + 1].astype(np.int64)
+    for first in range(0, len(tokens) - 1 if wanted else 0, _BUFFER):
+        part = tokens[first : first + _BUFFER + 1].astype(np.int64)
         found = _key(part[:-1], part[1:])
         places = np.minimum(np.searchsorted(keys, found), len(keys) - 1)
         counts += np.bincount(places[keys[places] == found], minlength=len(keys))

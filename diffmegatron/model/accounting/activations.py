@@ -20,30 +20,30 @@ FLOAT32 = 4
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Bytes that the layers of a pipeline stage keep, over its microbatches in flight."""
     parallel = recipe.parallel
-    chunk_layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
-    kept = chunks_in_flight(recipe, stage, microbatches) * _chunk_bytes(
-        recipe, chunk_layers, device
+    stage_layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
+    kept = virtual_stages_in_flight(recipe, stage, microbatches) * _virtual_stage_bytes(
+        recipe, stage_layers, device
     )
     if stage == parallel.pipeline - 1:
         # The final norm and the output layer's input; one microbatch has come that far.
         return round(kept + local_tokens(recipe) * _norm_and_projection_input(recipe, device))
     # What was sent on; Megatron-core keeps it until its gradient comes back.
     sent = _hidden_bytes(recipe) * local_tokens(recipe)
-    return round(kept + chunks_in_flight(recipe, stage, microbatches) * sent)
+    return round(kept + virtual_stages_in_flight(recipe, stage, microbatches) * sent)
 
 
-def chunks_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
-    """Forward passes of a stage's chunks whose backward pass has not come yet, at most.
+def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
+    """Forward passes of a rank's virtual stages whose backward pass has not come yet, at most.
 
     1F1B holds as many microbatches as there are stages from this one on. Interleaved, a rank runs
-    ahead by two chunks per later stage and by all its chunks but the last for a round of
+    ahead by two virtual stages per later rank and by all its own but the last for a round of
     microbatches (Megatron-core's get_pp_rank_microbatches, pipeline_parallel/schedules.py).
     """
-    size, chunks = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
-    if chunks == 1:
+    size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
+    if stages == 1:
         return min(microbatches, size - stage)
-    ahead = 2 * (size - stage - 1) + (chunks - 1) * size
-    return min(microbatches * chunks, ahead + 1)
+    ahead = 2 * (size - stage - 1) + (stages - 1) * size
+    return min(microbatches * stages, ahead + 1)
 
 
 def local_tokens(recipe: Recipe) -> int:
@@ -71,7 +71,7 @@ def logits_bytes(recipe: Recipe) -> int:
     """Bytes at the loss: the logits of a chunk of tokens, or the gradient of the output layer.
 
     Vocabulary-parallel cross-entropy makes float32 probabilities of the logits, in bf16 beside
-    them; then the output layer's weight gradient stands beside the gradient of the logits.
+    them; then the output layer's weight gradient is held beside the gradient of the logits.
     """
     model, training = recipe.model, recipe.training
     element = BYTES[training.precision]
@@ -91,7 +91,7 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
     return stage_activations(recipe, stage, microbatches, device)
 
 
-def _chunk_bytes(recipe: Recipe, layers: int, device: Device) -> float:
+def _virtual_stage_bytes(recipe: Recipe, layers: int, device: Device) -> float:
     """What ``layers`` layers keep of one microbatch, by the recipe's recomputation."""
     recompute = recipe.recompute
     whole = _layer_bytes(recipe, device)

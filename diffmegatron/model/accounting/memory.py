@@ -29,8 +29,8 @@ class StageMemory:
     ``communication`` (buckets and gathered weights) are held all along: DeepSpeed's allocations.
     ``activations`` are there at the height of a step, an estimate, and with them in turn
     ``logits`` (the loss and the output layer's gradient) and ``layer`` (one layer's backward
-    pass). ``update`` is what the optimizer needs when the activations are gone. ``host`` is what is
-    offloaded and not part of the total.
+    pass). ``update`` is what the optimizer needs when the activations are freed. ``host`` is what
+    is offloaded and not part of the total.
     """
 
     stage: int

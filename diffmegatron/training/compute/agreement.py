@@ -38,7 +38,7 @@ def agree(
     """Take the greatest of every rank's values.
 
     The loss and the norm are reduced already, but by groups whose sums may differ in the last
-    bit, and ranks that judge a step differently would part forever. Reading the loss is the one
+    bit, and ranks that decide differently on a step would diverge. Reading the loss is the one
     wait for the device here, which a run that knows its loss makes anyway.
 
     Args:
@@ -74,6 +74,6 @@ class AgreedDecision:
 
     @property
     def result(self) -> tuple[Agreement, StepDecision]:
-        """What was agreed and judged."""
+        """What was agreed and decided."""
         assert self._result is not None, "the engine steps without asking"
         return self._result

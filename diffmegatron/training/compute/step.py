@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.attention.context.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
-from diffmegatron.model.network import Chunk, Network
+from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.offload import offloaded_activations
 
@@ -89,7 +89,7 @@ def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -
     Returns:
         Int64 [b, s], as :func:`token_losses`.
     """
-    read = network.chunks[-1].likeliest_tokens
+    read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
 
 
@@ -106,10 +106,10 @@ def _forward(
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
         # An interleaved schedule takes as many microbatches as there are stages, or a multiple.
-        count = parallel_state.pipeline_size if len(network.chunks) > 1 else 1
+        count = parallel_state.pipeline_size if len(network.virtual_stages) > 1 else 1
 
-        def step(microbatches, chunk):  # type: ignore[no-untyped-def]
-            output = _output(chunk, next(microbatches), has_labels=has_labels)
+        def step(microbatches, stage):  # type: ignore[no-untyped-def]
+            output = _output(stage, next(microbatches), has_labels=has_labels)
             return output, lambda last: (last.new_zeros(()), {"read": read(last)})
 
         found = _scheduled(network, [batch] * count, parallel_state, step, forward_only=True)
@@ -136,7 +136,7 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # What is done next hangs on it, and must be the same where kernels differ in the last bit.
+    # What is done next depends on it, and must be the same where kernels differ in the last bit.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -202,13 +202,13 @@ def _pipeline(
     weight: Tensor | None,
     forward_context: ForwardContext,
 ) -> list[Tensor]:
-    """Megatron's 1F1B schedule, interleaved where the network has several chunks.
+    """Megatron's 1F1B schedule, interleaved where the network has several virtual stages.
 
     Summed losses on the last stage, nothing on the others. It is given the network, never
     DeepSpeed's engine, whose ``config`` is another thing.
 
     Args:
-        network: this rank's chunks.
+        network: this rank's stages.
         microbatches: of this data-parallel rank.
         parallel_state: where this rank stands.
         weight: of a summed loss in the gradients; None: no backward pass.
@@ -231,13 +231,13 @@ def _scheduled(
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """What ``step`` gives of every microbatch on the last stage; nothing on the others."""
-    batch, chunks = microbatches[0], list(network.chunks)
-    iterators = [iter(microbatches) for _ in chunks]
-    is_interleaved = len(chunks) > 1
+    batch, stages = microbatches[0], list(network.virtual_stages)
+    iterators = [iter(microbatches) for _ in stages]
+    is_interleaved = len(stages) > 1
     outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if is_interleaved else iterators[0],
-        model=chunks if is_interleaved else chunks[0],
+        model=stages if is_interleaved else stages[0],
         num_microbatches=len(microbatches),
         seq_length=batch.tokens.shape[1] * parallel_state.context_size,
         micro_batch_size=batch.tokens.shape[0],
@@ -247,11 +247,11 @@ def _scheduled(
 
 
 def _forward_step(  # type: ignore[no-untyped-def]
-    scale: Tensor | None, forward_context: ForwardContext, microbatches, chunk: Chunk
+    scale: Tensor | None, forward_context: ForwardContext, microbatches, stage: VirtualStage
 ):
     batch: Batch = next(microbatches)
     with forward_context():
-        losses = _token_losses(chunk, batch)
+        losses = _token_losses(stage, batch)
     return losses, partial(_scheduled_loss, batch.loss_mask, scale)
 
 

@@ -1,4 +1,4 @@
-"""What a run is told to measure of itself beside its loss, by packages that stand above it."""
+"""What a run is told to measure of itself beside its loss, by packages above it."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol

@@ -55,7 +55,7 @@ class MetricsWriter:
         self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Drop what lies after a step that the run has gone back to."""
+        """Drop what lies after a step that the run has rolled back to."""
         self._lines.drop(lambda line: not _is_kept(_parsed(line), last_step))
         with dispensable(self._path):
             _drop_after(self._path, last_step)

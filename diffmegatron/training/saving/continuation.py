@@ -50,7 +50,7 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 def load_weights(
     source: Checkpoint, recipe: Recipe, engine: ZeroEngine, shards: ParameterShards
 ) -> None:
-    """Take over the weights and nothing else: Adam's moments and the data start anew.
+    """Take over the weights and nothing else: Adam's moments and the data start over.
 
     What the recipe's kind of attention has and the checkpoint's has not keeps its initial values,
     and so do LoRA's matrices.

@@ -95,7 +95,7 @@ def newest_good(
         before: only checkpoints of earlier steps count; None: all.
 
     Raises:
-        UserError: there are checkpoints, and none is good. To begin anew silently would be worse.
+        UserError: there are checkpoints, and none is good. To start over silently would be worse.
     """
     steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
     for step in reversed(steps):
@@ -107,7 +107,7 @@ def newest_good(
     if steps and before is None:
         raise UserError(
             f"none of the {len(steps)} checkpoints in {shown(store.directory)} is whole; put back "
-            "one that is, or move them away to begin anew"
+            "one that is, or move them away to start over"
         )
     return None
 
@@ -135,7 +135,7 @@ def return_point(
         store: of the run.
         parallel_state: the ranks.
         no_progress: no step could be applied since the last rollback. An older checkpoint is taken
-            then, if there is one, and the one gone back to keeps its files under a name that no
+            then, if there is one, and the one rolled back to keeps its files under a name that no
             start finds.
     """
     newest = newest_good(store, parallel_state)
@@ -176,7 +176,7 @@ def load_snapshot(
     """Restore weights, optimizer and random states from a checkpoint of any layout.
 
     Returns:
-        Position: where the run stands.
+        Position: where the run is.
 
     Raises:
         UserError: the checkpoint is damaged or of another model.

@@ -97,7 +97,7 @@ class Saver:
         """Begin to save; returns metrics when it has failed already.
 
         Raises:
-            UserError: ``run_dir`` is gone. Made anew it would have none of what was saved, and
+            UserError: ``run_dir`` was removed. Made again it would have none of what was saved, and
                 no lock.
         """
         assert not self.is_open
@@ -238,7 +238,7 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Of what lies beyond this save the run has gone back, or it is damaged.
+            # The run has rolled back what lies beyond this save, or it is damaged.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)

@@ -61,9 +61,9 @@ def write_event(
     if not parallel_state.is_main:
         return
     log.warning("step %d %s: %s", step, _fate(decision), decision.reason)
-    judged = {"step": step, "time": round(time.time(), 3), "reason": decision.reason}
-    judged |= {"applied": decision.applied, "then": decision.action.name.lower()}
-    content = json.dumps(_json_numbers({**judged, **event, "ranks": ranks}), indent=1) + "\n"
+    decided = {"step": step, "time": round(time.time(), 3), "reason": decision.reason}
+    decided |= {"applied": decision.applied, "then": decision.action.name.lower()}
+    content = json.dumps(_json_numbers({**decided, **event, "ranks": ranks}), indent=1) + "\n"
     with dispensable(run_dir / EVENTS):
         write_durably(_new_path(run_dir / EVENTS, step), content.encode())
 

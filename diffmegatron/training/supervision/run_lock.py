@@ -22,7 +22,7 @@ def run_lock(run_dir: Path, patience: float = _PATIENCE_SECONDS) -> FileLock:
 
 
 def refuse_a_file(run_dir: Path) -> None:
-    """Check that ``run_dir`` is none.
+    """Check that ``run_dir`` is not a file.
 
     Raises:
         UserError: it is.

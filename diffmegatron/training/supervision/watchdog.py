@@ -1,4 +1,4 @@
-"""A rank that stops making progress writes where it stands and ends, so that the job restarts."""
+"""A rank that stops making progress writes its stacks and ends, so that the job restarts."""
 
 import faulthandler
 import os

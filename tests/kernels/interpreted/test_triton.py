@@ -44,7 +44,7 @@ NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
 def small_blocks(monkeypatch):
     for function in ("forward_blocks", "dkdv_blocks", "dq_blocks"):
         monkeypatch.setattr(launch, function, lambda *_: Blocks(16, 16, 4, 1))
-    monkeypatch.setattr(launch, "ROW_SUMS_ROWS", 16)
+    monkeypatch.setattr(launch, "PREPROCESS_ROWS", 16)
     monkeypatch.setattr(subtraction, "ROWS", 16)
     # Under deterministic algorithms torch fills new memory with NaN: what a kernel leaves unwritten
     # shows.

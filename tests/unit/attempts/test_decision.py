@@ -73,7 +73,7 @@ def test_a_node_that_died_with_its_job_is_to_blame_and_not_who_noticed():
     ends = ended(None, None, 1, 1, reasons=("", "", GONE, GONE))
     decision = decided(ends, was_killed=True)
     assert decision.hosts == ("n0",)
-    assert decision.reason == "the job was gone before ranks 0, 1 had ended"
+    assert decision.reason == "the job ended before ranks 0, 1"
     assert decided(ended(None, None, 143, 143), was_killed=True).hosts == ()
 
 
@@ -109,7 +109,7 @@ def test_where_most_ranks_ended_alike_no_host_is_to_blame(statuses, hosts):
 def test_of_a_hang_who_is_frozen_is_to_blame_and_not_who_waited():
     decision = decided(ended(1, 1, None, 1))
     assert decision.hosts == ("n1",)
-    assert decision.reason == "rank 2 left no end, gone or frozen, for which the others waited"
+    assert decision.reason == "rank 2 left no exit status, and the others waited: lost or frozen"
     assert decided(ended(1, None, None, None)).hosts == ("n0",)
     not_all_hung = decided(ended(1, 1, None, 1, reasons=("", GONE, "", "")))
     assert not_all_hung.reason.startswith("rank 0 on n0")
@@ -117,7 +117,7 @@ def test_of_a_hang_who_is_frozen_is_to_blame_and_not_who_waited():
 
 def test_ranks_that_left_nothing_are_named():
     reason = decided(ended(0), ranks=12).reason
-    assert reason.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more left no end")
+    assert reason.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more left no exit status")
 
 
 def test_a_signal_without_a_name_is_told_by_its_number():

@@ -200,7 +200,7 @@ SIGNED = {
     ),
     "elements missing": (set_piece(1, 1, global_shape=[5]), "holds 4 of the 5 elements"),
     "a piece of another box": (set_piece(1, 0, offset=[4, 0]), "box is not within the tensor"),
-    "a run beyond its box": (set_piece(0, 0, start=1), "run is not within the box"),
+    "a range beyond its box": (set_piece(0, 0, start=1), "range is not within the box"),
     "a run of no elements": (set_piece(0, 0, numel=0), "greater than or equal to 1"),
     "a negative start": (set_piece(0, 0, start=-1), "greater than or equal to 0"),
     "another number of axes": (set_piece(0, 0, offset=[0]), "different lengths"),

@@ -153,7 +153,7 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
 
 
 def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_CHUNK", 1000)  # several chunks per tensor, several flushes
+    monkeypatch.setattr(writing, "_BUFFER", 1000)  # several chunks per tensor, several flushes
     tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
     tensors |= {f"weight.{n}": torch.randn(300 * n, 7) for n in range(4)}
     entry = writing.write_safetensors(tmp_path / "file.safetensors", tensors, {"key": "välue"})
@@ -166,7 +166,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 999, 5000])
 def test_a_file_is_checked_chunk_by_chunk(count, tmp_path, monkeypatch):
     """The last float stands in any place of a chunk; what follows it may be any bytes."""
-    monkeypatch.setattr(reading, "_CHUNK", 1000)
+    monkeypatch.setattr(reading, "_BUFFER", 1000)
     path = tmp_path / "file.safetensors"
     own = torch.full((777,), 255, dtype=torch.uint8)
     floats = torch.randn(count)

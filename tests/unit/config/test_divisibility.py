@@ -40,7 +40,7 @@ RECIPE = CONFIGS / "diff_3b_1t.yaml"
         ("parallel.pipeline=3", "the nearest pipeline size that divides it is 2"),
         (
             "parallel.pipeline=4 parallel.virtual_pipeline=5",
-            "the nearest number of chunks per stage is 7",
+            "the nearest number of virtual stages per rank is 7",
         ),
         ("parallel.virtual_pipeline=2", "give parallel.pipeline of at least 2"),
         ("parallel.pipeline=2 parallel.zero_stage=3", "would deadlock; the nearest layouts"),
@@ -48,13 +48,13 @@ RECIPE = CONFIGS / "diff_3b_1t.yaml"
         ("recompute.layers=3", "recompute.granularity is 'none'; give 'full'"),
         (
             "recompute.granularity=full recompute.layers=5",
-            "does not divide the 28 layers of a pipeline chunk into equal groups; the nearest "
-            "that does is 4",
+            "does not divide the 28 layers of a virtual pipeline stage into equal groups; the "
+            "nearest that does is 4",
         ),
         (
             "recompute.granularity=full recompute.method=block recompute.layers=15 "
             "parallel.pipeline=2",
-            "is more than the 14 layers of a pipeline chunk; give at most 14",
+            "is more than the 14 layers of a virtual pipeline stage; give at most 14",
         ),
     ],
 )

@@ -197,8 +197,8 @@ def test_extends_of_another_type_is_refused(write):
     ("text", "said"),
     [
         ("model: [", "recipe.yaml is not valid YAML"),
-        ("run_dir: a\nrun_dir: b\n", "key 'run_dir' stands twice; keep one"),
-        ("model: {num_layers: 1, num_layers: 2}", "key 'num_layers' stands twice"),
+        ("run_dir: a\nrun_dir: b\n", "key 'run_dir' is there twice; keep one"),
+        ("model: {num_layers: 1, num_layers: 2}", "key 'num_layers' is there twice"),
         ("? {a: 1}\n: 2\n", "unhashable key"),
         ("- a list", "must be a mapping of sections, not list"),
         ("", "must be a mapping of sections, not NoneType"),

@@ -473,7 +473,7 @@ def test_the_largest_recipes_have_a_small_rehearsal(overrides, tmp_path):
     assert count_parameters(rehearsal.recipe.model).total < 10**8
 
 
-def test_a_pipeline_of_too_many_chunks_is_not_rehearsed(tmp_path):
+def test_a_pipeline_of_too_many_stages_is_not_rehearsed(tmp_path):
     overrides = ["model.num_layers=4096", "parallel.pipeline=2", "parallel.virtual_pipeline=2048"]
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
     with pytest.raises(

@@ -242,7 +242,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
         with ZeroEngine(network, recipe, parallel_state) as engine:
             engine.backward(run_forward(network).mean())
             engine.step(1e-3, allow=lambda _: True)
-            network.chunks[0].embedding.word_embeddings.weight.register_hook(
+            network.virtual_stages[0].embedding.word_embeddings.weight.register_hook(
                 lambda _: during.extend(storages_since(before, network))
             )
             engine.backward(run_forward(network).mean())

@@ -20,7 +20,7 @@ from .block_sizes import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks,
 from .forward import forward_kernel
 
 LOG2_E = math.log2(math.e)
-ROW_SUMS_ROWS = 32
+PREPROCESS_ROWS = 32
 # CUDA's limit of a launch's second dimension.
 MOST_HEADS = 65535
 
@@ -104,7 +104,7 @@ def launch_preprocess(
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
     batch, length, heads, width = out.shape
-    grid = (triton.cdiv(length, ROW_SUMS_ROWS), batch * heads)
+    grid = (triton.cdiv(length, PREPROCESS_ROWS), batch * heads)
     grad_out, weight_parts = grad, None
     if norm_weight is not None:
         grad_out = torch.empty_like(out)
@@ -113,7 +113,7 @@ def launch_preprocess(
         preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
             delta1, delta2, heads, length, *grad.stride()[:3], norm_eps, norm_scale,
-            value_width=width, M=ROW_SUMS_ROWS, DV=triton.next_power_of_2(width), MAPS=2,
+            value_width=width, M=PREPROCESS_ROWS, DV=triton.next_power_of_2(width), MAPS=2,
             NORM=norm_weight is not None, ACCUMULATE=accumulate(out), num_warps=8,
         )  # fmt: skip
     weight_grad = None

@@ -95,7 +95,7 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def opaque(x, INTERPRETED: tl.constexpr):
-    """The integer x, opaque to the compiler, so that what depends on it is computed anew.
+    """The integer x, opaque to the compiler, so that what depends on it is computed again.
 
     Else the addresses of two accesses to the same rows are computed once and kept in registers
     across the loops between them, which costs the forward at d = 128 its last registers.

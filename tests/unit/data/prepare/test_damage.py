@@ -296,7 +296,7 @@ def test_damaged_output_is_named_and_made_anew_on_request(
     damage(Path(f"{prefix}{suffix}"))
     with pytest.raises(UserError, match=said) as caught:
         run(source, prefix)
-    assert str(caught.value).endswith("(--restart prepares it anew)")
+    assert str(caught.value).endswith("(--restart prepares it again)")
     verified = CliRunner().invoke(app, ["data", "verify", str(prefix)])
     assert verified.exit_code == 1
     assert re.search(f"out: damaged: .*{said}", verified.output.replace("\n", ""))
@@ -440,7 +440,7 @@ def test_finished_files_that_were_damaged_before_they_had_their_names(
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "out")
     flip(tmp_path / "out.partial" / "tokens.bin")
-    with pytest.raises(UserError, match=r"out\.bin is damaged.*--restart prepares it anew"):
+    with pytest.raises(UserError, match=r"out\.bin is damaged.*--restart prepares it again"):
         run(source, tmp_path / "out")
     run(source, tmp_path / "out", restart=True)
     check_hashes(tmp_path / "out")

@@ -327,7 +327,7 @@ def test_parts_that_are_none(text: str, tmp_path: Path) -> None:
     arguments = ["prepare", str(tmp_path), "--output", str(tmp_path / "out"), "--part", text]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UserError)
-    assert str(result.exception).startswith(f"--part {text} is none; give K/N")
+    assert str(result.exception).startswith(f"--part {text} is not a part; give K/N")
     assert not list(tmp_path.iterdir())
 
 

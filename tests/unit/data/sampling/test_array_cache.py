@@ -83,7 +83,7 @@ def test_what_is_damaged_is_replaced(
 ) -> None:
     damage(folder / name)
     check(Cache(folder.parent).open(KEY, build))
-    assert "the index cache is built anew" in caplog.text and name in caplog.text
+    assert "the index cache is rebuilt" in caplog.text and name in caplog.text
     check(Cache(folder.parent).open(KEY, refuse))
     assert list(folder.parent.iterdir()) == [folder]
 

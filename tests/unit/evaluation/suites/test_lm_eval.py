@@ -325,7 +325,7 @@ def test_boolq_without_passages_is_called_that(folder, tmp_path):
         (["tasks=[piqua]"], "task 'piqua' is unknown; give some of arc_challenge"),
         (["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] name one twice; give each once"),
         (["tasks=[arc_easy]", "shots=[0]"], "at line 2 is damaged"),
-        (["tasks=[arc_challenge]", "shots=[0]"], "answerKey 'E' is none of the labels"),
+        (["tasks=[arc_challenge]", "shots=[0]"], "answerKey 'E' is not one of the labels"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_sentence(settings, said, folder, tmp_path):

@@ -124,7 +124,7 @@ def test_recall_is_counted_and_measured_as_by_hand(folder, tmp_path):
 
 
 def test_bigrams_are_counted_across_pieces(monkeypatch):
-    monkeypatch.setattr("diffmegatron.evaluation.suites.recall._CHUNK", 7)
+    monkeypatch.setattr("diffmegatron.evaluation.suites.recall._BUFFER", 7)
     tokens = np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16)
     expected = Counter(pairwise(tokens.tolist()))
     asked = {(a, b) for a in range(5) for b in range(7)}
