@@ -125,7 +125,7 @@ def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
     """Add our chat template to copied files; whether it gives the ids of the training."""
-    # Other classes build parts of tokenizer.json anew, and would leave the split out.
+    # Other classes build parts of tokenizer.json again, and would leave the split out.
     _write_config(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
