@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, missing
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from tests.campaigns.slurm_cluster import Cluster, missing
 from tests.conftest import TINY
 from tests.paths import ROOT
 

@@ -1,14 +1,14 @@
-"""What the campaign on Slurm reports (``tools/slurm_campaign.py``); it itself takes long."""
+"""What the campaign on Slurm reports (``tests/campaigns/slurm.py``); it itself takes long."""
 
 import json
 import random
 
 import pytest
-import slurm_campaign
 import yaml
-from slurm_troubles import TROUBLES, Month, crash
 
 from diffmegatron.attempts.ledger import Ledger
+from tests.campaigns import slurm as slurm_campaign
+from tests.campaigns.slurm_troubles import TROUBLES, Month, crash
 from tests.launch.conftest import FOUR, SMALL
 
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from slurm_cluster import free_ports
 
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
+from tests.campaigns.slurm_cluster import free_ports
 
 GOOD = Findings(
     host="n",

@@ -1,4 +1,4 @@
-"""The campaign of faults under torchrun in its short form; ``tools/fault_campaign.py`` is the long.
+"""The campaign of faults under torchrun in its short form; ``tests.campaigns.faults`` is the long.
 
 One rank is killed and one is stopped, which only the watchdog can end.
 """
@@ -11,10 +11,10 @@ from tests.paths import ROOT
 
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
-    command = [sys.executable, str(ROOT / "tools/fault_campaign.py"), "--kills=1", "--stops=1"]
+    command = [sys.executable, "-m", "tests.campaigns.faults", "--kills=1", "--stops=1"]
     command += ["--steps=120", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
     result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=1700
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1700
     )
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())

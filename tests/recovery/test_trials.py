@@ -1,9 +1,8 @@
-"""The trials of ``tools/fault_campaign.py --long``, each twice; and what is not survived."""
-
-import fault_trials
-from fault_trials import run_trials
+"""The trials of ``tests/campaigns/faults.py --long``, each twice; and what is not survived."""
 
 from diffmegatron.checkpoint.reading import TensorFile
+from tests.campaigns import fault_trials
+from tests.campaigns.fault_trials import run_trials
 from tests.conftest import TINY
 
 

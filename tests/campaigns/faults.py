@@ -1,8 +1,8 @@
 """Kill a run many times, let torchrun restart it, and compare the end with a run left alone.
 
-    python tools/fault_campaign.py --kills 50 --stops 1 --out benchmarks/results/fault_campaign.json
-    python tools/fault_campaign.py --kills 1 --steps 120       # a trial
-    python tools/fault_campaign.py --kills 0 --long --out benchmarks/results/fault_trials.json
+    python -m tests.campaigns.faults --kills 50 --stops 1 --out fault_campaign.json
+    python -m tests.campaigns.faults --kills 1 --steps 120       # a trial
+    python -m tests.campaigns.faults --kills 0 --long --out fault_trials.json
 
 Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
 SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end): at a random time, while
@@ -33,13 +33,13 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
-from fault_trials import run_trials
-
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import STATE, open_checkpoint
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.monitoring.metrics import read_metrics
+from tests.campaigns.fault_trials import run_trials
+from tests.paths import ROOT
 
 # What the directories show of a save, in its order.
 SAVE_PHASES = ("directory made", "ranks writing", "small files", "manifest written", "removal")
@@ -115,8 +115,7 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
 def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
     """Both runs, and what came of them."""
     corpus = folder / "corpus"
-    package = Path(__file__).parent.parent / "diffmegatron"
-    prepare([package], corpus, "bytes", pattern="*.py", show_progress=False)
+    prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
     for name in ("undisturbed", "disturbed"):
         (folder / f"{name}.yaml").write_text(recipe(folder, name, arguments))
     undisturbed = launch(folder / "undisturbed.yaml", restarts=0)

@@ -1,4 +1,4 @@
-"""What goes wrong in a month on a cluster, done to a job on a real Slurm (``slurm_campaign.py``).
+"""What goes wrong in a month on a cluster, done to a job on a real Slurm (``slurm.py``).
 
 Each trouble waits for its moment in the newest attempt, happens, and returns how. What it needs
 mended (a node, a disk, a recipe) it mends afterwards, as people do.
@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_cluster import Cluster
-
 from diffmegatron.attempts.ends import ATTEMPT, read_heartbeat
 from diffmegatron.attempts.ledger import Attempt, Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.monitoring.metrics import newest_entries
+from tests.campaigns.slurm_cluster import Cluster
 
 # Of slurm.conf: a second partition, which takes the nodes of the first.
 SETTINGS = """

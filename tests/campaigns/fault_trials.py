@@ -1,4 +1,4 @@
-"""Faults that need no run under torchrun, each tried many times: ``fault_campaign.py --long``.
+"""Faults that need no run under torchrun, each tried many times: ``faults.py --long``.
 
 A trial damages a fresh copy of something good and reads it again. It is survived if what comes
 back is what was there, or one sentence; where damage must not go unseen, if it is the sentence.

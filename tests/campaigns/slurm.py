@@ -1,7 +1,7 @@
 """Train through a month's troubles on a real Slurm, and compare the end with a run left alone.
 
-    python tools/slurm_campaign.py --out benchmarks/results/slurm_campaign.json
-    python tools/slurm_campaign.py --troubles crash hang       # a trial
+    python -m tests.campaigns.slurm --out benchmarks/results/slurm_campaign.json
+    python -m tests.campaigns.slurm --troubles crash hang       # a trial
 
 Slurm runs on this machine alone, with four nodes (``slurm_cluster.py``); it must be installed. Two
 of them train a tiny model with two ranks each, as ``diffmegatron launch`` submits it: through the
@@ -24,16 +24,16 @@ from collections import Counter
 from pathlib import Path
 
 import yaml
-from fault_campaign import damage, machine, same_end
-from slurm_cluster import Cluster, missing
-from slurm_troubles import SETTINGS, TROUBLES, Month
 
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ledger import Attempt, Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
+from tests.campaigns.faults import damage, machine, same_end
+from tests.campaigns.slurm_cluster import Cluster, missing
+from tests.campaigns.slurm_troubles import SETTINGS, TROUBLES, Month
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 # For the checks before the run, which write 64 MiB from each rank at once, and three checkpoints.
 DISK_MIB = 400
 # More than it comes to before the month is over, and how many more it then gets.
