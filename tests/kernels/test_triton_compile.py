@@ -11,13 +11,12 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from compiled_kernels import (  # after the check for triton
+from benchmarks.compiled_kernels import (  # after the check for triton
     SHARED_LIMIT,
     compile_launches,
     compile_subtraction,
     usage_of,
 )
-
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 
 BF16, FP32 = torch.bfloat16, torch.float32

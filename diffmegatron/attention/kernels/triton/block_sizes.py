@@ -2,7 +2,7 @@
 
 Chosen by what compiles for sm_90 and sm_80 with the fewest spills in the loops and without a
 product that two warps both compute, and fits the other chips (tests/kernels/test_triton_compile.py
-holds the figures); none has been timed on a GPU yet: tools/tune_attention.py does that.
+holds the figures); none has been timed on a GPU yet: benchmarks/tune_attention.py does that.
 """
 
 from enum import Enum

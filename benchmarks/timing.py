@@ -1,4 +1,4 @@
-"""What the benchmarks share: how a call is timed, where results go, what they depend on."""
+"""What the benchmarks share: how a call is timed, and what its time depends on."""
 
 import platform
 import time
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 # About a millisecond of a GPU's clock: longer than it takes to launch what is timed here.
 HEAD_START_CYCLES = 2_000_000

@@ -4,20 +4,21 @@ Each backend that attends chunk by chunk: the forward by `chunk_attention`, the 
 `chunk_gradients`. The Transformer baseline of equal size stands beside them. Repetitions alternate.
 Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
 
-    python tools/bench_chunks.py                       # on a GPU: bf16, chunks of 4096
-    python tools/bench_chunks.py --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
+    python -m benchmarks chunks                       # on a GPU: bf16, chunks of 4096
+    python -m benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.timing import describe_machine, timed
 from diffmegatron.attention.kernels.api import (
     QKV,
     WholeAttention,
@@ -31,12 +32,10 @@ from diffmegatron.attention.kernels.select_backend import importable_libraries
 BASELINE = "transformer"
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of queries and of keys")
@@ -44,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--name", help="name of the result file; default device, dtype and d")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
@@ -105,9 +104,9 @@ def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespac
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Measure both kinds of meeting of two chunks, then write the file."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(argv)
     torch.manual_seed(0)
     meetings = {
         "own chunk": {"causal": True},
@@ -128,7 +127,3 @@ def main() -> None:
     for meeting, rows in report["seconds"].items():
         print(meeting, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
     print(f"wrote {RESULTS / name}.json")
-
-
-if __name__ == "__main__":
-    main()

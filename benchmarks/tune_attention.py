@@ -7,8 +7,8 @@ the compiler says of a chip is listed, with an estimate of a Hopper's tensor-cor
 first. Writes NAME.json to benchmarks/results/; `triton/block_sizes.py` is where a better choice
 goes.
 
-    python tools/tune_attention.py --head-dim 64 --kernels dkdv_one_pass
-    python tools/tune_attention.py --listed benchmarks/results/tune_sm_90_d128.json --best 8
+    python -m benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
+    python -m benchmarks tune_attention --listed benchmarks/results/tune_sm_90_d128.json --best 8
 
 Compiling everything takes minutes: the last command tries the best of an earlier listing alone.
 """
@@ -17,18 +17,19 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
-from compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
-from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
+from benchmarks.timing import describe_machine, timed
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import triton_attention
@@ -43,11 +44,9 @@ LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
 COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument(
         "--capability",
@@ -66,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--listed", type=Path, help="an earlier result: try its best blocks alone")
     parser.add_argument("--best", type=int, default=8, help="how many of the listed, per kernel")
     parser.add_argument("--name", help="name of the result file; default the chip and d")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     here = this_capability()
     if here is not None and here not in SHARED_LIMIT:
         known = ", ".join(map(str, sorted(SHARED_LIMIT)))
@@ -212,9 +211,9 @@ def _badness(row: dict) -> tuple:
     return (1, many_spills, not overlaps, row["estimated_cycles"])
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Try every kernel, then write the file and print the best of each."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(argv)
     on_gpu, chip = torch.cuda.is_available(), f"sm_{arguments.capability}"
     report: dict = {
         "machine": describe_machine("cuda" if on_gpu else "cpu"),
@@ -234,7 +233,3 @@ def main() -> None:
     for kernel, rows in report["kernels"].items():
         print(f"{kernel}: best {rows[:3]}")
     print(f"wrote {RESULTS / name}.json")
-
-
-if __name__ == "__main__":
-    main()

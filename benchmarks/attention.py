@@ -4,24 +4,25 @@ Every form is timed at equal model size: h diff heads with V 2d wide against 2h 
 repetitions of all forms alternate, so that a machine that slows down slows all of them. Writes
 NAME.json, NAME.md and NAME.png to benchmarks/results/.
 
-    python tools/bench_attention.py                       # on a GPU: bf16, 2K to 64K
-    OMP_NUM_THREADS=1 python tools/bench_attention.py --device cpu --dtype float32 \\
+    python -m benchmarks attention                       # on a GPU: bf16, 2K to 64K
+    OMP_NUM_THREADS=1 python -m benchmarks attention --device cpu --dtype float32 \\
         --lengths 1024 2048 4096 --heads 4 --repetitions 15 --backends blocked sdpa_4call
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module, util
 from pathlib import Path
 
 import torch
-from timing import RESULTS, describe_machine, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.timing import describe_machine, timed
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.masks import build_mask
@@ -45,12 +46,10 @@ FORMS = {
 Form = tuple[Callable[..., Tensor], list[Tensor]]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
@@ -72,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
         help="to time; default all that can run, on a GPU without those in plain PyTorch",
     )
     parser.add_argument("--name", help="name of the result files; default device, dtype and d")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
@@ -276,9 +275,9 @@ def write_plot(path: Path, report: dict) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Measure length by length; what was measured is written each time."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(argv)
     torch.manual_seed(0)
     ceiling = matmul_ceiling(arguments)
     kv_heads = arguments.kv_heads or arguments.heads
@@ -319,7 +318,3 @@ def write(name: str, report: dict) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     write_table(RESULTS / f"{name}.md", report)
     write_plot(RESULTS / f"{name}.png", report)
-
-
-if __name__ == "__main__":
-    main()

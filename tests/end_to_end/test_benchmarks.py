@@ -1,46 +1,57 @@
-"""The measuring tools run, on sizes that measure nothing."""
+"""The benchmarks run, on sizes that measure nothing."""
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from unittest import mock
 
-import compare_dex
 import pytest
-from bench_data import in_process
 
+from benchmarks import compare_dex, data
+from benchmarks.__main__ import main
+from benchmarks.data import in_process
+from benchmarks.registry import BENCHMARKS
 from diffmegatron.cli import app
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from tests.paths import ROOT
 from tests.pretrained import write_pretrained
 
-TOOLS = Path(__file__).parent.parent.parent / "tools"
+
+def run(name: str, *arguments: object) -> None:
+    with mock.patch.dict(os.environ):
+        assert main([name, *map(str, arguments)]) == 0
 
 
-def run(tool: str, *arguments: object) -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", TOOLS / tool, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_all_are_registered_and_listed(capsys):
+    modules = (ROOT / "benchmarks").glob("[!_]*.py")
+    assert {path.stem for path in modules if "\ndef main(" in path.read_text()} == {*BENCHMARKS}
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [*BENCHMARKS]
 
 
-def test_bench_checkpoint(tmp_path):
+def test_what_is_not_registered_is_one_sentence(capsys):
+    assert main(["speed"]) == 2
+    assert "'speed' is no benchmark; give one of attention, " in capsys.readouterr().err
+
+
+def test_mistakes_are_one_sentence(tmp_path, capsys):
+    with mock.patch.dict(os.environ):
+        assert main(["data", "tokenise", f"--scratch={tmp_path}", "--tokenizer=none"]) == 2
+    assert capsys.readouterr().err.startswith("error: tokenizer 'none' is neither 'bytes' nor")
+
+
+def test_checkpoint(tmp_path):
     out = tmp_path / "report.json"
     sizes = ("--layers", 1, "--hidden", 64, "--repeats", 1)
-    run("bench_checkpoint.py", "--scratch", tmp_path / "scratch", "--out", out, *sizes)
+    run("checkpoint", "--scratch", tmp_path / "scratch", "--out", out, *sizes)
     report = json.loads(out.read_text())
     assert report["checkpoint_bytes"] > 12 * report["parameters"]
     assert not (tmp_path / "scratch").exists()
 
 
-def test_bench_attention(tmp_path):
-    run(
-        "bench_attention.py", "--device", "cpu", "--dtype", "float32", "--lengths", 64, 128,
+def test_attention(tmp_path):
+    run("attention", "--device", "cpu", "--dtype", "float32", "--lengths", 64, 128,
         "--heads", 2, "--head-dim", 16, "--repetitions", 1, "--name", tmp_path / "report",
     )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
@@ -52,9 +63,8 @@ def test_bench_attention(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
-def test_bench_chunks(tmp_path):
-    run(
-        "bench_chunks.py", "--device", "cpu", "--dtype", "float32", "--chunk", 64, "--heads", 2,
+def test_chunks(tmp_path):
+    run("chunks", "--device", "cpu", "--dtype", "float32", "--chunk", 64, "--heads", 2,
         "--head-dim", 16, "--repetitions", 1, "--name", tmp_path / "report",
     )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
@@ -68,9 +78,8 @@ def test_bench_chunks(tmp_path):
         assert all(seconds > 0 for seconds in rows.values())
 
 
-def test_bench_layer(tmp_path):
-    run(
-        "bench_layer.py", "--small", "--layers", 1, 2, "--repetitions", 1,
+def test_layer(tmp_path):
+    run("layer", "--small", "--layers", 1, 2, "--repetitions", 1,
         "--attention", "diff_v1", "--attention", "diff_v2",
         "--attention", "grouped,signal_per_noise=2",
         "--name", tmp_path / "report", "--", "model.hidden_size=64", "model.attention.head_dim=16",
@@ -88,43 +97,30 @@ def test_bench_layer(tmp_path):
 def test_tune_attention(tmp_path):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     run(
-        "tune_attention.py", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
+        "tune_attention", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
         "--warps", 8, "--stages", 2, "--name", tmp_path / "report",
     )  # fmt: skip
     (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["dq"]
     assert row["work"] == 1
     assert row["shared_bytes"] > 64 * 1024
     listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "dq")
-    run("tune_attention.py", *listed, "--name", tmp_path / "again")
+    run("tune_attention", *listed, "--name", tmp_path / "again")
     (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["dq"]
     assert [again[name] for name in ("M", "N")] == [128, 64]
 
 
-# In one process, where the tool has a new one for every figure: each would import Megatron again.
-BENCH_DATA = """
-import sys, bench_data
-bench_data.in_process = lambda function, *arguments: function(*arguments)
-scratch, out = sys.argv[1:]
-for arguments in (
-    ["loader", "--tokens=1e6", "--seq-lengths=1024", "--repeats=1"],
-    ["startup", "--tokens=1e6", "--repeats=1"],
-    ["upsampling", "--tokens=1e6"],
-    ["parts", "--tokenizer=bytes", "--megabytes=1", "--repeats=1", "--processes=2"],
-):
-    sys.argv = ["", *arguments, f"--scratch={scratch}", f"--name={out}/{arguments[0]}"]
-    bench_data.main()
-"""
-
-
-def test_bench_data(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BENCH_DATA, tmp_path / "scratch", tmp_path / "out"],
-        env=os.environ | {"PYTHONPATH": str(TOOLS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_data(tmp_path, monkeypatch):
+    # In this process, where the benchmark has a new one for every figure.
+    monkeypatch.setattr(data, "in_process", lambda function, *arguments: function(*arguments))
+    (tmp_path / "out").mkdir()
+    for part, *sizes in (
+        ["loader", "--tokens=1e6", "--seq-lengths=1024", "--repeats=1"],
+        ["startup", "--tokens=1e6", "--repeats=1"],
+        ["upsampling", "--tokens=1e6"],
+        ["parts", "--tokenizer=bytes", "--megabytes=1", "--repeats=1", "--processes=2"],
+    ):
+        scratch, name = tmp_path / "scratch", tmp_path / "out" / part
+        run("data", part, *sizes, f"--scratch={scratch}", f"--name={name}")
     reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
     assert set(reports) == {"loader", "startup", "upsampling", "parts"}
     loaders = {row.pop("loader"): row for row in reports["loader"]["results"]}
@@ -140,10 +136,10 @@ def test_bench_data(tmp_path):
     assert not any((tmp_path / "scratch").iterdir())
 
 
-def test_bench_data_tokenise(tmp_path):
+def test_data_tokenise(tmp_path):
     sizes = ("--tokenizer", "bytes", "--megabytes", 1, "--repeats", 1)
     out = ("--scratch", tmp_path, "--name", tmp_path / "report")
-    run("bench_data.py", "tokenise", *sizes, *out)
+    run("data", "tokenise", *sizes, *out)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["workers"] for row in report["sizes"]] == [1, os.cpu_count()]
     assert report["one_worker"]["median_ratio"] > 0
@@ -176,8 +172,7 @@ def test_compare_dex(tmp_path, monkeypatch):
     given = [model, texts, f"--work={tmp_path / 'work'}", f"--out={out}", "--seeds=2"]
 
     def compare(part: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["", *map(str, given), "--part", part])
-        compare_dex.main()
+        run("compare_dex", *given, "--part", part)
         return json.loads(out.read_text())
 
     given += ["--steps=2", "--start-steps=2", "--timed-steps=2"]

@@ -1,4 +1,4 @@
-"""What one process of bench_data.py measures, and the corpora that it does so on, made up."""
+"""What one process of the benchmark ``data`` measures, and the corpora that are made up for it."""
 
 import json
 import multiprocessing
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# What imports torch and Megatron is imported where it is used: prepare's workers import
-# bench_data.py, and this with it.
+# What imports torch and Megatron is imported where it is used: what needs neither is measured
+# without them.
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import (
     FileRecord,

@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Measure the data path; each PART prints its result and writes it to benchmarks/results/NAME.json.
 
-    tools/bench_data.py tokenise --scratch DIR                     # 10, 100 and 1000 MB
-    tools/bench_data.py tokenise --scratch DIR --tokenizer bytes --megabytes 1 --name /tmp/tokenise
-    tools/bench_data.py parts --scratch DIR                        # 1 and 2 processes
-    tools/bench_data.py loader --scratch DIR
-    tools/bench_data.py startup --scratch DIR --tokens 1e9 1e10    # without: up to 1e12, see below
-    tools/bench_data.py upsampling --scratch DIR
+    python -m benchmarks data tokenise --scratch DIR            # 10, 100 and 1000 MB
+    python -m benchmarks data tokenise --scratch DIR --tokenizer bytes --megabytes 1 --name /tmp/x
+    python -m benchmarks data parts --scratch DIR               # 1 and 2 processes
+    python -m benchmarks data loader --scratch DIR
+    python -m benchmarks data startup --scratch DIR --tokens 1e9 1e10    # without: up to 1e12
+    python -m benchmarks data upsampling --scratch DIR
 
 tokenise compares prepare with a bare loop over tiktoken; parts counts wall time, and wants cores
 that nobody else uses; loader the loader with Megatron's
@@ -27,7 +26,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
@@ -35,7 +34,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from data_measurements import (
+
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.data_measurements import (
     ASKED_SHARES,
     bare_loop,
     corpus_tokens,
@@ -49,12 +50,9 @@ from data_measurements import (
     write_corpus,
     write_text_corpus,
 )
-
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 
-# As in timing.py, which imports torch.
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 MEDIAN_LENGTHS = {"web": 600.0, "code": 900.0, "books": 6000.0}
 
 Result = TypeVar("Result")
@@ -218,11 +216,9 @@ def count(text: str) -> int:
     return int(number)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; ``measure`` is the function of the part."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
     def add_part(measure: Callable[..., dict[str, Any]], warning: str = "") -> Any:
@@ -283,12 +279,12 @@ def parse_arguments() -> argparse.Namespace:
     part.add_argument(
         "--tokens", type=count, default=10**9, help="that are drawn, from sources of a tenth; 1e9"
     )
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Run one part, print its result and write it."""
-    options = parse_arguments()
+    options = parse_arguments(argv)
     path = RESULTS / f"{options.name}.json"
     for directory in (path.parent, options.scratch):
         directory.mkdir(parents=True, exist_ok=True)
@@ -296,17 +292,9 @@ def main() -> None:
     # CPU time.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     described = machine()
-    try:
-        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-            measured = options.measure(Path(folder), options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        measured = options.measure(Path(folder), options)
     text = json.dumps({"part": options.part, "machine": described, **measured}, indent=1)
     print(text)
     path.write_text(text + "\n")
     print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Extend a pretrained model by DEX, beside its controls and beside other starts of the term.
 
-    python tools/compare_dex.py smollm2 texts --out benchmarks/results/dex_smollm2.json
-    python tools/compare_dex.py smollm2 texts --part arms --steps 24
+    python -m benchmarks compare_dex smollm2 texts --out benchmarks/results/dex_smollm2.json
+    python -m benchmarks compare_dex smollm2 texts --part arms --steps 24
 
 MODEL is a Hugging Face folder that ``diffmegatron import`` reads, TEXTS files or folders that
 ``diffmegatron prepare`` does. Every run is ``diffmegatron train`` of one recipe with overrides, on
@@ -22,11 +22,11 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.cli import quiet_libraries
+from benchmarks.command_line import make_parser
 
 LENGTH = 512
 RECIPE = """
@@ -91,10 +91,9 @@ STARTS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Run what is not finished of the parts, and write what came of them."""
-    arguments = parse_arguments()
-    quiet_libraries()
+    arguments = parse_arguments(argv)
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     prepare(arguments.model, arguments.texts, work)
@@ -126,11 +125,9 @@ def main() -> None:
     print(arguments.out.with_suffix(".md").read_text())
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="what prepare reads")
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
@@ -140,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="of every start and timed arm")
     parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def diffmegatron(*arguments: object) -> None:
@@ -302,7 +299,3 @@ def draw(parts: list[dict[str, Any]], path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-
-
-if __name__ == "__main__":
-    main()

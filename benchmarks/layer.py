@@ -7,9 +7,9 @@ step, with one vocabulary for all. Two depths give the time per layer, and from 
 ratio at the recipe's full depth. Writes NAME.json and NAME.md to benchmarks/results/.
 
     # on a GPU: the 3B shape at 4K, in batches that keep it busy
-    python tools/bench_layer.py training.attention_backend=triton training.micro_batch_size=4
-    python tools/bench_layer.py --attention diff_v1 --attention diff_v2 --attention grouped
-    python tools/bench_layer.py --small                             # a CPU: narrower, 1K, float32
+    python -m benchmarks layer training.attention_backend=triton training.micro_batch_size=4
+    python -m benchmarks layer --attention diff_v1 --attention diff_v2 --attention grouped
+    python -m benchmarks layer --small                             # a CPU: narrower, 1K, float32
 """
 
 import argparse
@@ -17,11 +17,13 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from timing import RESULTS, timed
 
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.timing import timed
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
@@ -39,11 +41,9 @@ SMALL = [
 ]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
     parser.add_argument("--repetitions", type=int, default=20)
@@ -57,12 +57,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--name", default="layer", help="of the files written")
     parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Measure, print and write."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(argv)
     models = recipes(arguments)
     measured = {
         layers: measure(models, layers, arguments.repetitions) for layers in arguments.layers
@@ -213,7 +213,3 @@ def markdown(report: dict) -> str:
     )
     lines += ["", f"Estimated at {report['shape']['num_layers']} layers: {estimates}."]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure saving and loading against the disk itself, and what the guard costs per step.
 
-    python tools/bench_checkpoint.py --scratch DIR --out benchmarks/results/checkpoint_cpu.json
-    python tools/bench_checkpoint.py --scratch DIR --layers 1 --hidden 64 --repeats 1  # a trial
+    python -m benchmarks checkpoint --scratch DIR --out benchmarks/results/checkpoint_cpu.json
+    python -m benchmarks checkpoint --scratch DIR --layers 1 --hidden 64 --repeats 1  # a trial
 
 Every figure comes from this run on this machine: ``dd`` (with ``conv=fdatasync``) writes as many
 bytes as a checkpoint has to the same disk before every save; saves are made alone, waited for,
@@ -17,16 +17,13 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from diffmegatron.cli import quiet_libraries
-
-# ruff: noqa: E402
-quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
-
+from benchmarks.command_line import make_parser
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import Position, open_checkpoint
 from diffmegatron.config.load import load_recipe
@@ -55,11 +52,9 @@ checkpoint: {{keep_last: 1}}
 """
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Run everything and write the report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument(
         "--scratch",
         type=Path,
@@ -70,7 +65,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768, help="its width; default 768")
     parser.add_argument("--repeats", type=int, default=5, help="saves of each kind; default 5")
     parser.add_argument("--out", type=Path, help="the report; default: print it only")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.scratch.exists():
         parser.error(f"--scratch {arguments.scratch} exists; name a directory to make and remove")
     arguments.scratch.mkdir(parents=True)
@@ -220,7 +215,3 @@ def timed(function) -> float:  # type: ignore[no-untyped-def]
 def peak_memory() -> int:
     """Bytes: this process's peak resident size."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-if __name__ == "__main__":
-    main()

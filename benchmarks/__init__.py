@@ -1,0 +1,1 @@
+"""What measures the package; ``python -m benchmarks --list`` names each measurement."""

@@ -1,0 +1,34 @@
+"""Run a benchmark: ``python -m benchmarks NAME [ARGUMENTS]``; ``--list`` names them all."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from benchmarks.registry import BENCHMARKS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that is named first with the rest; returns the exit status."""
+    if list(argv) == ["--list"]:
+        width = max(map(len, BENCHMARKS))
+        print("\n".join(f"{name:{width}}  {about}" for name, about in BENCHMARKS.items()))
+        return 0
+    if not argv or argv[0] not in BENCHMARKS:
+        named = f"{argv[0]!r} is no benchmark" if argv else "no benchmark is named"
+        print(f"error: {named}; give one of {', '.join(BENCHMARKS)}, or --list", file=sys.stderr)
+        return 2
+    # Here, as processes that are spawned import this module.
+    from diffmegatron.cli import quiet_libraries
+    from diffmegatron.errors import UserError
+
+    quiet_libraries()
+    try:
+        import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

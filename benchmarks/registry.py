@@ -1,0 +1,11 @@
+"""Every benchmark by its name, which is its module's; ``main`` takes its command line."""
+
+BENCHMARKS = {
+    "attention": "differential attention backends beside a Transformer's attention",
+    "checkpoint": "saving and loading beside the disk itself, and the guard's cost per step",
+    "chunks": "a ring's pairs of chunks, forward and backward",
+    "compare_dex": "DEX on a pretrained model beside its controls",
+    "data": "tokenising, parts, the loader, start-up and up-sampling",
+    "layer": "whole layers of kinds of attention side by side",
+    "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",
+}
