@@ -6,6 +6,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 from diffmegatron.training.trainer import train
 
@@ -14,6 +15,7 @@ def train_stages(
     recipes: Sequence[Recipe],
     record: RankRecord | None = None,
     open_evaluators: OpenEvaluators | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> bool:
     """Run the stages of a recipe one after the other; a finished one has nothing left to do.
 
@@ -21,6 +23,7 @@ def train_stages(
         recipes: of the stages.
         record: is told every step.
         open_evaluators: gives what ``training.evaluate`` asks for.
+        hooks: the user's, the same ones in every stage.
 
     Returns:
         Whether all are finished.
@@ -34,5 +37,6 @@ def train_stages(
     evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in recipes]
     with default_group():
         return all(
-            train(recipe, record, each) for recipe, each in zip(recipes, evaluators, strict=True)
+            train(recipe, record, each, hooks)
+            for recipe, each in zip(recipes, evaluators, strict=True)
         )

@@ -11,6 +11,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
+from diffmegatron.training.hooks.guard_hook import GuardHook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
@@ -155,19 +156,19 @@ def test_rolling_back_restores_the_checkpoint_to_the_bit(tiny_recipe, break_step
     break_steps({6}, math.nan)
     recipe = tiny_recipe(*SHORT, "guard.patience=1")
     seen = {}
-    real = trainer.Trainer._roll_back
+    real = GuardHook._roll_back
 
-    def spying(self, decision):
-        real(self, decision)
-        tensors = open_checkpoint(self.store.path(4)).tensors
-        for fragment in self.engine.fragments():
-            for shard in self.shards[fragment.parameter]:
+    def spying(self, run):
+        real(self, run)
+        tensors = open_checkpoint(run.store.path(4)).tensors
+        for fragment in run.engine.fragments():
+            for shard in run.shards[fragment.parameter]:
                 for kind, value in fragment.tensors.items():
-                    run = slice(shard.start, shard.start + shard.numel)
+                    part = slice(shard.start, shard.start + shard.numel)
                     saved = tensors.box(kind, shard.name, shard.offset, shard.shape)
-                    seen[kind, shard.name] = torch.equal(value[run], saved.view(-1))
+                    seen[kind, shard.name] = torch.equal(value[part], saved.view(-1))
 
-    monkeypatch.setattr(trainer.Trainer, "_roll_back", spying)
+    monkeypatch.setattr(GuardHook, "_roll_back", spying)
     train(recipe)
     assert len(seen) > 60 and all(seen.values())
 

@@ -20,6 +20,8 @@ LAYERS = [
     {"plan", "doctor"},
     {"evaluation", "dex"},
     {"training", "hf"},
+    {"training.hooks"},
+    {"training.run"},
     {"training.supervision"},
     {"training.saving"},
     {"training.monitoring"},

@@ -1,0 +1,184 @@
+"""A run as one rank holds it: what the loop and its hooks work on."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
+from diffmegatron.config.load import dump_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.files import write_durably
+from diffmegatron.model.build import build_model
+from diffmegatron.model.parameter_shards import parameter_shards
+from diffmegatron.optim.guard import Guard, StepDecision
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.parallel_state import ParallelState
+from diffmegatron.training.compute.agreement import Agreement, agree
+from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
+from diffmegatron.training.compute.step import forward_only
+from diffmegatron.training.monitoring.metrics import MetricsWriter
+from diffmegatron.training.monitoring.progress import Progress, say
+from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.monitoring.stragglers import PhaseClock
+from diffmegatron.training.saving.continuation import load_weights, open_start
+from diffmegatron.training.saving.resume import load_snapshot, mixture_change, starting_checkpoint
+from diffmegatron.training.saving.saver import Saver
+from diffmegatron.training.supervision.signals import StopRequest
+from diffmegatron.training.supervision.watchdog import Watchdog
+
+
+class Run:
+    """One rank's part of a run, opened where its checkpoints leave off.
+
+    Attributes:
+        recipe: of the run.
+        parallel_state: where this rank stands among the others.
+        network: this rank's chunks of the model.
+        engine: ZeRO's optimizer around it.
+        loader: of the training batches.
+        step: the last one that is done; 0 before the first.
+        values: its loss, gradient norm and learning rates, by the names of metrics.
+        agreed: what the ranks know of each other after it.
+        decision: the guard's on it.
+        stopping: whether the run ends after this step's hooks, and saves; a hook that sets it does
+            so on every rank.
+        unsound: why the present weights may be no good; None while the last step was finite.
+    """
+
+    agreed: Agreement
+    decision: StepDecision
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        parallel_state: ParallelState,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        exits: ExitStack,
+        rank_record: RankRecord,
+    ) -> None:
+        self.recipe, self.parallel_state = recipe, parallel_state
+        self.stop, self.watchdog, self.rank_record = stop, watchdog, rank_record
+        self.store = CheckpointStore(Path(recipe.run_dir))
+        verify_sources(recipe.data, parallel_state, watchdog.patience)
+        start = starting_checkpoint(self.store, recipe, parallel_state)
+        self.network = build_model(recipe, parallel_state)
+        self.shards = parameter_shards(self.network)
+        self.engine = exits.enter_context(ZeroEngine(self.network, recipe, parallel_state))
+        self.guard = Guard(recipe.guard)
+        position = self._begin() if start is None else self.resume(start)
+        if position.guard is not None:
+            self.guard.restore(position.guard)
+        self.stand_at(position.step)
+        self.values: dict[str, float] = {}
+        self.stopping = False
+        self.unsound: str | None = None
+        saved_step = None if start is None else self.step
+        self.saver = Saver(self.store, self.engine, self.shards, recipe, parallel_state, saved_step)
+        self.loader = exits.enter_context(
+            open_loader(recipe, parallel_state, "train", position.data)
+        )
+        if parallel_state.is_main and (
+            change := mixture_change(position.data, self.loader.state())
+        ):
+            say(change)
+        self.metrics = self._open_metrics(exits)
+        self.clock = PhaseClock()
+        self.progress = self._new_progress()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step of the recipe is done."""
+        return self.step >= self.recipe.training.total_steps
+
+    def stand_at(self, step: int) -> None:
+        """A step is done, or loaded."""
+        self.step = step
+        self.network.at_step(step)
+        self.rank_record.at(step, self.recipe.run_dir)
+
+    def position(self) -> Position:
+        """Where the run stands, for a checkpoint."""
+        return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
+
+    def resume(self, checkpoint: Checkpoint) -> Position:
+        """Load a checkpoint of this run, with all ranks."""
+        if self.parallel_state.is_main:
+            say(f"resuming from {checkpoint.directory}")
+        return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
+
+    def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
+        """Tell the other ranks what they must know of this one, and learn it of them."""
+        return agree(
+            loss,
+            gradient_norm,
+            stop=self.stop.pending,
+            writing=self.saver.is_writing,
+            parallel_state=self.parallel_state,
+        )
+
+    def last_batch(self) -> list[Batch]:
+        """The global batch of the last step again, this rank's share of it."""
+        size = self.recipe.training.global_batch_size
+        return self.loader.read_step(max(0, self.loader.consumed_samples - size))
+
+    def forward(self, microbatches: Sequence[Batch]) -> Agreement:
+        """The loss of a global batch with the present weights, and nothing changed; all ranks."""
+        self.network.eval()
+        batch = on_this_rank(microbatches, self.parallel_state)
+        agreed = self.agree(forward_only(self.network, batch, self.parallel_state))
+        self.network.train()
+        return agreed
+
+    def write_metrics(self, values: Mapping[str, float]) -> None:
+        """Record values of this step under their names; on every rank, of which rank 0 writes."""
+        if self.metrics is not None and values:
+            self.metrics.write(self.step, values)
+
+    def rewind_metrics(self) -> None:
+        """Drop what was recorded of later steps than this one, and measure speed from here."""
+        if self.metrics is not None:
+            self.metrics.rewind(self.step)
+        self.progress = self._new_progress()
+
+    def close_save(self) -> None:
+        """End the save that is under way, with all ranks; nothing if there is none."""
+        with self.watchdog.patience():
+            self.write_metrics(self.saver.close())
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is not training: kept out of the speed, and given a save's time."""
+        started = time.perf_counter()
+        with self.watchdog.patience():
+            yield
+        self.progress.skip(time.perf_counter() - started)
+
+    def _begin(self) -> Position:
+        """The beginning of a new run, with another's weights if the recipe says so."""
+        source = open_start(self.recipe, self.parallel_state)
+        if source is not None:
+            if self.parallel_state.is_main:
+                say(f"starting with the weights of {source.directory}")
+            load_weights(source, self.recipe, self.engine, self.shards)
+        return BEGINNING
+
+    def _new_progress(self) -> Progress:
+        training = self.recipe.training
+        return Progress(self.step, training.total_steps, training.tokens_per_step)
+
+    def _open_metrics(self, exits: ExitStack) -> MetricsWriter | None:
+        if not self.parallel_state.is_main:
+            return None
+        run_dir = Path(self.recipe.run_dir)
+        with dispensable(run_dir / RECIPE):
+            write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
+        # As often as a run starts at step 0 it evaluates there: what it recorded before goes.
+        last_step = self.step if self.step > 0 else -1
+        return exits.enter_context(MetricsWriter(run_dir, last_step))

@@ -1,0 +1,60 @@
+"""Hooks of a run: when they are called, in which order, and what they may do."""
+
+import re
+from pathlib import Path
+
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hooks.own_hooks import own_hooks
+from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
+
+
+class Watching(Hook):
+    """Notes where it is called and what is saved then, and stops the run after a step."""
+
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.called: list[tuple[str, int, int | None]] = []
+        self._stops_at = stops_at
+
+    def before_training(self, run):
+        self._note("before", run)
+
+    def after_step(self, run):
+        self._note("step", run)
+        run.write_metrics({"my/loss": run.values["train/loss"]})
+        if run.step == self._stops_at:
+            run.stopping = True
+
+    def after_training(self, run):
+        self._note("after", run)
+
+    def _note(self, point, run):
+        self.called.append((point, run.step, run.saver.saved_step))
+
+
+def test_a_users_hook_sees_every_step_records_and_stops_the_run(tiny_recipe):
+    recipe = tiny_recipe("training.steps=4", "checkpoint.interval=9", "training.eval_batches=0")
+    first, second = Watching(stops_at=2), Watching()
+    assert not train(recipe, hooks=[first])
+    # After the run's own hooks: the last step is saved by then.
+    assert first.called == [
+        ("before", 0, None),
+        ("step", 1, None),
+        ("step", 2, None),
+        ("after", 2, 2),
+    ]
+    assert CheckpointStore(Path(recipe.run_dir)).steps() == [2]
+    assert train(recipe, hooks=[second])
+    assert second.called == [("before", 2, 2), ("step", 3, 2), ("step", 4, 2), ("after", 4, 4)]
+    entries = read_metrics(Path(recipe.run_dir))
+    mine = {entry["step"]: entry["my/loss"] for entry in entries if "my/loss" in entry}
+    assert mine == {e["step"]: e["train/loss"] for e in entries if "train/loss" in e}
+    assert sorted(mine) == [1, 2, 3, 4]
+
+
+def test_the_order_of_the_own_hooks_is_the_documented_one(tiny_recipe):
+    documented = re.findall(r"^\| \d \| `(\w+)`", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert [type(hook).__name__ for hook in own_hooks(tiny_recipe(), ())] == documented
