@@ -1,3 +1,57 @@
-"""Train Differential Transformers at scale."""
+"""Train Differential Transformers at scale; docs/python.md shows what can be imported from here."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffmegatron.api import evaluate, export, train
+    from diffmegatron.config.load import load_recipe, load_stages
+    from diffmegatron.config.schema import Recipe
+    from diffmegatron.data.prepare.prepare import prepare
+    from diffmegatron.errors import UserError
+    from diffmegatron.hf.importing import import_model
+    from diffmegatron.plan.summary import plan_recipe
+    from diffmegatron.training.hooks.hook import Hook
+    from diffmegatron.training.monitoring.metrics import read_metrics
+    from diffmegatron.training.run import Run
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Hook",
+    "Recipe",
+    "Run",
+    "UserError",
+    "evaluate",
+    "export",
+    "import_model",
+    "load_recipe",
+    "load_stages",
+    "plan_recipe",
+    "prepare",
+    "read_metrics",
+    "train",
+]
+
+# Imported when they are asked for: some take torch, which the command line does without.
+_MODULES = {
+    "Hook": "training.hooks.hook",
+    "Recipe": "config.schema",
+    "Run": "training.run",
+    "UserError": "errors",
+    "evaluate": "api",
+    "export": "api",
+    "import_model": "hf.importing",
+    "load_recipe": "config.load",
+    "load_stages": "config.load",
+    "plan_recipe": "plan.summary",
+    "prepare": "data.prepare.prepare",
+    "read_metrics": "training.monitoring.metrics",
+    "train": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'diffmegatron' has no attribute {name!r}")
+    return getattr(import_module(f"diffmegatron.{_MODULES[name]}"), name)

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,9 +16,6 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import launch, preflight, status
-
-if TYPE_CHECKING:
-    from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 
 app = typer.Typer(
     name="diffmegatron",
@@ -207,21 +204,15 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     1: a crash, or a hang that the watchdog ended.
     """
+    from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
-    from diffmegatron.parallel.launcher import read_launch
     from diffmegatron.training.supervision.signals import stopping_at_once
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])
-        read_launch()
         # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
-        from diffmegatron.training.stages import train_stages
-
-        opener: OpenEvaluators | None = None
-        if any(stage.training.evaluate for stage in stages):
-            from diffmegatron.evaluation.within import open_evaluators as opener
-        if not train_stages(stages, record, opener):
+        if not api.train(stages, record=record):
             raise typer.Exit(EXIT_STOPPED)
 
 
@@ -238,18 +229,13 @@ def export(
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
-    from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+    from diffmegatron import api
     from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-    from diffmegatron.parallel.launcher import read_launch
 
-    read_launch()
     if (newest := CheckpointStore(checkpoint).latest()) is not None:
         checkpoint = newest
         print(f"exporting {checkpoint}")
-    read_manifest(checkpoint)
-    from diffmegatron.hf.from_checkpoint import export_checkpoint
-
-    difference = export_checkpoint(checkpoint, out, verify=verify)
+    difference = api.export(checkpoint, out, verify=verify)
     print(f"wrote {out}")
     if difference is not None:
         absolute, relative = difference

@@ -1,0 +1,120 @@
+"""What the commands do, for Python: the functions that put several packages together.
+
+``from diffmegatron import train`` finds them; docs/python.md shows them with those that stand in
+one package. Each imports what it needs when it is called: torch, Megatron and DeepSpeed take
+seconds, and a mistake in an argument needs none of them.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.config.schema import Recipe
+from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.training.hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from diffmegatron.hf.export import LogitDifference
+    from diffmegatron.training.monitoring.evaluators import OpenEvaluators
+
+
+def train(
+    recipe: Recipe | Sequence[Recipe],
+    hooks: Sequence[Hook] = (),
+    *,
+    record: RankRecord | None = None,
+) -> bool:
+    """Run a recipe on the ranks the launcher started, or on this process alone.
+
+    Called in the main thread, as it takes the signals that ask a run to stop while it lasts.
+
+    Args:
+        recipe: of :func:`load_recipe`, or the stages of :func:`load_stages` one after the other.
+        hooks: what else is done before training, after every step and after training; the same
+            ones on every rank.
+        record: is told every step; for those who start ranks.
+
+    Returns:
+        Whether the run is finished; otherwise it was asked to stop, and has saved: the same call
+        goes on from there.
+
+    Raises:
+        UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
+            the run, ``run_dir`` is gone or the last save failed.
+    """
+    stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
+    read_launch()
+    from diffmegatron.training.stages import train_stages
+
+    opener: OpenEvaluators | None = None
+    if any(stage.training.evaluate for stage in stages):
+        from diffmegatron.evaluation.within import open_evaluators as opener
+    return train_stages(stages, record, opener, hooks)
+
+
+def export(
+    checkpoint: str | PathLike[str], out: str | PathLike[str], *, verify: bool = True
+) -> "LogitDifference | None":
+    """Write a checkpoint as files that Hugging Face transformers loads.
+
+    Args:
+        checkpoint: its directory, or a ``run_dir`` for the newest there.
+        out: directory to create.
+        verify: whether to load what was written and compare logits with the training network's.
+
+    Returns:
+        The largest difference of logits, ``absolute`` and ``relative``; None without ``verify``.
+
+    Raises:
+        UserError: there is no good checkpoint, ``out`` exists, or the logits differ.
+    """
+    directory = CheckpointStore(Path(checkpoint)).latest() or Path(checkpoint)
+    read_launch()
+    read_manifest(directory)
+    from diffmegatron.hf.from_checkpoint import export_checkpoint
+
+    return export_checkpoint(directory, Path(out), verify=verify)
+
+
+def evaluate(
+    targets: Sequence[str | PathLike[str]],
+    suites: Sequence[str],
+    out: str | PathLike[str],
+    *,
+    data: Sequence[str] = (),
+    haystack: str | PathLike[str] | None = None,
+    data_dir: str | PathLike[str] | None = None,
+    settings: Sequence[str] = (),
+) -> Path:
+    """Measure models on suites, side by side; called again, it goes on where it was.
+
+    Args:
+        targets: Hugging Face folders, checkpoints, or ``run_dir``s; differences are to the first.
+        suites: names, as docs/evaluation.md has them.
+        out: directory of results and report, made where missing.
+        data: held-out text, ``[NAME=]PATH``.
+        haystack: text to hide needles in.
+        data_dir: folder with the files of published data sets.
+        settings: ``SUITE.KEY=VALUE``.
+
+    Returns:
+        The report.
+
+    Raises:
+        UserError: a target is no model, a suite cannot be asked of it, data are missing, or ``out``
+            holds results of something else.
+    """
+    read_launch()
+    from diffmegatron.evaluation.evaluate import evaluate as run
+
+    given = {
+        "data": tuple(data) or None,
+        "haystack": haystack and Path(haystack),
+        "data_dir": data_dir and Path(data_dir),
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    return run([Path(target) for target in targets], suites, Path(out), options, settings)

@@ -1,0 +1,64 @@
+"""docs/python.md as it stands runs, and ``import diffmegatron`` stays quick."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diffmegatron
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "python.md"
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its code, in a folder as it expects it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} times {number}. " * 40)
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M))
+
+
+def test_the_page_runs(page):
+    names: dict = {}
+    exec(compile(page, str(PAGE), "exec"), names)
+    assert names["finished"] and len(names["losses"]) == 4 and names["losses"][-1] < 5.5
+    assert names["difference"].relative < 1e-5
+    assert (Path("runs/first/hf") / "model.safetensors").is_file()
+    # The hook has stopped the second one before its last step, saved, and recorded.
+    assert names["finished_early"]
+    (step,) = CheckpointStore(Path("runs/second")).steps()
+    assert 0 < step < 8
+    norms = [
+        e["my/weight_norm"]
+        for e in diffmegatron.read_metrics(Path("runs/second"))
+        if "my/weight_norm" in e
+    ]
+    assert len(norms) == step and all(math.isfinite(norm) and norm > 0 for norm in norms)
+
+
+def test_every_public_name_is_there_and_on_the_page():
+    text = PAGE.read_text()
+    for name in diffmegatron.__all__:
+        assert getattr(diffmegatron, name).__name__ == name
+        assert re.search(rf"`{name}\b", text), f"{name} is not in docs/python.md"
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = diffmegatron.tarin
+
+
+def test_what_needs_no_torch_imports_none():
+    light = (
+        "Hook, Recipe, UserError, evaluate, export, load_recipe, load_stages, plan_recipe, train"
+    )
+    code = f"from diffmegatron import {light}; import sys; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
