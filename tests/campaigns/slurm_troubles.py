@@ -19,7 +19,6 @@ from pathlib import Path
 
 from diffmegatron.attempts.ends import ATTEMPT, read_heartbeat
 from diffmegatron.attempts.ledger import Attempt, Ledger
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.monitoring.metrics import newest_entries
 from tests.campaigns.slurm_cluster import Cluster
 
@@ -30,6 +29,8 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+# Bytes for the small files of an attempt, and less than what one rank writes of a checkpoint.
+_LEFT_FREE = 256 << 10
 _WAIT_SECONDS = 1800.0
 
 
@@ -188,12 +189,6 @@ class Month:
         """Set the time limit."""
         self.call("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
 
-    def checkpoint_bytes(self) -> int:
-        """Size of the newest checkpoint's files."""
-        newest = CheckpointStore(self.run_dir).latest()
-        assert newest is not None, "no attempt has saved"
-        return sum(path.stat().st_size for path in newest.iterdir())
-
     def disk(self) -> Path:
         """The folder that the run's disk is mounted at."""
         return self.run_dir.parent
@@ -299,11 +294,18 @@ def full_disk(month: Month, after: int) -> str:
     """No save succeeds; the run is asked to stop, and launched again before there is space."""
     attempt = month.trained(after)
     filler = month.disk() / "of_somebody_else"
-    for _ in range(5):  # a save that is at work removes an older checkpoint at its end
-        _fill(filler, month.checkpoint_bytes() // 2)
-        time.sleep(1)
+
+    def has_ended_without_space() -> bool:
+        """Whether the job has; what its saves and retention give free is filled again."""
+        _fill(filler, _LEFT_FREE)
+        return not month.is_queued()
+
+    deadline = time.monotonic() + 5
+    month.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
     month.call("scancel", "--signal=USR1", month.job)
-    month.until(lambda: not month.is_queued(), "the job has ended")
+    month.until(has_ended_without_space, "the job has ended")
+    # A launch is refused where nothing at all can be written.
+    os.truncate(filler, filler.stat().st_size - _LEFT_FREE)
     month.launch()
     month.also_hit(attempt.number)
     month.until(lambda: not month.is_queued(), "the job that found no space has ended")
@@ -312,10 +314,11 @@ def full_disk(month: Month, after: int) -> str:
 
 
 def _fill(filler: Path, left_free: int) -> None:
-    """Grow a file until its disk has only so many bytes, for small files of an attempt."""
-    with filler.open("ab") as file, suppress(OSError):
-        file.write(bytes(shutil.disk_usage(filler.parent).free))
-    os.truncate(filler, max(0, filler.stat().st_size - left_free))
+    """Let a file grow until its disk has only so many bytes, for an attempt's small files."""
+    free = shutil.disk_usage(filler.parent).free
+    if free > left_free:
+        with filler.open("ab") as file, suppress(OSError):
+            file.write(bytes(free - left_free))
 
 
 def mistake(month: Month, after: int) -> str:
