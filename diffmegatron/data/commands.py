@@ -1,14 +1,54 @@
-"""``diffmegatron data``: merge parts, look after prepared corpora."""
+"""``diffmegatron data``: merge parts, look into and after prepared corpora."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
-app = typer.Typer(help="Merge and verify prepared corpora.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, merge and verify prepared corpora.", no_args_is_help=True)
+
+
+@app.command()
+def inspect(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As of train")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Of a recipe with stages")] = None,
+    split: Annotated[
+        Literal["train", "validation", "test"], typer.Option(help="Which documents")
+    ] = "train",
+    from_step: Annotated[int, typer.Option(min=0, help="The first optimizer step looked at")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="How many are decoded")] = 2,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Global batches that the mixture is counted over")
+    ] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Shown of each sample")] = 400,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw the lengths of documents")
+    ] = None,
+) -> None:
+    """Show what a recipe feeds the model: decoded samples, mixture, lengths of documents.
+
+    Text that is a label of the loss is plain, text that is masked out of it dim; a bar marks where
+    a document begins.
+
+    Example: diffmegatron data inspect configs/quickstart.yaml --from-step 1000 --samples 4
+    """
+    from rich.console import Console
+
+    from diffmegatron.config.load import load_stages
+    from diffmegatron.data import inspect_samples
+
+    recipe = inspect_samples.choose_stage(load_stages(config, overrides or []), stage)
+    console = Console(highlight=False)
+    for paragraph in inspect_samples.inspect(
+        recipe, split, from_step, samples, batches, max_tokens, lengths
+    ):
+        console.print(paragraph, end="\n\n", soft_wrap=True)
 
 
 @app.command()

@@ -1,0 +1,93 @@
+"""What a recipe feeds the model: decoded samples, the mixture, the lengths of documents."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import collate
+from diffmegatron.data.sampling.document_order import Split
+from diffmegatron.data.sampling.samples import Samples, open_samples
+from diffmegatron.data.sampling.sampling_report import length_table, mixture_table, plot_lengths
+from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
+from diffmegatron.errors import UserError
+
+
+def inspect(
+    recipe: Recipe,
+    split: Split,
+    from_step: int,
+    samples: int,
+    batches: int,
+    max_tokens: int,
+    lengths: Path | None,
+) -> Iterator[Text]:
+    """Paragraphs of text to print.
+
+    Args:
+        recipe: of one run, not of stages.
+        split: which documents.
+        from_step: the first optimizer step looked at.
+        samples: how many are decoded.
+        batches: global batches that the mixture is counted over.
+        max_tokens: shown of each sample.
+        lengths: a PNG to draw the lengths of documents into, if any.
+
+    Raises:
+        UserError: a corpus or the tokenizer cannot be read.
+    """
+    training = recipe.training
+    opened = open_samples(recipe.data, training.seq_length, training.seed, split)
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    size = training.global_batch_size
+    first = from_step * size
+    for index in range(first, first + samples):
+        yield decoded(opened, index, tokenizer, max_tokens)
+    title = f"mixture over {batches} batches from step {from_step} on\n"
+    yield Text(title, style="bold").append(
+        mixture_table(opened, first, batches * size), style="not bold"
+    )
+    title = "lengths of documents, before and after up-sampling\n"
+    yield Text(title, style="bold").append(length_table(opened), style="not bold")
+    if lengths is not None:
+        plot_lengths(opened, lengths)
+        yield Text(f"wrote {lengths}")
+
+
+def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
+    """One sample as text, cut after ``max_tokens``; what carries no loss is dim."""
+    sample = samples[index]
+    counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
+    starts = {*sample.starts.tolist()[1:]}
+    text = Text(f"sample {index} from {sample.source}", style="bold")
+    text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
+    run = 0
+    labels = [True, *counted][: min(max_tokens, len(sample.tokens))]
+    for position in range(1, len(labels) + 1):
+        at_end = position == len(labels)
+        if at_end or position in starts or labels[position] != labels[run]:
+            part = tokenizer.decode(sample.tokens[run:position])
+            text.append(part, style="not bold" if labels[run] else "not bold dim")
+            run = position
+            if position in starts and not at_end:
+                text.append("\n┃ ", style="bold cyan")
+    return text
+
+
+def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
+    """The stage of that name, which ends its ``run_dir``; a recipe without stages is one.
+
+    Raises:
+        UserError: there is no such stage, or several and no name.
+    """
+    if len(stages) == 1 and name is None:
+        return stages[0]
+    names = [Path(stage.run_dir).name for stage in stages] if len(stages) > 1 else []
+    if name not in names:
+        raise UserError(
+            f"the recipe has the stages {', '.join(names)}; give one of them as --stage"
+            if names
+            else f"the recipe has no stages; leave out --stage {name}"
+        )
+    return stages[names.index(name)]

@@ -1,0 +1,67 @@
+"""``diffmegatron data inspect``: what is decoded and counted, of which stage, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffmegatron.cli import app
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.errors import UserError
+from tests.paths import CONFIGS
+
+QUICKSTART = CONFIGS / "quickstart.yaml"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[dict[str, object]]:
+    for name, texts in (("web", ["w" * 9] * 90 + ["v" * 99] * 10), ("code", ["c" * 99] * 20)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        prepare([path], tmp_path / name, "bytes", show_progress=False)
+    return [
+        {"path": str(tmp_path / "web"), "weight": 3},
+        {"path": str(tmp_path / "code"), "weight": 1},
+    ]
+
+
+def inspect(*arguments: str, recipe: Path = QUICKSTART) -> str:
+    command = ["data", "inspect", str(recipe), *arguments]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_samples_are_decoded(sources: list[dict[str, object]]) -> None:
+    output = inspect(f"data.sources={json.dumps(sources)}", "--max-tokens", "150")
+    assert "wwwwwwwww<|endoftext|>\n┃ " in output
+    assert "mixture over 10 batches from step 0 on" in output
+    assert "75.000%" in output
+
+
+def test_the_lengths_are_drawn(sources: list[dict[str, object]], tmp_path: Path) -> None:
+    picture = tmp_path / "lengths.png"
+    output = inspect(f"data.sources={json.dumps(sources)}", "--samples=0", f"--lengths={picture}")
+    assert f"wrote {picture}" in output and "sample 0" not in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stage_is_named(sources: list[dict[str, object]], tmp_path: Path) -> None:
+    recipe = tmp_path / "stages.yaml"
+    recipe.write_text(
+        f"extends: {QUICKSTART}\nstages:\n  - name: first\n  - name: second\n"
+        f"    data: {{sources: {json.dumps(sources[1:])}}}\n"
+    )
+    first = f"data.sources={json.dumps(sources[:1])}"
+    output = inspect("--stage", "second", "--max-tokens", "150", recipe=recipe)
+    assert "cccccccc" in output and "wwwwww" not in output
+    with pytest.raises(UserError, match="has the stages first, second; give one"):
+        inspect(first, recipe=recipe)
+    with pytest.raises(UserError, match="has no stages; leave out --stage first"):
+        inspect(first, "--stage", "first")
+
+
+def test_a_corpus_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        inspect(f"data.sources=[{{path: {tmp_path / 'none'}}}]")
