@@ -13,7 +13,7 @@ from diffmegatron.checkpoint.commands import app as checkpoint_app
 from diffmegatron.data.commands import app as data_app
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.commands import evaluate
+from diffmegatron.evaluation.commands import compare, evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import launch, preflight, status
 
@@ -33,6 +33,7 @@ app.add_typer(attempt_app, name="attempt")
 app.add_typer(data_app, name="data")
 app.add_typer(dex_app, name="dex")
 app.command()(evaluate)
+app.command()(compare)
 Config = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),

@@ -1,4 +1,4 @@
-"""``diffmegatron evaluate``: suites on models, and a report."""
+"""``diffmegatron evaluate``: suites on models; ``compare``: what runs recorded, side by side."""
 
 from pathlib import Path
 from typing import Annotated
@@ -54,3 +54,32 @@ def evaluate(
     report = run(targets, suite.split(","), out, options, set_ or [])
     if launch.rank == 0:
         print(f"wrote {report}")
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR", help="Of runs of any recipes, finished or not"),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of table and picture")],
+) -> None:
+    """Put runs side by side: losses, throughput, lambda and final figures, by tokens seen.
+
+    Writes OUT/compare.png, compare.md and compare.json from what the runs recorded; reads no
+    checkpoint.
+
+    Example: diffmegatron compare runs/diff_v1 runs/softmax --out runs/compared
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from diffmegatron.evaluation.compare import compare as compare_runs
+
+    (corner, *names), rows = compare_runs(runs, out)
+    table = Table(corner)
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    print(f"wrote {out / 'compare.png'}, compare.md and compare.json")

@@ -23,10 +23,10 @@ _NOTE = (
 
 def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     """The report; pictures lie beside it as ``SUITE.png``."""
-    parts = ["# Evaluation", _NOTE, _markdown_table(_targets(outcome))]
+    parts = ["# Evaluation", _NOTE, markdown_table(_targets(outcome))]
     for name, suite in outcome["suites"].items():
         parts.append(f"## {suite['title']} (`{name}`)")
-        parts += [_markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
+        parts += [markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
         if name in pictures:
             parts.append(f"![{suite['title']}]({name}.png)")
         parts.append(f"Settings: `{_settings(suite)}`")
@@ -129,7 +129,8 @@ def _list_of(title: str, lines: Sequence[str]) -> str:
     return "\n".join([f"{title}:", "", *(f"- {line}" for line in lines)])
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table as Markdown has it."""
     header, rows = table
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(

@@ -1,59 +1,88 @@
 """Pictures of runs, drawn without a display."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-_LAMBDA = "attn/lambda_layer_"
+# (tokens seen, value) of one metric.
+Series = Sequence[tuple[float, float]]
 
-Metrics = Mapping[str, Sequence[Mapping[str, float]]]
+# Layers that a legend names one by one.
+_NAMED_LAYERS = 8
 
 
-def plot_runs(path: Path, metrics: Metrics) -> None:
-    """Draw the losses of several runs, and lambda of each layer of those that have one.
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn of a run; lambda by the layer's metric, of runs that have it."""
+
+    losses: Series
+    held_out: Series
+    throughput: Series
+    lambdas: Mapping[str, Series]
+
+
+def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
+    """Draw losses and throughput of several runs, and below lambda of each layer of each run.
 
     Args:
         path: PNG to write.
-        metrics: entries of ``metrics.jsonl`` by the name of the run.
+        runs: by the names that the legends give them.
     """
-    with_lambda = [name for name, entries in metrics.items() if _lambda_names(entries)]
-    columns = 1 + len(with_lambda)
-    figure = Figure(figsize=(5.5 * columns, 4.2), layout="constrained")
+    with_lambda = [name for name, curves in runs.items() if curves.lambdas]
+    rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
+    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, *lambdas = figure.subplots(1, columns, squeeze=False)[0]
-    _plot_losses(losses, metrics)
-    for axes, name in zip(lambdas, with_lambda, strict=True):
-        _plot_lambdas(axes, name, metrics[name])
+    upper, *lower = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+    losses, throughput = upper.subplots(1, 2)
+    _plot_losses(losses, runs)
+    _plot_throughput(throughput, runs)
+    if with_lambda:
+        panels = lower[0].subplots(1, len(with_lambda), sharey=True, squeeze=False)[0]
+        for axes, name in zip(panels, with_lambda, strict=True):
+            _plot_lambdas(axes, name, runs[name].lambdas)
     figure.savefig(path, dpi=130)
 
 
-def _plot_losses(axes: Axes, metrics: Metrics) -> None:
-    for name, entries in metrics.items():
-        steps, values = _series(entries, "train/loss")
-        (line,) = axes.plot(steps, values, label=f"{name}, training")
-        steps, values = _series(entries, "valid/loss")
-        axes.plot(steps, values, "o--", color=line.get_color(), label=f"{name}, held out")
-    axes.set(title="Loss", xlabel="step", ylabel="nats per token")
-    axes.grid(alpha=0.3)
+def _plot_losses(axes: Axes, runs: Mapping[str, Curves]) -> None:
+    for name, curves in runs.items():
+        (line,) = axes.plot(*_columns(curves.losses), label=f"{name}, training", alpha=0.6)
+        color = line.get_color()
+        axes.plot(*_columns(curves.held_out), "o--", color=color, label=f"{name}, held out")
+    _label(axes, "Loss", "nats per token")
     axes.legend()
 
 
-def _plot_lambdas(axes: Axes, run: str, entries: Sequence[Mapping[str, float]]) -> None:
-    names = _lambda_names(entries)
-    for name in names:
-        axes.plot(*_series(entries, name), label=f"layer {int(name.removeprefix(_LAMBDA))}")
-    axes.set(title=f"{run}: $\\lambda$ per layer", xlabel="step", ylabel="$\\lambda$")
+def _plot_throughput(axes: Axes, runs: Mapping[str, Curves]) -> None:
+    for name, curves in runs.items():
+        axes.plot(*_columns(curves.throughput), label=name)
+    _label(axes, "Throughput", "tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend()
+
+
+def _plot_lambdas(axes: Axes, run: str, lambdas: Mapping[str, Series]) -> None:
+    colors = colormaps["viridis"]
+    for number, (name, series) in enumerate(lambdas.items()):
+        layer = int(name.rpartition("_")[2])
+        is_named = number % -(-len(lambdas) // _NAMED_LAYERS) == 0
+        color = colors(0.9 * number / max(1, len(lambdas) - 1))
+        axes.plot(*_columns(series), color=color, label=f"layer {layer}" if is_named else None)
+    _label(axes, f"{run}: $\\lambda$ per layer", "$\\lambda$")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _label(axes: Axes, title: str, values: str) -> None:
+    axes.set(title=title, xlabel="tokens", ylabel=values)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(names) // 16)
 
 
-def _lambda_names(entries: Sequence[Mapping[str, float]]) -> list[str]:
-    return sorted({name for entry in entries for name in entry if name.startswith(_LAMBDA)})
-
-
-def _series(entries: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
-    found = [(entry["step"], entry[name]) for entry in entries if name in entry]
-    return [step for step, _ in found], [value for _, value in found]
+def _columns(series: Series) -> tuple[list[float], list[float]]:
+    return [place for place, _ in series], [value for _, value in series]

@@ -19,12 +19,12 @@ from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.compare import RecordedRun, curves_of, read_run
 from diffmegatron.evaluation.plots import plot_runs
 from diffmegatron.hf.export import MAX_VERIFY_TOKENS, verify_export
 from diffmegatron.hf.from_checkpoint import training_logits
 from diffmegatron.hf.modeling import register
 from diffmegatron.model.accounting import count_parameters
-from diffmegatron.training.monitoring.metrics import read_metrics
 
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 96
@@ -58,10 +58,10 @@ def write_report(
     """
     transformers_logging.disable_progress_bar()
     register()
-    metrics = {run.name: read_metrics(run.run_dir) for run in runs}
-    models = {run.name: _describe(run, metrics[run.name]) for run in runs}
+    recorded = {run.name: read_run(run.run_dir) for run in runs}
+    models = {run.name: _describe(run, recorded[run.name]) for run in runs}
     titles = {name: str(model["title"]) for name, model in models.items()}
-    plot_runs(out / "report.png", {titles[name]: metrics[name] for name in metrics})
+    plot_runs(out / "report.png", {titles[name]: curves_of(recorded[name]) for name in recorded})
     report = {
         "machine": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -76,15 +76,15 @@ def write_report(
     return report
 
 
-def _describe(run: Run, metrics: list[dict[str, float]]) -> dict[str, Any]:
+def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
     latest = CheckpointStore(run.run_dir).latest()
     if latest is None:
         raise UserError(f"{run.run_dir} has no checkpoint; train it before reporting on it")
     checkpoint = open_checkpoint(latest)
     tokens = _held_out(checkpoint.recipe)
     difference = verify_export(run.export, tokens, training_logits(checkpoint, tokens))
-    held_out = [entry["valid/loss"] for entry in metrics if "valid/loss" in entry]
-    speeds = [e["perf/tokens_per_second"] for e in metrics if "perf/tokens_per_second" in e]
+    held_out = [loss for _, loss in recorded.series("valid/loss")]
+    speeds = [speed for _, speed in recorded.series("perf/tokens_per_second")]
     parameters = count_parameters(checkpoint.recipe.model)
     return {
         "title": checkpoint.recipe.model.attention.title,

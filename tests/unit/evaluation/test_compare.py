@@ -1,0 +1,88 @@
+"""``diffmegatron compare``: figures computed here a second time, names, and what is refused."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffmegatron.cli import app
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.compare import short_names
+from tests.conftest import TINY
+
+STEPS = 40
+
+
+def write_run(run_dir: Path, lambdas: int = 0) -> list[dict[str, float]]:
+    """A run of 40 steps of 8 x 64 tokens that has recorded every second one; its entries."""
+    draw = random.Random(str(run_dir))
+    kind = "diff_v1" if lambdas else "softmax"
+    text = TINY.format(run_dir=run_dir, corpus="corpus").replace("kind: diff_v1", f"kind: {kind}")
+    run_dir.mkdir(parents=True)
+    (run_dir / "recipe.yaml").write_text(text)
+    entries: list[dict[str, float]] = []
+    for step in range(2, STEPS + 1, 2):
+        entry = {
+            "step": step,
+            "train/loss": 5 * draw.random(),
+            "perf/tokens_per_second": 1000 * draw.random(),
+        }
+        for layer in range(1, lambdas + 1):
+            entry[f"attn/lambda_layer_{layer:02d}"] = draw.random()
+        if step % 20 == 0:
+            entries.append({"step": step, "valid/loss": 5 * draw.random()})
+        entries.append(entry)
+    lines = (json.dumps(entry | {"time": 1.0}) + "\n" for entry in entries)
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    return entries
+
+
+def compare(out: Path, *run_dirs: Path) -> str:
+    arguments = ["compare", *map(str, run_dirs), "--out", str(out)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_the_final_figures_are_those_of_the_entries(tmp_path):
+    entries = write_run(tmp_path / "diff", lambdas=2)
+    write_run(tmp_path / "plain")
+    printed = compare(tmp_path / "out", tmp_path / "diff", tmp_path / "plain")
+    figures = json.loads((tmp_path / "out" / "compare.json").read_text())
+    found = figures["diff"]
+    # The steps 38 and 40 lie in the last tenth: after step 36.
+    last = [entry["train/loss"] for entry in entries[-4:] if entry["step"] > 36 and len(entry) > 2]
+    assert found["train/loss"] == pytest.approx(statistics.mean(last))
+    assert found["valid/loss"] == [e["valid/loss"] for e in entries if "valid/loss" in e][-1]
+    speeds = [e["perf/tokens_per_second"] for e in entries if len(e) > 2]
+    assert found["tokens per second"] == round(statistics.median(speeds))
+    lambdas = [entries[-1][f"attn/lambda_layer_{layer:02d}"] for layer in (1, 2)]
+    assert found["lambda, mean of the layers"] == pytest.approx(statistics.mean(lambdas))
+    assert (found["steps"], found["tokens"]) == (40, 40 * 8 * 64)
+    assert "lambda, mean of the layers" not in figures["plain"]
+    table = (tmp_path / "out" / "compare.md").read_text()
+    assert "|  | diff | plain |" in table and "| tokens | 20,480 | 20,480 |" in table
+    assert "20,480" in printed
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
+    assert short_names(paths[1:]) == ["run", "c"]
+    assert short_names(paths) == ["a/run", "b/run", f"{tmp_path.name}/c"]
+    with pytest.raises(UserError, match="run is given twice; give runs that differ"):
+        short_names([paths[0], tmp_path / "b" / ".." / "a" / "run"])
+
+
+def test_what_is_no_run_is_one_sentence_and_nothing_is_written(tmp_path):
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "begun")
+    (tmp_path / "begun" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"none has no recipe\.yaml; give the run_dir of a run"):
+        compare(tmp_path / "out", tmp_path / "good", tmp_path / "none")
+    with pytest.raises(UserError, match=r"metrics.jsonl has no entries; the run has not made"):
+        compare(tmp_path / "out", tmp_path / "good", tmp_path / "begun")
+    assert not (tmp_path / "out").exists()
