@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     gather_from_sequence_parallel_region,
@@ -30,7 +31,14 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context.attend import SequenceContext
-from diffmegatron.attention.variants.base import QKV_BIAS, ContextCommunication, Variant
+from diffmegatron.attention.variants.base import (
+    QKV_BIAS,
+    Constant,
+    ContextCommunication,
+    Identity,
+    Parameter,
+    Variant,
+)
 
 # query, key [s, b, heads, d] of this rank and the ends of documents, as they are attended to.
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -104,11 +112,32 @@ class SelfAttention(MegatronModule):
             **common,
         )
         for declared in self._declared.values():
-            rows, *others = declared.shape
-            share = self.tp_group.size() if declared.sharded else 1
-            dtype = torch.float32 if declared.float32 else config.params_dtype
-            value = torch.empty(rows // share, *others, dtype=dtype)
-            self.register_parameter(declared.name, torch.nn.Parameter(value))
+            parameter = torch.nn.Parameter(self._initial(declared))
+            if declared.sharded and config.perform_initialization:
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            self.register_parameter(declared.name, parameter)
+
+    def _initial(self, declared: Parameter) -> Tensor:
+        """This rank's part of a declared parameter: arbitrary where the config initialises nothing.
+
+        Else drawn whole from torch's generator of the CPU, which Megatron seeds alike on all
+        tensor-parallel ranks, so that copies are equal and shares belong together.
+        """
+        rows, *others = declared.shape
+        own = self.share(rows) if declared.sharded else range(rows)
+        dtype = torch.float32 if declared.float32 else self.config.params_dtype
+        if not self.config.perform_initialization:
+            return torch.empty(len(own), *others, dtype=dtype)
+        whole, initial = torch.empty(declared.shape), declared.initial
+        if isinstance(initial, Constant):
+            whole.fill_(initial.value)
+        elif isinstance(initial, Identity):
+            whole = initial.scale * torch.eye(*declared.shape)
+        elif initial == "matrix":
+            self.config.init_method(whole)
+        else:
+            whole.normal_(0.0, initial)
+        return whole[own.start : own.stop].to(dtype).clone()
 
     def forward(
         self,

@@ -1,0 +1,100 @@
+"""The code of docs/in_your_megatron.md, as it stands there: a plain GPTModel that trains."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from diffmegatron.attention.self_attention import SelfAttention
+from diffmegatron.attention.specs import layer_spec
+from diffmegatron.attention.variants import Variant
+from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.attention.variants.diff_v2 import DiffV2
+from diffmegatron.attention.variants.grouped import Grouped
+from diffmegatron.attention.variants.softmax import Softmax
+from diffmegatron.config.parallel_config import ParallelConfig
+from diffmegatron.parallel.parallel_state import process_groups
+
+PAGE = Path(__file__).parents[3] / "docs" / "in_your_megatron.md"
+HIDDEN = 256
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Any]:
+    """What the blocks of the page leave, run one after the other."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def test_it_trains_from_the_loss_of_chance(ran):
+    losses = [loss.item() for loss in ran["losses"]]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_every_parameter_has_a_gradient_and_lambda_moves(ran):
+    for name, parameter in ran["model"].named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    first, _, last = ran["lambdas"]
+    for number, (before, after) in enumerate(zip(first, last, strict=True)):
+        assert before == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * number), abs=0.4)
+        assert abs(after - before) > 1e-4
+
+
+def build(variant: Variant, **config: Any) -> SelfAttention:
+    attention = variant.sized(HIDDEN)
+    torch.manual_seed(5)
+    module: SelfAttention = build_module(
+        layer_spec(attention, "local").submodules.self_attention,
+        config=TransformerConfig(
+            num_layers=2,
+            hidden_size=HIDDEN,
+            num_attention_heads=attention.heads.queries,
+            num_query_groups=attention.heads.blocks,
+            kv_channels=attention.heads.head_dim,
+            add_bias_linear=False,
+            init_method=lambda weight: torch.nn.init.normal_(weight, 0.0, 0.05),
+            **config,
+        ),
+        layer_number=1,
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("variant", "deviations"),
+    [
+        (DiffV1(num_heads=1), dict.fromkeys(["lambda_q1", "lambda_k2"], 0.1)),
+        (Grouped(num_heads=2, signal_per_noise=2, lambda_std=0.3), {"lambda_k1": 0.3}),
+        (DiffV2(num_heads=8), {"lambda_proj": 0.05}),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_random_parameters_have_the_declared_deviation(variant, deviations):
+    with process_groups(ParallelConfig(), seed=1):
+        module = build(variant)
+        for name, deviation in deviations.items():
+            assert getattr(module, name).std().item() == pytest.approx(deviation, rel=0.25)
+
+
+def test_norms_start_at_one_and_the_bias_at_zero():
+    with process_groups(ParallelConfig(), seed=1):
+        assert bool((build(DiffV1(num_heads=1)).head_norm == 1).all())
+        plain = build(Softmax(num_heads=4, qkv_bias=True, qk_norm=True))
+        assert bool((plain.q_norm == 1).all()) and not plain.linear_qkv.bias.any()
+
+
+def test_nothing_is_drawn_where_the_config_initialises_nothing():
+    """So the weights of this project's own runs, drawn by name, are what they were."""
+    with process_groups(ParallelConfig(), seed=1):
+        torch.manual_seed(5)
+        expected = torch.get_rng_state()
+        build(DiffV1(num_heads=1), perform_initialization=False)
+        assert bool((torch.get_rng_state() == expected).all())
