@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers hang on; nothing that names the machine."""
+    """What the numbers depend on; nothing that names the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     packages = ("numpy", "torch", "tiktoken", "megatron-core", "pyarrow")

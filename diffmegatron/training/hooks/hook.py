@@ -20,7 +20,7 @@ class Hook:
         """Everything is loaded, and no step of this start is done."""
 
     def after_step(self, run: "Run") -> None:
-        """Step ``run.step`` is done; after a rollback it is the step gone back to."""
+        """Step ``run.step`` is done; after a rollback it is the step rolled back to."""
 
     def after_training(self, run: "Run") -> None:
         """The last step is done, or the run was asked to stop; not after an exception."""

@@ -1,0 +1,30 @@
+"""Every link between the pages leads to a file, and to a heading of it where it names one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text()):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(found), f"{target} has no heading #{anchor}"
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    missing = [p.name for p in (ROOT / "docs").glob("*.md") if f"({p.name}" not in index]
+    assert [each for each in missing if each != "README.md"] == []
