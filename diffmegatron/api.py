@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.training.hooks.hook import Hook
@@ -72,7 +72,7 @@ def export(
     Raises:
         UserError: there is no good checkpoint, ``out`` exists, or the logits differ.
     """
-    directory = CheckpointStore(Path(checkpoint)).latest() or Path(checkpoint)
+    directory = newest_checkpoint(Path(checkpoint)) or Path(checkpoint)
     read_launch()
     read_manifest(directory)
     from diffmegatron.hf.from_checkpoint import export_checkpoint

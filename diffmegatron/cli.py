@@ -231,9 +231,9 @@ def export(
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
     from diffmegatron import api
-    from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+    from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 
-    if (newest := CheckpointStore(checkpoint).latest()) is not None:
+    if (newest := newest_checkpoint(checkpoint)) is not None:
         checkpoint = newest
         print(f"exporting {checkpoint}")
     difference = api.export(checkpoint, out, verify=verify)

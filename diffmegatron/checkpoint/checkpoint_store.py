@@ -13,6 +13,8 @@ from diffmegatron.files import reason, shown
 
 log = logging.getLogger(__name__)
 
+# In a run_dir and in each checkpoint.
+RECIPE = "recipe.yaml"
 _UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
 _LEFT = ".left"

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, read_manifest
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
+from diffmegatron.checkpoint.checkpoint_store import prunable
+from diffmegatron.checkpoint.stage_folders import StageFolder, is_no_run, stage_folders
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
@@ -18,22 +19,29 @@ app = typer.Typer(
     help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
 )
 RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart/differential")
+    Path,
+    typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart/diff_v1; with stages, of all"),
 ]
 
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
     """Every checkpoint with its size, and whether its files are all there."""
-    store = _store(run_dir)
-    table = Table("step", "GiB", "files", "state")
-    for step in store.steps():
-        try:
-            manifest = read_manifest(store.path(step))
-            table.add_row(str(step), f"{_gib(manifest):.3f}", str(len(manifest.files)), "complete")
-        except UserError as error:
-            table.add_row(str(step), "", "", Text(f"damaged: {error}"))
+    folders = stage_folders(run_dir)
+    with_stages = folders[0].name is not None
+    table = Table(*(["stage"] if with_stages else []), "step", "GiB", "files", "state")
+    for folder in folders:
+        for step in folder.store.steps():
+            table.add_row(*([folder.name] if with_stages else []), *_row(folder, step))
     Console().print(table)
+
+
+def _row(folder: StageFolder, step: int) -> list[str | Text]:
+    try:
+        manifest = read_manifest(folder.store.path(step))
+    except UserError as error:
+        return [str(step), "", "", Text(f"damaged: {error}")]
+    return [str(step), f"{_gib(manifest):.3f}", str(len(manifest.files)), "complete"]
 
 
 @app.command()
@@ -46,9 +54,9 @@ def verify(
     if not _is_folder(path):
         raise UserError(f"{shown(path)} is no folder; give a checkpoint or a run_dir")
     checkpoints = [path]
-    if _is_folder(path / "checkpoints"):
-        store = _store(path)
-        checkpoints = [store.path(step) for step in store.steps()]
+    if not is_no_run(path):
+        stores = [folder.store for folder in stage_folders(path)]
+        checkpoints = [store.path(step) for store in stores for step in store.steps()]
     damaged = 0
     for directory in checkpoints:
         try:
@@ -69,15 +77,21 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, do nothing")] = False,
 ) -> None:
-    """Remove the complete checkpoints that the options do not keep; damaged ones are left."""
-    store = _store(run_dir)
-    steps = prunable(store.complete(), keep_last, keep_every)
-    for step in steps:
-        if not dry_run:
-            store.remove(step)
-        print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")
-    if not steps:
-        print(f"nothing to remove of {len(store.complete())} complete checkpoints")
+    """Remove the complete checkpoints that the options do not keep; damaged ones are left.
+
+    With stages the options hold for each of them.
+    """
+    for folder in stage_folders(run_dir):
+        store = folder.store
+        complete = store.complete()
+        steps = prunable(complete, keep_last, keep_every)
+        for step in steps:
+            if not dry_run:
+                store.remove(step)
+            print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")
+        if not steps:
+            stage = "" if folder.name is None else f" of stage {folder.name}"
+            print(f"nothing to remove of {len(complete)} complete checkpoints{stage}")
 
 
 @app.command()
@@ -98,13 +112,6 @@ def inspect(
     for name in sorted(opened.tensors.names()):
         table.add_row(Text(clipped(name)), str(list(opened.tensors.shape(name))))
     Console().print(table)
-
-
-def _store(run_dir: Path) -> CheckpointStore:
-    store = CheckpointStore(run_dir)
-    if not _is_folder(store.directory):
-        raise UserError(f"{shown(run_dir)} has no checkpoints; give the run_dir of a recipe")
-    return store
 
 
 def _is_folder(path: Path) -> bool:

@@ -30,7 +30,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.sharded import WEIGHT, ShardedReader
 from diffmegatron.config.load import dump_recipe, load_resolved
 from diffmegatron.config.schema import Recipe
@@ -38,7 +38,6 @@ from diffmegatron.config.stage_order import model_keys
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, parse_json, read_bytes, shown
 
-RECIPE = "recipe.yaml"
 STATE = "state.json"
 # The recipe's list of sources and the state's window of the guard are as long as the user wants.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
@@ -158,6 +157,16 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
     return Checkpoint(directory, manifest, recipe, state.model_dump(), reader)
 
 
+def read_recipe(directory: Path) -> Recipe:
+    """The recipe of a checkpoint, of which nothing else is read but the manifest.
+
+    Raises:
+        UserError: the directory is no checkpoint, or one of the two files is damaged.
+    """
+    _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
+    return load_resolved(directory / RECIPE)
+
+
 def finish_checkpoint(
     store: CheckpointStore,
     position: Position,
@@ -206,8 +215,13 @@ def _patterns(recipe: Recipe) -> list[str] | None:
     return None if patterns is None else list(patterns)
 
 
-def check_same_run(checkpoint: Checkpoint, recipe: Recipe) -> None:
+def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
     """Refuse to go on from a checkpoint with a recipe that would be another run.
+
+    Args:
+        directory: of the checkpoint.
+        saved_recipe: that it was saved with.
+        recipe: of the run that would go on.
 
     The network, the tokenizer, what orders the samples and what is trained must be the same;
     layout, precision, learning rate, length and the mixture's weights may change (`data` records
@@ -221,12 +235,12 @@ def check_same_run(checkpoint: Checkpoint, recipe: Recipe) -> None:
         | {f"training.{key}": getattr(each.training, key) for key in _ORDER_OF_SAMPLES}
         | {"data.tokenizer": each.data.tokenizer}
         | {"optimizer.trainable": _patterns(each)}
-        for each in (checkpoint.recipe, recipe)
+        for each in (saved_recipe, recipe)
     )
     for key, now in asked.items():
         before = saved.get(key)
         if before != now:
             raise UserError(
-                f"{checkpoint.directory} was trained with {key} {before!r} and the recipe says "
+                f"{directory} was trained with {key} {before!r} and the recipe says "
                 f"{now!r}; give the former, or another run_dir to start a new run"
             )

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import check_follows, named_stages
+from diffmegatron.config.stage_order import STAGES, by_stage, check_follows, read_stages
 from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
@@ -51,9 +51,11 @@ def load_stages(
 ) -> tuple[Recipe, ...]:
     """Read a recipe that may be a list of stages, each a run that starts with the last's weights.
 
-    Under ``stages`` are mappings of a ``name`` and whatever a stage changes of the recipe around
-    them; ``run_dir`` becomes ``run_dir/name`` and ``checkpoint.start_from`` the stage before.
-    Overrides hold for every stage; ``to_plan`` is that of :func:`load_recipe`.
+    Under ``stages`` are mappings of a ``name``, of ``start_from`` where that is another stage than
+    the one before, and whatever a stage changes of the recipe around them; ``run_dir`` becomes
+    ``run_dir/name`` and ``checkpoint.start_from`` the ``run_dir`` of the stage that it starts with.
+    An override ``stages.name.key=value`` holds for that stage, any other for every stage that has
+    none of its own; ``to_plan`` is that of :func:`load_recipe`.
 
     Returns:
         The stages in order; of a recipe without ``stages``, the recipe.
@@ -66,17 +68,23 @@ def load_stages(
     values, origins = _Files().read(path)
     shared = {key: value for key, value in values.items() if key != "stages"}
     if shared == values:
+        if first := next((each for each in overrides if each.startswith(STAGES)), None):
+            raise UserError(f"override {clipped(first)!r} is of a stage; {shown(path)} has none")
         return (_validate(*_overridden(values, origins, overrides, to_plan), shown(path)),)
-    recipes: list[Recipe] = []
-    for name, changes in named_stages(values["stages"], shown(path)).items():
+    stages = read_stages(values["stages"], shown(path))
+    own_overrides = by_stage(overrides, stages, shown(path))
+    recipes: dict[str, Recipe] = {}
+    for name, stage in stages.items():
         origin = f"{shown(path)}, stage {name!r}"
-        own = origins | dict.fromkeys(_dotted_keys(changes), origin)
-        stage, own = _overridden(_merged(shared, changes), own, overrides, to_plan)
-        recipe = _validate(_placed(stage, name, recipes), own, shown(path))
-        if recipes:
-            check_follows(recipes[-1], recipes[-1].run_dir, recipe, origin)
-        recipes.append(recipe)
-    return tuple(recipes)
+        own = origins | dict.fromkeys(_dotted_keys(stage.changes), origin)
+        changed = _merged(shared, stage.changes)
+        changed, own = _overridden(changed, own, own_overrides[name], to_plan)
+        before = None if stage.start_from is None else recipes[stage.start_from]
+        recipe = _validate(_placed(changed, name, before), own, shown(path))
+        if before is not None:
+            check_follows(before, before.run_dir, recipe, origin)
+        recipes[name] = recipe
+    return tuple(recipes.values())
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -212,12 +220,12 @@ def _with_files(values: Values, to_plan: bool) -> Values:
     return _merged(values, {"model": {"attention": dict(read)}})
 
 
-def _placed(values: Values, name: str, before: Sequence[Recipe]) -> Values:
-    """A stage's values with a folder of its own and, after the first, the weights of the last."""
+def _placed(values: Values, name: str, before: Recipe | None) -> Values:
+    """A stage's values with a folder of its own and the weights of the one that it starts with."""
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
-    if before and isinstance(values.get("checkpoint", {}), dict):
-        values = _merged(values, {"checkpoint": {"start_from": before[-1].run_dir}})
+    if before is not None and isinstance(values.get("checkpoint", {}), dict):
+        values = _merged(values, {"checkpoint": {"start_from": before.run_dir}})
     return values
 
 

@@ -1,6 +1,8 @@
-"""The stages of a recipe: what each may be called, and whether it can follow the one before."""
+"""The stages of a recipe: what each may be called, and whether it can start with another."""
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os.path import realpath
 from typing import Any
 
@@ -10,6 +12,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
 MAX_STAGES = 64
+# Before an override of one stage alone.
+STAGES = "stages."
 # What a run writes into its run_dir, beside which a stage's folder would stand.
 RESERVED = frozenset(
     {"checkpoints", "events", "lock", "metrics.jsonl", "recipe.yaml", "stacks", "tensorboard"}
@@ -19,18 +23,32 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _FREE = frozenset({"model.rope_theta", "model.rope_scaling", "model.initialization"})
 
 
-def named_stages(stages: Any, path: str) -> dict[str, dict[str, Any]]:
-    """What each stage changes of the recipe around it, by the stage's name.
+@dataclass(frozen=True)
+class Stage:
+    """One entry of ``stages``.
+
+    Attributes:
+        changes: of the recipe around it.
+        start_from: the stage that it starts with; None: of the first, what the recipe says.
+    """
+
+    changes: dict[str, Any]
+    start_from: str | None
+
+
+def read_stages(stages: Any, path: str) -> dict[str, Stage]:
+    """The stages of a recipe by their names, in order.
 
     Raises:
-        UserError: ``stages``, of the file ``path``, is not a list of mappings with such names.
+        UserError: ``stages``, of the file ``path``, is not a list of mappings with such names, or
+            one starts with something else than a stage before it.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
             f"{path}: stages is {clipped(repr(stages))}; it takes a list of 1 to {MAX_STAGES} "
             "mappings, or leave it out"
         )
-    named: dict[str, dict[str, Any]] = {}
+    named: dict[str, Stage] = {}
     for stage in stages:
         changes = dict(stage) if isinstance(stage, dict) else {}
         name = changes.pop("name", None)
@@ -40,15 +58,55 @@ def named_stages(stages: Any, path: str) -> dict[str, dict[str, Any]]:
                 "letters, digits, '_', '-' and '.', no '-' or '.' first, and none of "
                 f"{', '.join(sorted(RESERVED))}; {clipped(repr(stage))} is not"
             )
-        checkpoint = changes.get("checkpoint")
-        if named and isinstance(checkpoint, dict) and "start_from" in checkpoint:
+        start = changes.pop("start_from", next(reversed(named), None))
+        if start is not None and (not isinstance(start, str) or start not in named):
+            before = f"one of {', '.join(named)}" if named else "checkpoint.start_from of the first"
             raise UserError(
-                f"{path}, stage {name!r}: checkpoint.start_from is "
-                f"{clipped(repr(checkpoint['start_from']))}; a stage after the first starts with "
-                "the one before, so leave it out"
+                f"{path}, stage {name!r}: start_from is {clipped(repr(start))}; it takes a stage "
+                f"before it: {before}"
             )
-        named[name] = changes
+        checkpoint = changes.get("checkpoint")
+        if start is not None and isinstance(checkpoint, dict) and "start_from" in checkpoint:
+            raise _starts_elsewhere(f"{path}, stage {name!r}", checkpoint["start_from"])
+        named[name] = Stage(changes, start)
     return named
+
+
+def _starts_elsewhere(origin: str, start: Any) -> UserError:
+    return UserError(
+        f"{origin}: checkpoint.start_from is {clipped(repr(start))}; a stage after the first "
+        "starts with the one before, or the one that start_from beside its name says; leave it out"
+    )
+
+
+def by_stage(
+    overrides: Sequence[str], stages: Mapping[str, Stage], path: str
+) -> dict[str, list[str]]:
+    """What the command line says of each stage: ``stages.NAME.`` before a key is for one alone.
+
+    Such an override comes after those for every stage, wherever it stands.
+
+    Raises:
+        UserError: there is no stage of that name, or it is given another start.
+    """
+    shared = [each for each in overrides if not each.startswith(STAGES)]
+    own: dict[str, list[str]] = {name: [] for name in stages}
+    for override in overrides:
+        if not override.startswith(STAGES):
+            continue
+        rest = override.removeprefix(STAGES)
+        # A name may have dots in it, and be the beginning of another.
+        name = max((each for each in stages if rest.startswith(f"{each}.")), key=len, default=None)
+        if name is None:
+            raise UserError(
+                f"override {clipped(override)!r} names no stage of {path}; give "
+                f"stages.NAME.section.key=value with one of {', '.join(stages)}"
+            )
+        key, _, value = rest.removeprefix(f"{name}.").partition("=")
+        if key == "checkpoint.start_from" and stages[name].start_from is not None:
+            raise _starts_elsewhere(f"override {clipped(override)!r}", value)
+        own[name].append(rest.removeprefix(f"{name}."))
+    return {name: [*shared, *changes] for name, changes in own.items()}
 
 
 def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:

@@ -13,7 +13,7 @@ from transformers import CONFIG_NAME, PretrainedConfig
 
 from diffmegatron.attention.variants import VARIANTS, Variant
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
@@ -204,7 +204,7 @@ def _found(path: Path, name: str, exports: Path) -> Target:
     if os.path.lexists(path / MANIFEST):
         read_manifest(path)
         return Target(name, path, path, exports)
-    checkpoint = CheckpointStore(path).latest() if path.is_dir() else None
+    checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         raise UserError(
             f"{shown(path)} is no model: it has neither a {CONFIG_NAME}, as Hugging Face's folders "

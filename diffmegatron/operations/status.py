@@ -62,6 +62,8 @@ def examine(run_dir: Path) -> Status:
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
+    if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
+        raise UserError(f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that")
     if not attempts:
         raise UserError(f"{shown(ledger.directory)} has no attempts; give the run_dir of a job")
     last = attempts[-1]
@@ -86,6 +88,12 @@ def examine(run_dir: Path) -> Status:
         suspects=suspects(attempts),
         stragglers=last.hosts_of(heartbeat.stragglers) if heartbeat is not None else (),
     )
+
+
+def _stages_beside(run_dir: Path) -> list[str]:
+    """The stages of the job in whose ``run_dir`` a folder stands."""
+    attempts = Ledger(run_dir.resolve().parent).attempts()
+    return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
 
 def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str:
@@ -159,7 +167,10 @@ def _lines(status: Status) -> list[tuple[str, str]]:
     left = status.seconds_left
     checkpoint = "none" if status.checkpoint is None else str(status.checkpoint)
     last = status.attempts[-1]
+    stages = [*last.stages]
+    place = f"{Path(status.run_dir).name}, {stages.index(status.run_dir) + 1} of {len(stages)}"
     lines = [
+        *([("stage", place)] if len(stages) > 1 else []),
         ("step", progress),
         ("left", "not known" if left is None else f"{_duration(left)} of running"),
         ("tokens/s", _value(values, "perf/tokens_per_second", ",.0f")),

@@ -134,7 +134,7 @@ def test_only_the_end_of_the_metrics_is_read(attempt, ledger):
     assert (found.step, found.values["perf/tokens_per_second"]) == (2999, 2999e3)
 
 
-def test_a_second_stage(ledger, tiny_recipe, tmp_path):
+def test_a_second_stage(ledger, tiny_recipe, capsys):
     from tests.launch.conftest import FACTS
 
     stages = [tiny_recipe(f"run_dir={ledger.run_dir}/{name}") for name in ("a", "b")]
@@ -144,6 +144,9 @@ def test_a_second_stage(ledger, tiny_recipe, tmp_path):
     RankRecord(ledger.folder(1)).at(2, f"{ledger.run_dir}/b")
     found = examine(ledger.run_dir)
     assert (found.run_dir, found.step, found.checkpoint) == (f"{ledger.run_dir}/b", 2, None)
+    assert "stage           b, 2 of 2\n" in text(ledger.run_dir, capsys)
+    with pytest.raises(UserError, match=f"b is a stage of {ledger.run_dir}; give that"):
+        examine(ledger.run_dir / "b")
 
 
 def test_the_command_exits_with_it_and_watches_until_the_end(attempt, ledger, monkeypatch, capsys):

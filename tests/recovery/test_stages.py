@@ -8,7 +8,9 @@ import torch
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_stages
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.training import stages as stages_module
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.stages import train_stages
 from diffmegatron.training.trainer import train
@@ -47,7 +49,44 @@ def test_a_stage_is_the_recipe_with_its_changes(staged, tmp_path):
     assert long.model.rope_theta == 640000.0
 
 
-def test_stages_follow_each_other_and_a_finished_one_is_left_alone(staged):
+def test_an_override_of_a_stage_holds_for_it_alone(staged):
+    overrides = [
+        "stages.long.optimizer.lr=2e-3",
+        "optimizer.lr=5e-4",
+        "stages.short.training.seed=7",
+    ]
+    short, long = load_stages(staged, overrides)
+    assert (short.optimizer.lr, long.optimizer.lr) == (5e-4, 2e-3)
+    assert (short.training.seed, long.training.seed) == (7, 1234)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("stages.medium.optimizer.lr=1", "names no stage of .*one of short, long"),
+        ("stages.long.optimizer.lrr=1", "unknown key 'optimizer.lrr'"),
+        ("stages.long.checkpoint.start_from=x", "override .* is 'x'; a stage after the first"),
+    ],
+)
+def test_a_mistaken_override_of_a_stage_is_refused(override, sentence, staged):
+    with pytest.raises(UserError, match=sentence):
+        load_stages(staged, [override])
+
+
+def test_an_override_of_a_stage_needs_stages(tmp_path, corpus):
+    file = tmp_path / "plain.yaml"
+    file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
+    with pytest.raises(UserError, match=r"'stages.long.a=1' is of a stage; .*plain.yaml has none"):
+        load_stages(file, ["stages.long.a=1"])
+
+
+def test_a_stage_starts_with_the_one_that_it_names(staged, tmp_path):
+    staged.write_text(staged.read_text() + "  - {name: other, start_from: short}\n")
+    short, _, other = load_stages(staged)
+    assert other.checkpoint.start_from == short.run_dir == f"{tmp_path}/run/short"
+
+
+def test_stages_follow_each_other(staged, tiny_recipe, tmp_path, capfd):
     stages = load_stages(staged)
     assert train_stages(stages)
     first, second = (Path(stage.run_dir) for stage in stages)
@@ -56,9 +95,30 @@ def test_stages_follow_each_other_and_a_finished_one_is_left_alone(staged):
     # The second stage begins where the first ended, not at ln 320.
     assert abs(losses[0] - ended) < 0.3
     assert losses[0] < 5.6
-    before = weights(second)
+    # Another run starts with the last of them where it is given all.
+    run = tmp_path / "run"
+    train(
+        tiny_recipe("training.steps=3", f"run_dir={tmp_path}/next", f"checkpoint.start_from={run}")
+    )
+    assert f"starting with the weights of {second}" in capfd.readouterr().out
+
+
+def test_a_finished_stage_is_passed_over_unread(staged, capfd, monkeypatch):
+    stages = load_stages(staged)
+    assert train_stages(stages[:1])
+    monkeypatch.setattr(stages_module, "train", lambda recipe, *_: trained.append(recipe) or True)
+    trained: list[Recipe] = []
+    # Of a finished stage the bytes of the weights are left to whoever starts with them.
+    flip(CheckpointStore(Path(stages[0].run_dir)).latest())
     assert train_stages(stages)
-    assert all(torch.equal(before[name], value) for name, value in weights(second).items())
+    assert trained == [stages[1]]
+    said = capfd.readouterr().out
+    assert "stage 1 of 2, short: finished at step 4\n" in said
+    assert "stage 2 of 2, long: 3 steps\n" in said
+    longer = load_stages(staged, ["stages.short.training.steps=5"])
+    assert train_stages(longer) and trained == [stages[1], *longer]
+    with pytest.raises(UserError, match=r"short.* was trained with training.seed 1234 and .* 5"):
+        train_stages(load_stages(staged, ["training.seed=5"]))
 
 
 def test_the_weights_are_taken_over_and_adam_starts_anew(staged, tmp_path, tiny_recipe):
@@ -138,6 +198,8 @@ def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_
         ("[{name: a, run_dir: null}]", "run_dir is None"),
         ("[{name: a}, {name: b, checkpoint: 5}]", "checkpoint is 5"),
         ("[{name: a}, {name: b, checkpoint: {start_from: x}}]", "start_from is 'x'; a stage after"),
+        ("[{name: a, start_from: b}, {name: b}]", "start_from is 'b'; it takes a stage before"),
+        ("[{name: a}, {name: b, start_from: [a]}]", "before it: one of a"),
         ("[{name: a}, {name: b, model: {num_layers: 3}}]", "stage 'b' says 3; a run that starts"),
         ("[{name: a}, {name: b, data: {tokenizer: other}}]", "has data.tokenizer 'bytes' and .*"),
         ("[{name: a, traning: {steps: 4}}]", "unknown key 'traning'; did you mean 'training'"),

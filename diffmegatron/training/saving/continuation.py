@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from torch import distributed
+
 from diffmegatron.attention.variants import Variant
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint
+from diffmegatron.checkpoint.stage_folders import is_no_run, last_stage
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.trainable_patterns import is_lora
@@ -12,7 +15,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.parallel_state import ParallelState
+from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.training.saving.resume import newest_good, open_together, read_fragments
 from diffmegatron.training.saving.snapshot import ParameterShards
 
@@ -26,13 +29,30 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     """
     if recipe.checkpoint.start_from is None:
         return None
-    path = Path(recipe.checkpoint.start_from)
+    path = _run_dir(Path(recipe.checkpoint.start_from), parallel_state)
     source = newest_good(CheckpointStore(path), parallel_state) or open_together(
         path, parallel_state
     )
     check_follows(source.recipe, str(source.directory), recipe, "the recipe")
     _check_made_for(source, recipe.model.attention)
     return source
+
+
+def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
+    """``start``, or where that holds the stages of a recipe the folder of the last, on every rank.
+
+    Raises:
+        UserError: there are several last stages.
+    """
+    found, problem = [start], None
+    if parallel_state.is_main:
+        try:
+            found = [start if is_no_run(start) else last_stage(start).run_dir]
+        except UserError as error:
+            problem = str(error)
+    fail_together(problem)
+    distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:

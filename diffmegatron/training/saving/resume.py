@@ -45,7 +45,7 @@ def starting_checkpoint(
     checkpoint = newest_good(store, parallel_state)
     if checkpoint is not None:
         _check_goes_on(checkpoint)
-        check_same_run(checkpoint, recipe)
+        check_same_run(checkpoint.directory, checkpoint.recipe, recipe)
         _check_not_past(checkpoint, recipe)
     return checkpoint
 
