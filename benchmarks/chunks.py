@@ -1,8 +1,8 @@
 """Time a ring's pair of chunks: each map's part, and the gradients from the whole's log-sum-exps.
 
 Each backend that attends chunk by chunk: the forward by `chunk_attention`, the backward by
-`chunk_gradients`. The Transformer baseline of equal size is measured beside them. Repetitions alternate.
-Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
+`chunk_gradients`. The Transformer baseline of equal size is measured beside them. Repetitions
+alternate. Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
 
     python -m benchmarks chunks                       # on a GPU: bf16, chunks of 4096
     python -m benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
