@@ -16,6 +16,7 @@ from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.monitoring.progress import say
 
 if TYPE_CHECKING:
     from diffmegatron.hf.export import LogitDifference
@@ -72,8 +73,11 @@ def export(
     Raises:
         UserError: there is no good checkpoint, ``out`` exists, or the logits differ.
     """
-    directory = newest_checkpoint(Path(checkpoint)) or Path(checkpoint)
     read_launch()
+    directory = Path(checkpoint)
+    if (newest := newest_checkpoint(directory)) is not None:
+        directory = newest
+        say(f"exporting {directory}")
     read_manifest(directory)
     from diffmegatron.hf.from_checkpoint import export_checkpoint
 

@@ -231,11 +231,7 @@ def export(
 ) -> None:
     """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
     from diffmegatron import api
-    from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 
-    if (newest := newest_checkpoint(checkpoint)) is not None:
-        checkpoint = newest
-        print(f"exporting {checkpoint}")
     difference = api.export(checkpoint, out, verify=verify)
     print(f"wrote {out}")
     if difference is not None:
