@@ -1,7 +1,7 @@
 """The numbers of a run every ``training.log_interval`` steps."""
 
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.monitoring.observations import lambdas, peak_memory
+from diffmegatron.training.monitoring.observations import lambdas, peak_memory, utilization
 from diffmegatron.training.run import Run
 
 
@@ -12,8 +12,10 @@ class MetricsHook(Hook):
         """See :class:`Hook`."""
         if run.step % run.recipe.training.log_interval and not run.is_finished:
             return
+        speed = run.progress.tokens_per_second(run.step)
         values = run.values | {
-            "perf/tokens_per_second": run.progress.tokens_per_second(run.step),
+            "perf/tokens_per_second": speed,
+            **utilization(run.recipe, run.parallel_state.world_size, speed),
             "mem/peak_gib": peak_memory() / 2**30,
             "data/consumed_samples": run.loader.consumed_samples,
             "data/consumed_tokens": run.loader.consumed_tokens,

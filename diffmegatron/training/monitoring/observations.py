@@ -1,10 +1,17 @@
-"""What is read off a run beside its loss: lambda of every layer, memory."""
+"""What is read off a run beside its loss: lambda of every layer, memory, use of the GPUs."""
 
 import resource
 
 import torch
 from torch import distributed
 
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import (
+    count_flops,
+    find_accelerator,
+    frozen_matrices,
+    model_flops_utilization,
+)
 from diffmegatron.model.build import lambda_by_layer
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -32,3 +39,26 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_name() -> str | None:
+    """What CUDA calls this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def utilization(recipe: Recipe, ranks: int, tokens_per_second: float) -> dict[str, float]:
+    """``perf/mfu``: the share of the GPUs' peak that the model's FLOPs take.
+
+    Nothing on a CPU, on a GPU whose peak is not known, or in float32, whose peak is another.
+
+    Args:
+        recipe: of the run.
+        ranks: of the run, a GPU each.
+        tokens_per_second: of the whole run.
+    """
+    name = device_name()
+    accelerator = None if name is None else find_accelerator(name)
+    if accelerator is None or recipe.training.precision != "bf16":
+        return {}
+    flops = count_flops(recipe.model, recipe.training.seq_length, frozen_matrices(recipe)).training
+    return {"perf/mfu": model_flops_utilization(tokens_per_second, flops, ranks, accelerator)}

@@ -1,0 +1,47 @@
+"""MFU in the metrics and in the line of progress of a run whose GPU is known."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.training.monitoring import observations
+from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+A100 = "NVIDIA A100-SXM4-80GB"
+SHORT = ["training.steps=3", "training.eval_batches=0", "training.precision=bf16"]
+
+
+def test_a_run_says_its_share_of_the_peak(tiny_recipe, monkeypatch, capsys):
+    monkeypatch.setattr(observations, "device_name", lambda: A100)
+    recipe = tiny_recipe(*SHORT, "model.baseline=true")
+    train(recipe)
+    entries = [entry for entry in read_metrics(Path(recipe.run_dir)) if "train/loss" in entry]
+    assert len(entries) == 3
+    assert len(re.findall(r"tokens/s \| MFU \d+\.\d% \| ETA", capsys.readouterr().out)) == 3
+    # By hand: 6 FLOPs per weight of a matrix, and 6 s h of causal attention per layer.
+    hidden, ffn, layers, length, vocabulary = 64, 96, 2, 64, 320
+    attention = recipe.model.attention
+    keys = hidden * attention.num_kv_heads // attention.num_heads
+    weights = layers * (2 * hidden**2 + 2 * hidden * keys + 3 * hidden * ffn) + vocabulary * hidden
+    flops = 6 * weights + layers * 6 * length * hidden
+    for entry in entries:
+        expected = entry["perf/tokens_per_second"] * flops / 312e12
+        assert entry["perf/mfu"] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [(A100, "fp32"), ("NVIDIA Unknown", "bf16"), (None, "bf16")]
+)
+def test_without_a_known_peak_there_is_no_share(name, precision, tiny_recipe, monkeypatch):
+    monkeypatch.setattr(observations, "device_name", lambda: name)
+    recipe = tiny_recipe(f"training.precision={precision}")
+    assert observations.utilization(recipe, 1, 1e6) == {}
+
+
+def test_ranks_share_the_peak_of_all(tiny_recipe, monkeypatch):
+    monkeypatch.setattr(observations, "device_name", lambda: A100)
+    recipe = tiny_recipe("training.precision=bf16")
+    alone, of_four = (observations.utilization(recipe, n, 1e6)["perf/mfu"] for n in (1, 4))
+    assert of_four == pytest.approx(alone / 4)
