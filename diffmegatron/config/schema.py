@@ -27,6 +27,7 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.recovery_config import CheckpointConfig, GuardConfig, WatchdogConfig
 from diffmegatron.config.rope_config import RopeScaling
+from diffmegatron.config.tracking_config import ProfileConfig
 from diffmegatron.config.trainable_patterns import check_trainable, of_the_pair
 from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Seed, Size, SizeOrNone
 
@@ -163,6 +164,7 @@ class TrainingConfig(Section):
     evaluate: tuple[EvaluateConfig, ...] = Field(
         default=(), max_length=16, description="suites that run within training"
     )
+    profile: ProfileConfig | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -170,6 +172,15 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"training.steps is {self.steps} and training.tokens is {self.tokens}; "
                 "give exactly one of them (null unsets a key)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profile_is_of_the_run(self) -> Self:
+        if self.profile is not None and self.profile.start > self.total_steps:
+            raise ValueError(
+                f"training.profile.start {self.profile.start} is past the run's "
+                f"{self.total_steps} steps; give one of them"
             )
         return self
 

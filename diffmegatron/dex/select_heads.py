@@ -115,6 +115,7 @@ def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[st
         "steps": 1,
         "tokens": None,
         "offload_activations": False,
+        "profile": None,
     }
     values["data"] |= {
         "sources": [{"path": str(data)}],

@@ -241,6 +241,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
         "log_interval": 1,
         "eval_batches": 0,
         "evaluate": (),
+        "profile": None,
     }
 
 

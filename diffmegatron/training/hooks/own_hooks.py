@@ -7,6 +7,7 @@ from diffmegatron.training.hooks.evaluation_hook import EvaluationHook
 from diffmegatron.training.hooks.guard_hook import GuardHook
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.hooks.metrics_hook import MetricsHook
+from diffmegatron.training.hooks.profile_hook import ProfileHook
 from diffmegatron.training.hooks.save_hooks import BeginSave, FinishSave
 from diffmegatron.training.monitoring.evaluators import Evaluator, held_out_loss
 
@@ -23,10 +24,12 @@ def own_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
         evaluators: of ``training.evaluate``.
     """
     assert len(evaluators) == len(recipe.training.evaluate), "training.evaluate is not open"
+    profile = recipe.training.profile
     return [
         FinishSave(),
         GuardHook(),
         MetricsHook(),
         EvaluationHook([*held_out_loss(recipe), *evaluators]),
         BeginSave(),
+        *([] if profile is None else [ProfileHook(profile)]),
     ]

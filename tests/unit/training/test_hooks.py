@@ -57,4 +57,6 @@ def test_a_users_hook_sees_every_step_records_and_stops_the_run(tiny_recipe):
 
 def test_the_order_of_the_own_hooks_is_the_documented_one(tiny_recipe):
     documented = re.findall(r"^\| \d \| `(\w+)`", ARCHITECTURE.read_text(), re.MULTILINE)
-    assert [type(hook).__name__ for hook in own_hooks(tiny_recipe(), ())] == documented
+    assert [
+        type(hook).__name__ for hook in own_hooks(tiny_recipe("training.profile.start=1"), ())
+    ] == documented
