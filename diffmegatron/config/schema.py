@@ -27,7 +27,7 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.recovery_config import CheckpointConfig, GuardConfig, WatchdogConfig
 from diffmegatron.config.rope_config import RopeScaling
-from diffmegatron.config.tracking_config import ProfileConfig
+from diffmegatron.config.tracking_config import ProfileConfig, WandbConfig
 from diffmegatron.config.trainable_patterns import check_trainable, of_the_pair
 from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Seed, Size, SizeOrNone
 
@@ -165,6 +165,7 @@ class TrainingConfig(Section):
         default=(), max_length=16, description="suites that run within training"
     )
     profile: ProfileConfig | None = None
+    wandb: WandbConfig | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -1,10 +1,12 @@
-"""What a run shows of itself beyond its metrics: ``training.profile``."""
+"""What a run shows of itself beyond its metrics: ``training.profile`` and ``training.wandb``."""
 
 from typing import Annotated
 
 from pydantic import Field
 
 from diffmegatron.section import Count, Section, SizeOrNone
+
+_Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ProfileConfig(Section):
@@ -17,3 +19,11 @@ class ProfileConfig(Section):
     ranks: tuple[SizeOrNone, ...] = Field(
         default=(0,), min_length=1, max_length=4096, description="that write a trace"
     )
+
+
+class WandbConfig(Section):
+    """Weights & Biases beside TensorBoard; the package ``wandb`` has to be installed."""
+
+    project: _Name
+    entity: _Name | None = None
+    name: _Name | None = Field(default=None, description="null: the name of run_dir")

@@ -242,6 +242,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
         "eval_batches": 0,
         "evaluate": (),
         "profile": None,
+        "wandb": None,
     }
 
 

@@ -26,6 +26,7 @@ from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, say
 from diffmegatron.training.monitoring.records import dispensable
 from diffmegatron.training.monitoring.stragglers import PhaseClock
+from diffmegatron.training.monitoring.wandb_writer import WandbWriter
 from diffmegatron.training.saving.continuation import load_weights, open_start
 from diffmegatron.training.saving.resume import load_snapshot, mixture_change, starting_checkpoint
 from diffmegatron.training.saving.saver import Saver
@@ -89,6 +90,7 @@ class Run:
         ):
             say(change)
         self.metrics = self._open_metrics(exits)
+        self.wandb = self._open_wandb(exits)
         self.clock = PhaseClock()
         self.progress = self._new_progress()
 
@@ -138,8 +140,9 @@ class Run:
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         """Record values of this step under their names; on every rank, of which rank 0 writes."""
-        if self.metrics is not None and values:
-            self.metrics.write(self.step, values)
+        for writer in (self.metrics, self.wandb):
+            if writer is not None and values:
+                writer.write(self.step, values)
 
     def rewind_metrics(self) -> None:
         """Drop what was recorded of later steps than this one, and measure speed from here."""
@@ -182,3 +185,9 @@ class Run:
         # As often as a run starts at step 0 it evaluates there: what it recorded before goes.
         last_step = self.step if self.step > 0 else -1
         return exits.enter_context(MetricsWriter(run_dir, last_step))
+
+    def _open_wandb(self, exits: ExitStack) -> WandbWriter | None:
+        config = self.recipe.training.wandb
+        if config is None or not self.parallel_state.is_main:
+            return None
+        return exits.enter_context(WandbWriter(self.recipe, config))

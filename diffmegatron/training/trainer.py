@@ -16,6 +16,7 @@ from diffmegatron.training.compute.step import forward_backward
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.hooks.own_hooks import own_hooks
 from diffmegatron.training.monitoring.evaluators import Evaluator
+from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.run import Run
 from diffmegatron.training.supervision.run_lock import refuse_a_file, run_lock
 from diffmegatron.training.supervision.signals import StopRequest
@@ -44,12 +45,14 @@ def train(
         Whether the run is finished; otherwise it was asked to stop, and has saved.
 
     Raises:
-        UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
-            the run, ``run_dir`` was removed or the last save failed.
+        UserError: the recipe, the data, the layout or a checkpoint do not fit, wandb is asked for
+            and not installed, the guard stopped the run, ``run_dir`` was removed or the last save
+            failed.
     """
     hooks = [*own_hooks(recipe, evaluators), *hooks]
     launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)
+    check_installed(recipe.training.wandb)
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)

@@ -1,0 +1,90 @@
+"""The metrics of a run at Weights & Biases, beside its own files."""
+
+import importlib.util
+import logging
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tracking_config import WandbConfig
+from diffmegatron.errors import UserError
+from diffmegatron.files import read_text, write_durably
+
+log = logging.getLogger(__name__)
+
+# What W&B calls the run, so that a resumed one goes on in the same place.
+RUN_ID = "wandb_id"
+_MAX_ID_BYTES = 64
+
+
+def check_installed(config: WandbConfig | None) -> None:
+    """Check that the recipe's W&B can be had, before anything runs.
+
+    Raises:
+        UserError: it is asked for and not installed.
+    """
+    if config is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"training.wandb names project {config.project!r} and the package wandb is not "
+            "installed; install diffmegatron[wandb], or leave training.wandb out"
+        )
+
+
+class WandbWriter:
+    """Sends what a run records, each value with its ``step``; no failure of it ends the run."""
+
+    def __init__(self, recipe: Recipe, config: WandbConfig) -> None:
+        self._recipe, self._config = recipe, config
+        self._run: Any = None
+
+    def __enter__(self) -> Self:
+        import wandb
+
+        run_dir, config = Path(self._recipe.run_dir), self._config
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or run_dir.name,
+                id=_run_id(run_dir),
+                resume="allow",
+                dir=str(run_dir),
+                config=self._recipe.model_dump(mode="json"),
+            )
+            # Not W&B's own count, which cannot go back as a run does that is rolled back.
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:  # of a service: nothing that a training should end for
+            self._give_up("begin", error)
+        return self
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({"step": step, **values})
+        except Exception as error:
+            self._give_up("go on", error)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=0 if kind is None else 1)
+        except Exception as error:
+            self._give_up("end", error)
+
+    def _give_up(self, doing: str, error: Exception) -> None:
+        self._run = None
+        log.error("W&B could not %s: %s; the run goes on without it", doing, error)
+
+
+def _run_id(run_dir: Path) -> str:
+    path = run_dir / RUN_ID
+    if path.exists():
+        return read_text(path, max_bytes=_MAX_ID_BYTES).strip()
+    name = uuid.uuid4().hex
+    write_durably(path, f"{name}\n".encode())
+    return name

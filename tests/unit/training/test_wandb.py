@@ -1,0 +1,83 @@
+"""``training.wandb``: what W&B is told, and that no failure ends a run. The package is faked."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from diffmegatron.errors import UserError
+from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.trainer import train
+
+SHORT = ["training.steps=4", "training.eval_batches=0", "checkpoint.interval=2"]
+TOLD = "training.wandb={project: pairs, name: first}"
+
+
+class FakeRun:
+    """Remembers what it is told, and fails from some call of ``log`` on."""
+
+    def __init__(self, fails_at: int | None, **given: object) -> None:
+        self.given, self.logged, self.defined, self.ended = given, [], [], []
+        self._fails_at = fails_at
+
+    def define_metric(self, name, step_metric):
+        self.defined.append((name, step_metric))
+
+    def log(self, values):
+        self.logged.append(values)
+        if self._fails_at == len(self.logged):
+            raise ConnectionError("no network")
+
+    def finish(self, exit_code):
+        self.ended.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A package of that name; ``runs`` are those begun."""
+    fake = ModuleType("wandb")
+    fake.__spec__, fake.runs, fake.fails_at = ModuleSpec("wandb", None), [], None
+
+    def init(**given):
+        if fake.fails_at == 0:
+            raise RuntimeError("no such entity")
+        fake.runs.append(FakeRun(fake.fails_at, **given))
+        return fake.runs[-1]
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_it_gets_every_metric_with_its_step_and_goes_on_after_a_resume(tiny_recipe, wandb):
+    recipe = tiny_recipe(*SHORT, TOLD)
+    train(tiny_recipe(*SHORT, TOLD, "training.steps=3"))
+    train(recipe)
+    first, second = wandb.runs
+    run_dir = Path(recipe.run_dir)
+    entries = [{k: v for k, v in e.items() if k != "time"} for e in read_metrics(run_dir)]
+    assert [*first.logged, *second.logged] == entries
+    assert first.given["project"] == "pairs" and first.given["name"] == "first"
+    assert first.given["config"]["model"]["hidden_size"] == 64
+    assert first.given["id"] == second.given["id"] == (run_dir / "wandb_id").read_text().strip()
+    assert first.defined == [("*", "step")] and first.ended == second.ended == [0]
+
+
+@pytest.mark.parametrize(("fails_at", "told"), [(0, "could not begin"), (2, "could not go on")])
+def test_no_failure_of_it_ends_a_run(fails_at, told, tiny_recipe, wandb, caplog):
+    wandb.fails_at = fails_at
+    recipe = tiny_recipe(*SHORT, TOLD)
+    assert train(recipe)
+    assert caplog.text.count("W&B") == 1 and told in caplog.text
+    assert [len(run.logged) for run in wandb.runs] == [2] * bool(fails_at)
+    assert len([e for e in read_metrics(Path(recipe.run_dir)) if "train/loss" in e]) == 4
+
+
+def test_without_the_package_the_recipe_is_refused(tiny_recipe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    recipe = tiny_recipe(*SHORT, TOLD)
+    with pytest.raises(UserError, match=r"'pairs'.*not installed; install diffmegatron\[wandb\]"):
+        train(recipe)
+    assert not Path(recipe.run_dir).exists()
