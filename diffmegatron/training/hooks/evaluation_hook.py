@@ -6,16 +6,23 @@ from collections.abc import Sequence
 import torch
 
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.monitoring.evaluators import HELD_OUT, Evaluator, measure
+from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST, Evaluator, measure
 from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.run import Run
 
 
 class EvaluationHook(Hook):
-    """Measures the network before the first step, every so many steps and after the last one."""
+    """Measures the network before the first step, every so many steps and after the last one.
 
-    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
-        self._evaluators = evaluators
+    Args:
+        evaluators: asked at each of these.
+        at_the_end: asked after the last step alone.
+    """
+
+    def __init__(
+        self, evaluators: Sequence[Evaluator], at_the_end: Sequence[Evaluator] = ()
+    ) -> None:
+        self._evaluators, self._at_the_end = evaluators, at_the_end
 
     def before_training(self, run: Run) -> None:
         """See :class:`Hook`."""
@@ -24,8 +31,10 @@ class EvaluationHook(Hook):
 
     def after_step(self, run: Run) -> None:
         """See :class:`Hook`."""
-        due = [each for each in self._evaluators if run.is_finished or run.step % each.every == 0]
-        self._evaluate(run, due)
+        if run.is_finished:
+            self._evaluate(run, [*self._evaluators, *self._at_the_end])
+        else:
+            self._evaluate(run, [each for each in self._evaluators if run.step % each.every == 0])
 
     def _evaluate(self, run: Run, due: Sequence[Evaluator]) -> None:
         if not due or run.stopping:
@@ -33,6 +42,8 @@ class EvaluationHook(Hook):
         with run.pause():
             values = measure(due, run.network, run.parallel_state, lambda: _goes_on(run))
         run.write_metrics(values)
+        if TEST in values and run.parallel_state.is_main:
+            say(f"test loss {values[TEST]:.4f} at step {run.step}")
         if HELD_OUT in values:
             if run.parallel_state.is_main:
                 say(f"held-out loss {values[HELD_OUT]:.4f} at step {run.step}")

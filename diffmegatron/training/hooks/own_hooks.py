@@ -9,7 +9,7 @@ from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.hooks.metrics_hook import MetricsHook
 from diffmegatron.training.hooks.profile_hook import ProfileHook
 from diffmegatron.training.hooks.save_hooks import BeginSave, FinishSave
-from diffmegatron.training.monitoring.evaluators import Evaluator, held_out_loss
+from diffmegatron.training.monitoring.evaluators import Evaluator, final_test_loss, held_out_loss
 
 
 def own_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
@@ -29,7 +29,7 @@ def own_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
         FinishSave(),
         GuardHook(),
         MetricsHook(),
-        EvaluationHook([*held_out_loss(recipe), *evaluators]),
+        EvaluationHook([*held_out_loss(recipe), *evaluators], at_the_end=final_test_loss(recipe)),
         BeginSave(),
         *([] if profile is None else [ProfileHook(profile)]),
     ]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import agree
@@ -33,23 +34,24 @@ class Evaluator(Protocol):
 
 
 HELD_OUT = "valid/loss"
+TEST = "test/loss"
 # From a recipe, before anything of it runs.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
-class _HeldOutLoss:
-    """Mean loss over the first global batches of the held-out documents."""
+class _SplitLoss:
+    """Mean loss over the first global batches of the documents of a split."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.every = recipe.training.eval_interval
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, split: Split, name: str, every: int) -> None:
+        self.every = every
+        self._recipe, self._split, self._name = recipe, split, name
 
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
         """A global batch at a time."""
         training, losses = self._recipe.training, list[float]()
-        loader = open_loader(self._recipe, parallel_state, "validation")
+        loader = open_loader(self._recipe, parallel_state, self._split)
         for number in range(training.eval_batches):
             if number:
                 yield
@@ -61,12 +63,22 @@ class _HeldOutLoss:
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
-        return {HELD_OUT: sum(losses) / len(losses)}
+        return {self._name: sum(losses) / len(losses)}
 
 
 def held_out_loss(recipe: Recipe) -> list[Evaluator]:
     """What measures it, where the recipe asks for any."""
-    return [_HeldOutLoss(recipe)] if recipe.training.eval_batches else []
+    training = recipe.training
+    every = training.eval_interval
+    return [_SplitLoss(recipe, "validation", HELD_OUT, every)] if training.eval_batches else []
+
+
+def final_test_loss(recipe: Recipe) -> list[Evaluator]:
+    """What measures the loss of the test documents after the last step, where there are any."""
+    training = recipe.training
+    if not training.eval_batches or not recipe.data.test_fraction:
+        return []
+    return [_SplitLoss(recipe, "test", TEST, training.total_steps)]
 
 
 def measure(
