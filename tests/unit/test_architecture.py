@@ -1,6 +1,7 @@
 """Who may import whom, read from the imports; docs/architecture.md says the same in words."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -64,18 +65,21 @@ def modules() -> list[Path]:
 
 def imports(path: Path) -> set[str]:
     """Every absolute module name a file imports, wherever in the file."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = ["diffmegatron", *path.parts[: len(path.parts) - node.level]]
-                base = ".".join([*parent, *filter(None, [node.module])])
-            names.add(base)
-            names |= {f"{base}.{alias.name}" for alias in node.names}
-    return names
+    nodes = ast.walk(ast.parse((PACKAGE / path).read_text()))
+    return {name for node in nodes for name in imported_by(node, path)}
+
+
+def imported_by(node: ast.AST, path: Path) -> set[str]:
+    """What a statement of a file imports; none if it is another statement."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    base = node.module or ""
+    if node.level:
+        parent = ["diffmegatron", *path.parts[: len(path.parts) - node.level]]
+        base = ".".join([*parent, *filter(None, [node.module])])
+    return {base, *(f"{base}.{alias.name}" for alias in node.names)}
 
 
 def package_of(parts: tuple[str, ...]) -> str:
@@ -156,8 +160,33 @@ def test_recipes_are_read_without_torch():
     assert result.stdout.strip() == "False"
 
 
-def test_no_file_is_past_400_lines():
-    long = {
-        str(p): n for p in modules() if (n := len((PACKAGE / p).read_text().splitlines())) > 400
+def test_no_modules_import_each_other():
+    """When they are imported, that is: within a function, or for a type alone, they may."""
+    names = {".".join(name_of(path)) for path in modules()}
+    imported = {
+        ".".join(name_of(path)): {name for name in imports_at_once(path) if name in names}
+        for path in modules()
     }
-    assert not long
+    for name, others in imported.items():
+        # Of "from package import module" the module alone: the package is there already.
+        others -= {other for other in others if any(o.startswith(f"{other}.") for o in others)}
+        others.discard(name)
+    graphlib.TopologicalSorter(imported).prepare()
+
+
+def name_of(path: Path) -> list[str]:
+    return ["diffmegatron", *(part for part in parts_of(path) if part != "__init__")]
+
+
+def imports_at_once(path: Path) -> set[str]:
+    """What is imported as soon as a file is."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse((PACKAGE / path).read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            names |= imported_by(node, path)
+            nodes += ast.iter_child_nodes(node)
+    return names
