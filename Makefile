@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: quickstart test gpu-test gpu-bench lint clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/diffmegatron quickstart
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10

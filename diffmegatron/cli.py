@@ -15,7 +15,8 @@ from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import compare, evaluate
 from diffmegatron.operations.commands import app as attempt_app
-from diffmegatron.operations.commands import launch, preflight, status
+from diffmegatron.operations.commands import configs as configs_app
+from diffmegatron.operations.commands import launch, preflight, quickstart, status
 
 app = typer.Typer(
     name="diffmegatron",
@@ -25,11 +26,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(quickstart)
 app.command()(launch)
 app.command()(preflight)
 app.command()(status)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(attempt_app, name="attempt")
+app.add_typer(configs_app, name="configs")
 app.add_typer(data_app, name="data")
 app.add_typer(dex_app, name="dex")
 app.command()(evaluate)
@@ -124,7 +127,8 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="cl100k_base (its file from the folder DIFFMEGATRON_TIKTOKEN), bytes, or a path"
+            help="cl100k_base (its file from the folder DIFFMEGATRON_TIKTOKEN), bytes, a .tiktoken "
+            "file, or a Hugging Face folder or its tokenizer.json"
         ),
     ] = "cl100k_base",
     text_field: Annotated[

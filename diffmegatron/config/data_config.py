@@ -16,6 +16,12 @@ def _prefix(path: str) -> str:
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
 
+def _folder(path: str) -> str:
+    """The folder of a ``tokenizer.json``, which is what an export looks for the others in."""
+    named = PurePath(path)
+    return str(named.parent) if named.name == "tokenizer.json" else path
+
+
 class Source(Section):
     """One prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
 
@@ -39,7 +45,7 @@ class Upsampling(Section):
 class DataConfig(Section):
     """What is read, in which shares and sequences, and how much of it is held out."""
 
-    tokenizer: PathText = "cl100k_base"
+    tokenizer: Annotated[PathText, AfterValidator(_folder)] = "cl100k_base"
     sources: tuple[Source, ...] = Field(min_length=1, max_length=128)
     validation_fraction: float = Field(default=0.001, ge=0, lt=1)
     test_fraction: float = Field(default=0.0, ge=0, lt=1)

@@ -87,6 +87,17 @@ def load_stages(
     return tuple(recipes.values())
 
 
+def recipe_files(path: Path) -> list[Path]:
+    """The files that a recipe is made of, resolved: itself and all that it extends.
+
+    Raises:
+        UserError: one cannot be read, or they extend each other in a circle.
+    """
+    files = _Files()
+    files.read(path)
+    return files.paths
+
+
 def load_resolved(path: Path) -> Recipe:
     """Read what :func:`dump_recipe` wrote: one file, which names no other.
 
@@ -125,6 +136,11 @@ class _Files:
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
         self._read = 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """Those that were read, resolved, each before what it extends."""
+        return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
         """The values of a file, merged into those of the files that it extends."""

@@ -199,7 +199,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``, embedded), ``cl100k_base`` (see
             :func:`find_cl100k`), the path of a ``.tiktoken`` file (with ``cl100k_base``'s pattern
             and ``<|endoftext|>`` as the id after the last, unless a JSON file of the same stem
-            beside it gives ``pat_str`` and ``special_tokens``), or a Hugging Face folder.
+            beside it gives ``pat_str`` and ``special_tokens``), or a Hugging Face folder or the
+            ``tokenizer.json`` in it.
 
     Raises:
         UserError: the name is not known, or its files are missing or damaged.
@@ -208,15 +209,22 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         return _byte_level()
     if name_or_path == CL100K:
         return _cl100k(find_cl100k())
-    path = Path(name_or_path)
+    name = _as_folder(name_or_path)
+    path = Path(name)
     if path.suffix == ".tiktoken":
         return _from_file(path)
     if path.is_dir():
-        return HuggingFaceTokenizer(name_or_path)
+        return HuggingFaceTokenizer(name)
     raise UserError(
         f"tokenizer {name_or_path!r} is neither {BYTES!r} nor {CL100K!r} nor the path of a "
-        ".tiktoken file or of a Hugging Face folder"
+        ".tiktoken file or of a Hugging Face folder or its tokenizer.json"
     )
+
+
+def _as_folder(name_or_path: str) -> str:
+    """The folder of a ``tokenizer.json``, beside which its other files are; else what was given."""
+    path = Path(name_or_path)
+    return str(path.parent) if path.name == "tokenizer.json" else name_or_path
 
 
 def vocabulary_size(name_or_path: str) -> int:

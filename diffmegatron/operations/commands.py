@@ -179,3 +179,58 @@ def preflight(
         from diffmegatron.operations.preflight import check_nodes
 
         check_nodes(load_stages(config, overrides or []), record.folder)
+
+
+configs = typer.Typer(
+    help="The recipes and launch scripts that come with the package.", no_args_is_help=True
+)
+
+
+@configs.command("list")
+def list_configs() -> None:
+    """Each with the first line of what it says about itself."""
+    from diffmegatron.operations import recipes
+
+    for name in recipes.names():
+        print(f"{name:<38}{recipes.described(name)}".rstrip())
+
+
+@configs.command("copy")
+def copy_configs(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As 'configs list' has it")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
+    ] = None,
+) -> None:
+    """Copy a recipe with all that it extends, to be run and changed.
+
+    Example: diffmegatron configs copy diff_3b_1t
+    """
+    from diffmegatron.operations import recipes
+
+    default = Path(recipes.LAUNCH if name == recipes.LAUNCH else "configs")
+    for path in recipes.copy(name, folder or default):
+        print(path)
+
+
+def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Overrides for every run: training.steps=1000"),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND[,KEY=VALUE...]",
+            help="A run of this kind, such as grouped,signal_per_noise=2; may be given several "
+            "times; default: the recipe's and its baseline",
+        ),
+    ] = None,
+) -> None:
+    """Try all of it in minutes: prepare, train a pair, export and compare; in runs/quickstart.
+
+    The text is that of Python's standard library. A previous runs/quickstart is replaced.
+    """
+    from diffmegatron.operations import quickstart as job
+
+    job.quickstart(attention or [], overrides or [])

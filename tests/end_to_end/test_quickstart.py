@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
-
 FEWER = ["training.steps=30", "training.eval_interval=30", "checkpoint.interval=30"]
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
-    command = [sys.executable, str(ROOT / "tools/quickstart.py"), *FEWER]
+    command = [sys.executable, "-m", "diffmegatron", "quickstart", *FEWER]
     result = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=1700
     )

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data import tokenizers as module
 from diffmegatron.data.tokenizers import Tokenizer, find_cl100k, load_tokenizer
 from diffmegatron.errors import UserError
@@ -212,6 +213,14 @@ def test_hugging_face_folder(folder: Path) -> None:
     assert 258 not in ids, "special text in a document is ordinary text"
     assert tokenizer.decode(ids) == "he said </s>"
     assert tokenizer.decode([258]) == "</s>"
+
+
+def test_the_file_in_a_hugging_face_folder_is_the_folder(folder: Path) -> None:
+    by_file = load_tokenizer(str(folder / "tokenizer.json"))
+    assert by_file.name == str(folder)
+    assert by_file.sha256 == load_tokenizer(str(folder)).sha256
+    data = {"tokenizer": f"{folder}/tokenizer.json", "sources": [{"path": "corpus"}]}
+    assert DataConfig.model_validate(data).tokenizer == str(folder)
 
 
 def test_hugging_face_folder_without_end_of_document(folder: Path) -> None:

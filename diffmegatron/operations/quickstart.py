@@ -1,36 +1,44 @@
-"""The main job at the size of a laptop: text to verified Hugging Face exports of several runs.
+"""``diffmegatron quickstart``: the main job at the size of a laptop.
 
-`make quickstart` runs it; every phase is a command that a user could type. With GPUs it uses them
-(NCCL, bf16, one rank per GPU), without it runs two CPU ranks.
+Text to verified Hugging Face exports of several runs; every phase is a command that a user could
+type. With GPUs it uses them (NCCL, bf16, one rank per GPU), without it runs two CPU ranks.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from diffmegatron.attention.variants import VARIANTS
-from diffmegatron.cli import quiet_libraries
+from diffmegatron.config.load import load_recipe
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.run_report import Run, write_report
+from diffmegatron.files import clipped
+from diffmegatron.operations.recipes import CONFIGS
 
 RUNS = Path("runs/quickstart")
-CONFIG = Path(__file__).parent.parent / "configs/quickstart.yaml"
-PAIR = ("diff_v1", "softmax")
+CONFIG = CONFIGS / "quickstart.yaml"
 NOT_TEXT = {"site-packages", "__pycache__", "lib-dynload"}
 CLI = ["-m", "diffmegatron"]
 
 
-def main() -> None:
-    """Run every phase, into the present directory; stop at the first that fails."""
-    quiet_libraries()
-    from diffmegatron.evaluation.run_report import Run, write_report
+def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
+    """Run every phase, into ``runs/quickstart`` of the present directory, which is replaced.
 
-    arguments = parse_arguments()
+    Args:
+        choices: kinds of attention as ``KIND[,KEY=VALUE...]``, a run each; of none, the pair.
+        given: overrides of the recipe, for every run.
+
+    Raises:
+        UserError: an argument is of another form, or a phase failed.
+    """
+    check(choices, given)
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)
@@ -38,9 +46,9 @@ def main() -> None:
     corpus = f"{RUNS}/data/stdlib"
     reading = ["--pattern", "*.py", "--tokenizer", "bytes", "--workers", "2", "--output", corpus]
     run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
-    names = {choice.partition(",")[0]: choice for choice in arguments.attention or PAIR}
+    names = {choice.partition(",")[0]: choice for choice in choices or pair()}
     for name, choice in names.items():
-        chosen = [*overrides(arguments.overrides), *attention(choice), f"run_dir={RUNS}/{name}"]
+        chosen = [*overrides(given), *attention(choice), f"run_dir={RUNS}/{name}"]
         run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
     for name in names:
         run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
@@ -49,34 +57,27 @@ def main() -> None:
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--attention",
-        action="append",
-        metavar="KIND[,KEY=VALUE...]",
-        help=f"a run with attention of this kind, of {', '.join(VARIANTS)}, and keys of its "
-        "section, such as grouped,signal_per_noise=2; may be given several times; default: "
-        f"{' and '.join(PAIR)}",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="of the recipe, for every run, such as training.steps=1000",
-    )
-    arguments = parser.parse_args()
-    if wrong := [each for each in arguments.overrides if "=" not in each]:
-        parser.error(f"{wrong[0]!r} is not of the form KEY=VALUE")
-    for choice in arguments.attention or []:
+def check(choices: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse arguments of another form before anything is removed.
+
+    Raises:
+        UserError: as it says.
+    """
+    if wrong := [each for each in given if "=" not in each]:
+        raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
+    for choice in choices:
         kind, *keys = choice.split(",")
         if kind not in VARIANTS or not all("=" in key for key in keys):
-            parser.error(
-                f"--attention {choice!r} is not of the form KIND[,KEY=VALUE...] with a kind of "
-                f"{', '.join(VARIANTS)}"
+            raise UserError(
+                f"--attention {clipped(repr(choice))} is not of the form KIND[,KEY=VALUE...] with "
+                f"a kind of {', '.join(VARIANTS)}"
             )
-    return arguments
+
+
+def pair() -> tuple[str, str]:
+    """The kind of attention of the recipe, and of its baseline."""
+    attention = load_recipe(CONFIG).model.attention
+    return attention.kind, attention.baseline().kind
 
 
 def attention(choice: str) -> list[str]:
@@ -96,7 +97,7 @@ def ranks() -> int:
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
-def overrides(given: list[str]) -> list[str]:
+def overrides(given: Sequence[str]) -> list[str]:
     """What this machine and the user change of the recipe."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *given]
@@ -109,13 +110,17 @@ def torchrun() -> list[str]:
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
-    """Run a phase in this Python and note how long it took."""
+    """Run a phase in this Python and note how long it took.
+
+    Raises:
+        UserError: it failed.
+    """
     started = announce(phase)
     # Two ranks on a laptop: more threads than cores would only wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:
-        sys.exit(f"quickstart: phase {phase!r} failed with exit status {result.returncode}")
+        raise UserError(f"phase {phase!r} failed with exit status {result.returncode}, as it says")
     seconds[phase] = round(time.perf_counter() - started, 1)
 
 
@@ -123,7 +128,3 @@ def announce(phase: str) -> float:
     """Print the phase; returns the time it began."""
     print(f"\n== {phase}", flush=True)
     return time.perf_counter()
-
-
-if __name__ == "__main__":
-    main()

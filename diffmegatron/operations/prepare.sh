@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Prepare a corpus in parts under Slurm, as a job array, and merge them; on a login node:
+#   launch/prepare.sh 64 corpora/web raw/web [more inputs, and options of diffmegatron prepare]
+# The same command again goes on: unfinished parts from their last commit, finished ones are verified.
+# Some parts alone: sbatch --array=3,7 launch/prepare.sh 64 corpora/web raw/web ...
+# Account, partition and the like: SBATCH_ACCOUNT, SBATCH_PARTITION, ... in the environment.
+#SBATCH --job-name=prepare
+#SBATCH --cpus-per-task=16
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@60
+set -euo pipefail
+if [ $# -lt 3 ] || ! [[ "$1" =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: launch/prepare.sh PARTS PREFIX INPUT... [OPTION...]" >&2
+  exit 2
+fi
+parts="$1" prefix="$2"
+shift 2
+if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
+  array="$(sbatch --parsable --array="1-$parts" "$0" "$parts" "$prefix" "$@")"
+  merge="$(printf '%q ' diffmegatron data merge "$prefix")"
+  sbatch --parsable --job-name=merge --cpus-per-task=2 --kill-on-invalid-dep=yes \
+    --dependency="afterok:${array%%;*}" --wrap="$merge"
+  exit
+fi
+# At the time limit: from the last commit on, in another job.
+trap 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; exit 1' USR1
+diffmegatron prepare --output "$prefix" --part "$SLURM_ARRAY_TASK_ID/$parts" \
+  --workers "$SLURM_CPUS_PER_TASK" "$@" &
+wait $!

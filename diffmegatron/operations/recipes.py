@@ -1,0 +1,74 @@
+"""``diffmegatron configs``: the recipes and launch scripts that the package carries, as files."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import diffmegatron
+from diffmegatron.config.load import recipe_files
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, reason, shown
+
+CONFIGS = Path(diffmegatron.__file__).parent / "configs"
+LAUNCH = "launch"
+_CLUSTERS = "clusters"
+
+
+def names() -> list[str]:
+    """The recipes by name, their paths in ``configs/`` without ``.yaml``; ``launch`` comes last."""
+    paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
+    return [*(str(path.with_suffix("")) for path in paths), LAUNCH]
+
+
+def described(name: str) -> str:
+    """The first line of what a recipe says about itself."""
+    if name == LAUNCH:
+        return "Scripts for Slurm and torchrun."
+    first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ") if first.startswith("#") else ""
+
+
+def copy(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe with all that it extends, or the launch scripts.
+
+    Args:
+        name: of :func:`names`.
+        folder: takes the place of ``configs/``, or of ``launch/``.
+
+    Returns:
+        The files, that of ``name`` first. What is there with the same content stays.
+
+    Raises:
+        UserError: there is no such recipe, or a file is there with other content.
+    """
+    if name.removesuffix(".yaml") not in names():
+        raise UserError(
+            f"{clipped(repr(name))} is not one of the recipes; 'configs list' names them"
+        )
+    sources = dict(_sources(name.removesuffix(".yaml")))
+    targets = {folder / relative: source for relative, source in sources.items()}
+    try:
+        for target, source in targets.items():
+            if target.exists() and target.read_bytes() != source.read_bytes():
+                raise UserError(
+                    f"{shown(target)} is there and differs from the package's; give another folder"
+                )
+        for target, source in targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    except OSError as error:
+        raise UserError(f"cannot copy into {shown(folder)}: {reason(error)}") from None
+    return [*targets]
+
+
+def _sources(name: str) -> Iterator[tuple[Path, Path]]:
+    """Every file by the path that it is copied to."""
+    if name == LAUNCH:
+        for script in sorted(Path(__file__).parent.glob("*.sh")):
+            yield Path(script.name), script
+        return
+    file = CONFIGS / f"{name}.yaml"
+    # A description of a cluster is no recipe, and extends none.
+    files = [file] if name.startswith(f"{_CLUSTERS}/") else recipe_files(file)
+    for source in files:
+        yield source.relative_to(CONFIGS.resolve()), source

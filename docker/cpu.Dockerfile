@@ -1,0 +1,22 @@
+# Without GPUs: to prepare data, plan, rehearse, export, and run the quickstart.
+#   docker build --file docker/cpu.Dockerfile --tag diffmegatron-cpu .
+#   docker run --volume "$PWD":/workspace diffmegatron-cpu quickstart
+FROM python:3.12-slim
+
+# DeepSpeed and Triton compile small extensions when they are imported.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc g++ \
+ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/diffmegatron
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+# First, from the index that has builds of torch without CUDA if one is given.
+ARG TORCH_INDEX=""
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+    --constraint constraints.txt torch
+COPY diffmegatron diffmegatron
+RUN pip install --no-cache-dir --constraint constraints.txt .
+
+WORKDIR /workspace
+ENTRYPOINT ["diffmegatron"]
+CMD ["doctor"]

@@ -1,0 +1,81 @@
+"""The recipes and launch scripts that the package carries."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffmegatron.cli import app
+from diffmegatron.config.load import load_stages
+from diffmegatron.errors import UserError
+from diffmegatron.operations.recipes import CONFIGS, copy, names
+from tests.paths import ROOT
+
+
+def test_every_recipe_is_copied_with_all_that_it_extends(tmp_path: Path) -> None:
+    for name in names():
+        if not name.startswith(("base/", "clusters/", "launch")):
+            (recipe, *_) = copy(name, tmp_path)
+            assert recipe == tmp_path / f"{name}.yaml"
+            assert load_stages(recipe, to_plan=True) == load_stages(
+                CONFIGS / f"{name}.yaml", to_plan=True
+            )
+    assert (tmp_path / "base/3b.yaml").exists()
+    copy("clusters/example", tmp_path)
+
+
+def test_launch_scripts_are_copied_and_can_be_started(tmp_path: Path) -> None:
+    copied = copy("launch", tmp_path)
+    assert [path.name for path in copied] == ["prepare.sh", "slurm.sh", "torchrun.sh", "worker.sh"]
+    for path in copied:
+        assert path.read_bytes() == (ROOT / "launch" / path.name).read_bytes()
+        assert os.access(path, os.X_OK)
+
+
+def test_a_changed_file_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/3b.yaml").write_text("model: {}\n")
+    with pytest.raises(UserError, match=r"base/3b\.yaml is there and differs"):
+        copy("diff_3b_1t", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_name_that_is_none(tmp_path: Path) -> None:
+    for name in ("nope", "../pyproject", "/etc/passwd"):
+        with pytest.raises(UserError, match=r"is not one of the recipes; .* configs list"):
+            copy(name, tmp_path)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(app, ["configs", "list"]).output
+    assert "quickstart" in listed and "The main job at the size of a laptop" in listed
+    copied = CliRunner().invoke(app, ["configs", "copy", "scaling/diff_830m.yaml"])
+    assert copied.output.splitlines()[0] == "configs/scaling/diff_830m.yaml"
+    assert Path("configs/base/scaling.yaml").exists()
+    CliRunner().invoke(app, ["configs", "copy", "launch"])
+    assert Path("launch/slurm.sh").exists()
+
+
+def test_quickstart_refuses_before_it_removes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/quickstart").mkdir(parents=True)
+    for arguments in (["steps"], ["--attention", "nope"], ["--attention", "softmax,key"]):
+        result = CliRunner().invoke(app, ["quickstart", *arguments])
+        assert isinstance(result.exception, UserError) and "is not of the form" in str(
+            result.exception
+        )
+    assert Path("runs/quickstart").exists()
+
+
+def test_the_wheel_takes_every_file_of_the_package() -> None:
+    package = ROOT / "diffmegatron"
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    (globs,) = described["package-data"].values()
+    taken = {path for pattern in globs for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert {path for path in others if path.parent.name != "__pycache__"} == taken
