@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -31,6 +30,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context.attend import SequenceContext
+from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import (
     QKV_BIAS,
     Constant,
@@ -163,10 +163,7 @@ class SelfAttention(MegatronModule):
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
-        query, key = (
-            apply_rotary_pos_emb(x, rotary_pos_emb, self.config, cp_group=self.context_group)
-            for x in self.variant.normalised(self, query, key)
-        )
+        query, key = (rotate(x, rotary_pos_emb) for x in self.variant.normalised(self, query, key))
         gate = self.variant.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
@@ -221,7 +218,7 @@ class SelfAttention(MegatronModule):
         exact = getattr(parameter, "exact", None)
         if exact is not None:
             parameter = exact + (parameter - parameter.detach())
-        if self._declared[name].sharded:
+        if self._declared[name].sharded or self.tp_group.size() == 1:
             return parameter
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 

@@ -24,6 +24,7 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
     kept = virtual_stages_in_flight(recipe, stage, microbatches) * _virtual_stage_bytes(
         recipe, stage_layers, device
     )
+    kept += _angle_bytes(recipe)
     if stage == parallel.pipeline - 1:
         # The final norm and the output layer's input; one microbatch has come that far.
         return round(kept + local_tokens(recipe) * _norm_and_projection_input(recipe, device))
@@ -136,7 +137,7 @@ def _layer_bytes(recipe: Recipe, device: Device, *, recomputed: bool = False) ->
     if recomputed or recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
-    return local_tokens(recipe) * (norms + attention + mlp) + _rotary_bytes(recipe)
+    return local_tokens(recipe) * (norms + attention + mlp)
 
 
 def _hidden_bytes(recipe: Recipe) -> float:
@@ -178,8 +179,7 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
     return None if recipe.parallel.context == 1 else chosen_communication(recipe)
 
 
-def _rotary_bytes(recipe: Recipe) -> float:
-    """Sines and cosines for q and for k, which every layer keeps once per position."""
-    element = BYTES[recipe.training.precision]
+def _angle_bytes(recipe: Recipe) -> float:
+    """Angles of the rotary embedding, which all layers and microbatches share."""
     positions = recipe.training.seq_length / recipe.parallel.context
-    return 4 * element * recipe.model.attention.head_dim * positions
+    return FLOAT32 * recipe.model.attention.head_dim * positions
