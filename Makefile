@@ -3,13 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test gpu-test gpu-bench lint clean
+.PHONY: quickstart test test-fast gpu-test gpu-bench lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/diffmegatron quickstart
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+# What is decided without training a step: layering, recipes, plans, checkpoints, order of samples.
+FAST := $(addprefix tests/unit/, attempts attention/context attention/kernels checkpoint config \
+	data/index data/sampling optim/test_guard.py optim/test_schedule.py parallel/test_launcher.py \
+	plan test_architecture.py test_files.py test_links.py test_words.py)
+
+test-fast: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST)
 
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
