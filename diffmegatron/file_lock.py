@@ -1,4 +1,8 @@
-"""One process at a time in a place, by a lock that ends with whoever holds it."""
+"""One process at a time in a place, by a lock that ends with whoever holds it.
+
+The package filelock takes the same lock (flock), but does not name the process that holds it,
+leaves its file behind, and ends with an error where the file system knows no locks.
+"""
 
 import fcntl
 import logging

@@ -1,7 +1,9 @@
 """YAML within limits: what a recipe's files and the values of overrides may hold.
 
 Mappings, lists and plain values, as JSON has them; numbers as YAML 1.2 writes them. PyYAML follows
-YAML 1.1, which reads ``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date.
+YAML 1.1, which reads ``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. ruamel.yaml
+follows 1.2 and refuses a key that is there twice, but it takes longer to import and to read a
+recipe, and the limits would be put into it as they are into PyYAML here.
 """
 
 import re

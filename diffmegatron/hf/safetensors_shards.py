@@ -1,4 +1,8 @@
-"""Safetensors files of bounded size, and the index that finds a weight in them."""
+"""Safetensors files of bounded size, and the index that finds a weight in them.
+
+huggingface_hub divides a state dict whose weights are all at hand into such files; here they come
+one by one, as they are gathered from a checkpoint, and no more than one file is held.
+"""
 
 import json
 from pathlib import Path

@@ -1,0 +1,119 @@
+"""What ``diffmegatron.optim`` takes of DeepSpeed that DeepSpeed promises to nobody: all of it.
+
+The pin in pyproject.toml is exact for the sake of these names. Whoever moves it runs this file
+first, which says what is gone, and then tests/parallel and tests/recovery, which say what means
+something else.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.build import build_model
+from diffmegatron.optim.zero import ZeroEngine, import_deepspeed
+from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.training.compute.step import forward_backward
+from tests.conftest import TINY
+
+
+class Attribute(NamedTuple):
+    """A name, the ZeRO stages whose optimizer or parameters have it, and what it must be."""
+
+    name: str
+    stages: tuple[int, ...]
+    kind: type | None = None
+
+
+OF_OPTIMIZERS = [
+    # partition.py, ZeRO 1 and 2
+    Attribute("param_groups", (1, 2), list),
+    Attribute("update_lp_params", (1, 2)),
+    Attribute("params_in_partition", (1, 2), list),
+    Attribute("averaged_gradients", (1, 2, 3), dict),
+    Attribute("all_grad_tensors", (1, 2), dict),
+    # partition.py, ZeRO 3
+    Attribute("fp32_partitioned_groups_flat", (3,), list),
+    Attribute("fp16_groups", (3,), list),
+    Attribute("grad_position", (3,), dict),
+    Attribute("get_param_id", (3,)),
+    Attribute("_get_param_partition_rank", (3,)),
+    Attribute("_reassign_or_swap_out_partitioned_parameters", (3,)),
+    Attribute("persistent_parameters", (3,), list),
+    # zero.py and gate.py
+    Attribute("optimizer", (1, 2, 3), torch.optim.Optimizer),
+    Attribute("_global_grad_norm", (1, 2, 3)),
+]
+OF_PARAMETERS = [
+    Attribute("_hp_mapping", (1, 2)),
+    Attribute("ds_numel", (3,), int),
+]
+OF_MAPPINGS = ["hp_fragment_address", "lp_fragment_address", "param_group_index"]
+
+
+def each(attributes: list[Attribute]):
+    pairs = [(stage, attribute) for attribute in attributes for stage in attribute.stages]
+    return pytest.mark.parametrize(
+        ("stage", "attribute"), pairs, ids=lambda value: getattr(value, "name", f"zero-{value}")
+    )
+
+
+@pytest.fixture(scope="module")
+def engines(corpus, tmp_path_factory) -> dict[int, tuple[Any, list[SimpleNamespace]]]:
+    """DeepSpeed's optimizer after one step, and what parameters carry, by ZeRO stage."""
+    file = tmp_path_factory.mktemp("deepspeed") / "tiny.yaml"
+    file.write_text(TINY.format(run_dir=file.parent / "run", corpus=corpus))
+    return {stage: step(load_recipe(file, [f"parallel.zero_stage={stage}"])) for stage in (1, 2, 3)}
+
+
+def step(recipe) -> tuple[Any, list[SimpleNamespace]]:
+    tokens = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).expand(4, -1)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(4, 16), positions, None)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        with ZeroEngine(network, recipe, parallel_state) as engine:
+            forward_backward(engine, [batch], parallel_state)
+            engine.step(1e-3, lambda norm: True)
+            # As they are now: the engine takes some away when it ends.
+            parameters = [SimpleNamespace(**vars(p), size=p.numel()) for p in network.parameters()]
+            return engine._optimizer, parameters
+
+
+def check(owner: object, attribute: Attribute) -> None:
+    found = getattr(owner, attribute.name)
+    assert isinstance(found, attribute.kind) if attribute.kind else found is not None
+
+
+@each(OF_OPTIMIZERS)
+def test_an_optimizer_has(stage, attribute, engines):
+    check(engines[stage][0], attribute)
+
+
+@each(OF_PARAMETERS)
+def test_a_parameter_has(stage, attribute, engines):
+    for parameter in engines[stage][1]:
+        check(parameter, attribute)
+
+
+@pytest.mark.parametrize("name", OF_MAPPINGS)
+def test_a_mapping_of_a_parameter_has(name, engines):
+    for stage in (1, 2):
+        assert getattr(engines[stage][1][0]._hp_mapping, name) is not None
+    parameter = engines[1][1][0]
+    assert parameter._hp_mapping.hp_fragment_address.numel == parameter.size
+
+
+def test_a_compiled_operator_can_be_declared_missing():
+    assert "deepspeed_shm_comm" in import_deepspeed().ops.__compatible_ops__
+
+
+def test_padding_among_the_gradients_is_marked():
+    """Only where the ranks' parts differ in size, so here the name alone."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    assert "_zero_padding" in inspect.getsource(stage_1_and_2)
