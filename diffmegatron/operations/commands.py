@@ -46,6 +46,24 @@ def end(
     raise typer.Exit(status)
 
 
+@app.command(
+    "torchrun", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def torchrun_(context: typer.Context) -> None:
+    """Called by launch/torchrun.sh: torchrun, which a signal ends in a sentence.
+
+    Exit status of a signal: 128 and its number, as a shell gives it.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main
+
+    try:
+        main(context.args)
+    except SignalException as stopped:
+        print(f"asked to stop by {stopped.sigval.name}: the ranks have ended", file=sys.stderr)
+        raise typer.Exit(128 + stopped.sigval) from None
+
+
 def status(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Of a job; with stages, of all of them")

@@ -17,7 +17,7 @@ rendezvous=(--standalone --local-addr=127.0.0.1)
 if [ "${NNODES:-1}" != 1 ]; then
   rendezvous=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS")
 fi
-torchrun "${rendezvous[@]}" --nproc-per-node="${RANKS:-gpu}" --max-restarts="${RESTARTS:-10}" \
+diffmegatron attempt torchrun "${rendezvous[@]}" --nproc-per-node="${RANKS:-gpu}" --max-restarts="${RESTARTS:-10}" \
   --no-python bash "$here/worker.sh" train "$@" &
 agent=$!
 trap 'kill -TERM "$agent"' TERM USR1 INT

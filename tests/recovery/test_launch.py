@@ -59,6 +59,7 @@ def test_asked_to_stop_the_script_saves_and_exits_with_75(command, stop, tiny_re
             time.sleep(0.2)
         stop(script)
         assert script.wait(timeout=600) == 75, log_of(tmp_path)
+    assert "Traceback" not in (tmp_path / "log").read_text()
     (step,) = CheckpointStore(run_dir).complete()
     state = json.loads((CheckpointStore(run_dir).path(step) / "state.json").read_text())
     assert state["step"] == max(entry["step"] for entry in read_metrics(run_dir))
