@@ -49,10 +49,16 @@ def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
+        # The batch is often a paper's; the microbatch is the user's.
+        smaller = range(training.micro_batch_size - 1, 0, -1)
+        micro = next((size for size in smaller if batch % (data * size) == 0), None)
+        nearest = max(1, round(batch / per_microbatch)) * per_microbatch
+        remedy = (
+            f"{nearest} would be" if micro is None else f"give training.micro_batch_size {micro}"
+        )
         raise UserError(
             f"training.global_batch_size {batch} is no multiple of micro_batch_size "
-            f"{training.micro_batch_size} x data parallel {data}; "
-            f"{max(1, round(batch / per_microbatch)) * per_microbatch} would be"
+            f"{training.micro_batch_size} x data parallel {data}; {remedy}"
         )
     microbatches = batch // per_microbatch
     if parallel.virtual_pipeline > 1 and microbatches % parallel.pipeline:

@@ -65,8 +65,38 @@ def _memory_warnings(
         f"on {ranks_in_words(layout.world_size)} each needs an estimated {needed:.1f} GiB, more "
         f"than {USABLE_SHARE:.0%} of {hardware}'s {available:g} GiB; it fits {known}"
     )
-    enough = _enough_ranks(recipe, layout, USABLE_SHARE * available)
-    yield sentence + (f", and {enough} ranks fit into {available:g} GiB" if enough else "")
+    limit = USABLE_SHARE * available
+    remedies = list(_remedies(recipe, layout, limit))
+    if not remedies:
+        # One that fits shares a sequence or the layers, and there are many ways to.
+        remedies = [
+            "diffmegatron plan --search GPUS ranks the layouts that do, and the recipes of "
+            "configs/at_scale have some"
+        ]
+    yield f"{sentence}; {', or '.join(remedies)}"
+
+
+def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
+    """What fits, one change each; the batch and the length are the experiment's and stay."""
+    ranks = layout.world_size
+    for size in range(recipe.training.micro_batch_size - 1, 0, -1):
+        training = recipe.training.model_copy(update={"micro_batch_size": size})
+        if _fits(recipe.model_copy(update={"training": training}), ranks, limit_gib):
+            yield f"training.micro_batch_size={size} fits"
+            break
+    if recipe.recompute.granularity != "full":
+        again = recipe.recompute.model_copy(update={"granularity": "full"})
+        if _fits(recipe.model_copy(update={"recompute": again}), ranks, limit_gib):
+            yield "recompute.granularity=full fits"
+    if enough := _enough_ranks(recipe, layout, limit_gib):
+        yield f"{enough} ranks fit"
+
+
+def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
+    try:
+        return peak_memory(recipe, ranks) <= limit_gib * GIB
+    except UserError:  # another number of microbatches than the layout takes
+        return False
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:

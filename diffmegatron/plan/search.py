@@ -101,7 +101,7 @@ def print_search(
     for number, candidate in enumerate(shown, 1):
         line = " ".join(candidate.overrides) or "(the recipe as it is)"
         console.print(f"{number:3d}  {line}", highlight=False, soft_wrap=True)
-    print_assumptions(Assumptions().sentences(hardware), console)
+    print_assumptions(Assumptions().sentences(hardware, ACCELERATORS[hardware]), console)
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def plan_recipe(
         memory=memory,
         traffic=count_traffic(recipe, ranks),
         time=estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], assumed),
-        assumptions=assumed.sentences(hardware),
+        assumptions=assumed.sentences(hardware, ACCELERATORS[hardware]),
         warnings=warnings(recipe, layout, memory, hardware),
     )
 

@@ -42,17 +42,17 @@ class Assumptions:
     links: float = 0.7
     host: float = 25e9
 
-    def sentences(self, hardware: str) -> tuple[str, ...]:
-        """The assumptions in words."""
+    def sentences(self, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
+        """The assumptions in words, one line each; those that a first run falls short of say so."""
         return (
-            f"{hardware} in nodes of {GPUS_PER_NODE}; matrix products at {self.matmul:.0%} of its "
-            f"dense peak, attention at {self.attention:.0%}, memory at {self.memory:.0%} of its "
-            "bandwidth",
-            f"{self.network / 1e9:g} GB/s per GPU between nodes and {self.host / 1e9:g} GB/s to "
-            f"the host; collectives reach {self.links:.0%} of links and network",
-            "ring attention overlaps its communication with attention; nothing else overlaps",
-            "recomputation costs time and is no model FLOP; data loading, checkpoints and "
-            "stragglers are left out",
+            f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
+            f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
+            "MFU: model FLOPs over that peak; recomputation takes time and is no model FLOP",
+            f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
+            f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
+            f"collectives reach {self.links:.0%} of links and network (optimistic)",
+            "overlap: of ring attention's communication alone",
+            "data loading, checkpoints and stragglers take no time (optimistic)",
         )
 
 
