@@ -1,0 +1,83 @@
+"""The commands in the code blocks of README.md and docs/*.md, as lists of words."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OTHER_LANGUAGE = re.compile(r"^```\w+\n.*?^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
+# Words that a page writes for what the reader has; what stands for them here.
+PLACEHOLDERS = {
+    "RECIPE": "configs/diff_3b_1t.yaml",
+    "FILE": "configs/clusters/example.yaml",
+    "KEY=VALUE": "training.seed=1",
+    "K/N": "1/8",
+    "{}/64": "1/64",
+    "SECONDS": "60",
+}
+
+
+class Command(NamedTuple):
+    """One simple command of a page: its program, the words after it, and the line."""
+
+    page: str
+    program: str
+    words: list[str]
+    line: str
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """Commands of the programs that this project has, in the order of the page."""
+    text = page.read_text()
+    found = [(each.start(), each[1]) for each in FENCED.finditer(text)]
+    rest = OTHER_LANGUAGE.sub("", FENCED.sub("", text))
+    found += [(len(text) + each.start(), each[0]) for each in INDENTED.finditer(rest)]
+    for _, block in sorted(found):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            for words in _simple_commands(line.strip()):
+                if (command := _ours(page.name, words, line.strip())) is not None:
+                    yield command
+
+
+def _simple_commands(line: str) -> Iterator[list[str]]:
+    """What lies between ``&&``, ``|`` and the like; placeholders in place, comments left out."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split = True
+    try:
+        words = list(lexer)
+    except ValueError:  # no line of a shell
+        return
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if set(word) <= set("();<>|&"):
+            yield command
+            command = []
+        else:
+            # [OPTION ...] may be given, INPUT... repeated; a value may be a list of its own.
+            plain = word if "=[" in word else word.strip("[]").removesuffix("...")
+            if plain not in ("", "OPTION"):
+                command.append(PLACEHOLDERS.get(plain, plain))
+
+
+def _ours(page: str, words: list[str], line: str) -> Command | None:
+    """A command of ``diffmegatron``, ``python -m MODULE``, ``make`` or another with our paths."""
+    while words and re.fullmatch(r"[A-Z_]+=\S*|\*(/\d+)?", words[0]):
+        words = words[1:]
+    if not words:
+        return None
+    if "-m" in words and words[0] in ("python", "torchrun"):
+        at = words.index("-m") + 1
+        return Command(page, words[at], words[at + 1 :], line)
+    if words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
+        return Command(page, words[1], words[2:], line)
+    if "diffmegatron" in words and words[0] in ("diffmegatron", "xargs"):
+        at = words.index("diffmegatron")
+        return Command(page, "diffmegatron", words[at + 1 :], line)
+    if words[0] in ("make", "pytest", "cp", "sbatch") or words[0].startswith("launch/"):
+        return Command(page, words[0], words[1:], line)
+    return None
