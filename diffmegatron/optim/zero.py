@@ -30,6 +30,7 @@ from diffmegatron.optim.gate import (
     held_norms,
 )
 from diffmegatron.optim.groups import parameter_groups
+from diffmegatron.optim.lone_rank import FlatGradients, is_alone
 from diffmegatron.optim.partition import partition_of
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
@@ -76,6 +77,9 @@ class ZeroEngine:
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
+        self._flat = FlatGradients(self._optimizer) if is_alone(self._optimizer) else None
+        # Whether the engine reduces gradients in its step.
+        self._engine.enable_backward_allreduce = self._flat is None
         self._partition = partition_of(self._optimizer)
         self._exact = ExactValues(rounded, self._partition, parallel_state.data_group)
         self._frozen = FrozenWeights(network, parallel_state.data_group)
@@ -120,7 +124,11 @@ class ZeroEngine:
             group["lr"] = learning_rate * group["lr_factor"]
         gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
         self._optimizer.optimizer.gate = gate
+        if self._flat is not None:
+            self._flat.hand_over()
         self._engine.step()
+        if self._flat is not None:
+            self._flat.reset()
         self._exact.refresh()
         if gate.answer is None:
             # DeepSpeed dropped gradients that are not finite before it came to the optimizer.

@@ -136,6 +136,8 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
         states = _zero_2(states, recipe, shards)
     elif is_bf16_optimizer(recipe):
         states = _bf16_zero_1(states, recipe)
+    elif shards == 1 and not recipe.parallel.offload_optimizer:
+        states = _lone_zero_1(states, recipe)
     if recipe.parallel.offload_optimizer:
         return _offloaded(states, recipe, shards)
     return states
@@ -158,6 +160,15 @@ def _bf16_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
     in_place = states.stage == 0 and elements > ALLREDUCE_BUCKET
     copied = 0 if in_place else FLOAT32 * elements
     return replace(states, communication=0, update=copied)
+
+
+def _lone_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
+    """Gradients that nobody shares, flat from the start (:mod:`diffmegatron.optim.lone_rank`).
+
+    Without a bucket; the norm is taken of each of them in float64.
+    """
+    norm = FLOAT64 * _largest_trained(recipe, states.stage)
+    return replace(states, communication=0, update=norm)
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
