@@ -35,6 +35,8 @@ class HeadwiseNorm(NamedTuple):
     def apply_to(self, heads: Tensor) -> Tensor:
         """The norm of `[b, s, h, 2d]` in fp32 arithmetic at least; keeps the dtype."""
         x = heads.to(torch.promote_types(heads.dtype, torch.float32))
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        unit = rms_norm(x, x.shape[-1:], weight, self.eps)
-        return (unit * self.scale).to(heads.dtype)
+        if self.weight is None:
+            weight = torch.full(x.shape[-1:], self.scale, dtype=x.dtype, device=x.device)
+        else:
+            weight = self.weight.to(x.dtype) * self.scale
+        return rms_norm(x, x.shape[-1:], weight, self.eps).to(heads.dtype)

@@ -157,8 +157,8 @@ class _BlockedDiffAttention(torch.autograd.Function):
             for heads, rows, keys in row_blocks(q1_, mask):
                 map1 = attention_map(q1_[heads, :, rows], k1_[heads, keys], mask, rows, keys)
                 map2 = attention_map(q2_[heads, :, rows], k2_[heads, keys], mask, rows, keys)
-                noise = by_noise_head(map2.mul_(weight), shared)
-                by_noise_head(map1, shared, repeats).sub_(noise)
+                noise = by_noise_head(map2, shared)
+                by_noise_head(map1, shared, repeats).addcmul_(noise, weight, value=-1.0)
                 product = map1 @ v_[heads, keys]
                 out[heads, :, rows] = product.view_as(out[heads, :, rows])
             return ungroup_queries(out, v.shape[0]).to(v.dtype)
@@ -183,21 +183,24 @@ class _BlockedDiffAttention(torch.autograd.Function):
                 map2 = attention_map(q2_[heads, :, rows], k2_[heads, keys], mask, rows, keys)
                 dout = grad_out_[heads, :, rows].flatten(1, 2)
                 dmap = dout @ v_[heads, keys].mT
-                noise = by_noise_head(map2 * weight, shared)
-                combined = (by_noise_head(map1, shared, repeats) - noise).view_as(map1)
+                noise = by_noise_head(map2, shared)
+                combined = torch.addcmul(
+                    by_noise_head(map1, shared, repeats), noise, weight, value=-1.0
+                ).view_as(map1)
                 dv[heads, keys].baddbmm_(combined.mT, dout)
-                dscores1, _ = _softmax_backward(map1, dmap)
                 dmap2 = sum_over_signal_heads(dmap, shared, repeats)
-                dscores2, delta2 = _softmax_backward(map2, dmap2)
-                dlambda -= delta2.sum()
-                dscores2.mul_(-weight)
-                for dscores, q, k, dq, dk in (
-                    (dscores1, q1_, k1_, dq1, dk1),
-                    (dscores2, q2_, k2_, dq2, dk2),
+                dlambda -= torch.dot(map2.flatten(), dmap2.flatten())
+                for weights, dweights, q, k, dq, dk in (
+                    (map1, dmap, q1_, k1_, dq1, dk1),
+                    (map2, dmap2, q2_, k2_, dq2, dk2),
                 ):
+                    dscores = _softmax_backward(weights, dweights)
                     product = dscores @ k[heads, keys]
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                     dk[heads, keys].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
+            # The second map's scores weigh -lambda.
+            dq2.mul_(-weight)
+            dk2.mul_(-weight)
             dq1, dq2 = (ungroup_queries(dq * softmax_scale, batch) for dq in (dq1, dq2))
             dk1, dk2, dv = (ungroup_keys(x, batch) for x in (dk1, dk2, dv))
         grads = zip((dq1, dk1, dq2, dk2, dv, dlambda), inputs, strict=True)
@@ -237,7 +240,7 @@ class _BlockedSoftmaxAttention(torch.autograd.Function):
                 weights = attention_map(q_[heads, :, rows], k_[heads, keys], mask, rows, keys)
                 dout = grad_out_[heads, :, rows].flatten(1, 2)
                 dv[heads, keys].baddbmm_(weights.mT, dout)
-                dscores, _ = _softmax_backward(weights, dout @ v_[heads, keys].mT)
+                dscores = _softmax_backward(weights, dout @ v_[heads, keys].mT)
                 product = dscores @ k_[heads, keys]
                 dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                 dk[heads, keys].baddbmm_(dscores.mT, q_[heads, :, rows].flatten(1, 2))
@@ -246,8 +249,7 @@ class _BlockedSoftmaxAttention(torch.autograd.Function):
         return (*(g.to(x.dtype) for g, x in zip((dq, dk, dv), inputs, strict=True)), None, None)
 
 
-def _softmax_backward(attention_map: Tensor, dmap: Tensor) -> tuple[Tensor, Tensor]:
-    """(dS, D) with D = rowsum(P * dP) and dS = P * (dP - D)."""
-    product = attention_map * dmap
-    delta = product.sum(-1, keepdim=True)
-    return product.addcmul_(attention_map, delta, value=-1.0), delta
+def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
+    """dS = P * (dP - rowsum(P * dP)), by the kernel of torch's own softmax."""
+    dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
+    return dscores

@@ -5,35 +5,44 @@ and keys as `[b * h_kv, t, d]`, contiguous, in fp32 (fp64 for fp64 inputs).
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..masks import AttentionMask
 
-# 128 rows x 1K-4K keys x fp32 fit a core's L2 cache; 64 and 256 measured 5-10% slower, 512 30%.
-ROWS_PER_BLOCK = 128
+# Of a map in one block, and of all its heads' maps together: in fp32 these are 512 KiB, which stay
+# in a core's L2 cache with the second map. Rows of 32 or 128 and four times as many elements
+# measured up to a third slower at 256 to 2K keys, and as fast at 4K.
+ROWS_PER_BLOCK = 64
+ELEMENTS_PER_CORE = 2**17
 
 
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """(heads, query rows, keys they see) of each block; blocks that see no key are left out.
 
-    On CPU a block is one kv head per thread, so that each core's share stays in its cache;
-    elsewhere it is all of them, so that launches are few.
+    On CPU a block is one kv head per thread, so that each core's share stays in its cache, or as
+    many more as fit there when the keys are few: a small block takes longer to call than to
+    compute. Elsewhere it is all of them, so that launches are few.
     """
     groups, repeats, length = q.shape[:3]
-    heads_per_block = torch.get_num_threads() if q.device.type == "cpu" else groups
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
-    for head in range(0, groups, heads_per_block):
-        for start in range(0, length, rows_per_block):
-            stop = min(start + rows_per_block, length)
-            key_start, key_stop = mask.key_range(start, stop)
-            if key_start < key_stop:
-                yield (
-                    slice(head, min(head + heads_per_block, groups)),
-                    slice(start, stop),
-                    slice(key_start, key_stop),
-                )
+    for start in range(0, length, rows_per_block):
+        stop = min(start + rows_per_block, length)
+        key_start, key_stop = mask.key_range(start, stop)
+        if key_start == key_stop:
+            continue
+        heads_per_block = groups
+        if q.device.type == "cpu":
+            map_size = repeats * (stop - start) * (key_stop - key_start)
+            heads_per_block = torch.get_num_threads() * max(ELEMENTS_PER_CORE // map_size, 1)
+        for head in range(0, groups, heads_per_block):
+            yield (
+                slice(head, min(head + heads_per_block, groups)),
+                slice(start, stop),
+                slice(key_start, key_stop),
+            )
 
 
 def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
@@ -45,7 +54,7 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
     prefix = mask.unmasked_prefix(rows.start, rows.stop)
     if prefix == scores.shape[-1]:
         return scores
-    hidden = mask.hidden((rows.start, rows.stop), (keys.start + prefix, keys.stop), q.device)
+    hidden = _hidden(mask, (rows.start, rows.stop), (keys.start + prefix, keys.stop), q.device)
     assert hidden is not None
     by_row = scores.unflatten(1, (q.shape[1], q.shape[2]))
     by_row[..., prefix:].masked_fill_(hidden, -torch.inf)
@@ -59,7 +68,7 @@ def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) ->
     """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
-    hidden = mask.hidden((rows.start, rows.stop), (keys.start, keys.stop), like.device)
+    hidden = _hidden(mask, (rows.start, rows.stop), (keys.start, keys.stop), like.device)
     if hidden is None or not bool((empty := hidden.all(-1, keepdim=True)).any()):
         return None
     return empty.repeat(like.shape[1], 1)
@@ -101,6 +110,16 @@ def by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
     """`[heads, noise heads * repeats * rows, keys] -> [heads, noise heads * rows, keys]`."""
     return x if repeats == 1 else by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
+
+
+# A block's heads and both its maps ask for the same table, and so does every layer. Kept from a
+# call under inference_mode, it could not be used in training later.
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _hidden(
+    mask: AttentionMask, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    return mask.hidden(rows, keys, device)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
