@@ -5,6 +5,7 @@ BENCHMARKS = {
     "checkpoint": "saving and loading beside the disk itself, and the guard's cost per step",
     "chunks": "a ring's pairs of chunks, forward and backward",
     "compare_dex": "DEX on a pretrained model beside its controls",
+    "cpu_step": "a training step on a CPU beside a plain loop over transformers' DiffLlama",
     "data": "tokenising, parts, the loader, start-up and up-sampling",
     "layer": "whole layers of kinds of attention side by side",
     "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",

@@ -197,3 +197,11 @@ def test_compare_dex(tmp_path, monkeypatch):
 
 def pick(arms: dict, *names: str) -> dict:
     return {name: arms[name] for name in names}
+
+
+def test_cpu_step(tmp_path):
+    out = tmp_path / "report.json"
+    run("cpu_step", "--lengths", 16, "--seconds", 0.01, "--vocabulary", 64, "--out", out)
+    (row,) = json.loads(out.read_text())["lengths"]
+    assert set(row["ratio"]) == {"plain", "plain, fused AdamW"}
+    assert row["tokens"] == 16 and row["turns"] >= 1
