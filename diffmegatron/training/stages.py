@@ -17,6 +17,7 @@ from diffmegatron.parallel.parallel_state import fail_together
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.trainer import train
 
 
@@ -38,11 +39,13 @@ def train_stages(
         Whether all are finished.
 
     Raises:
-        UserError: as :func:`train`; before any stage where the ranks do not fit one of them.
+        UserError: as :func:`train`; before any stage where the ranks do not fit one of them,
+            or one asks for wandb and it is not installed.
     """
     ranks = read_launch().ranks
     for recipe in recipes:
         recipe.data_parallel(ranks)
+        check_installed(recipe.training.wandb)
     names = [
         f"stage {number} of {len(recipes)}, {Path(recipe.run_dir).name}"
         for number, recipe in enumerate(recipes, start=1)

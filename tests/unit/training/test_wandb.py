@@ -9,6 +9,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.stages import train_stages
 from diffmegatron.training.trainer import train
 
 SHORT = ["training.steps=4", "training.eval_batches=0", "checkpoint.interval=2"]
@@ -75,9 +76,10 @@ def test_no_failure_of_it_ends_a_run(fails_at, told, tiny_recipe, wandb, caplog)
     assert len([e for e in read_metrics(Path(recipe.run_dir)) if "train/loss" in e]) == 4
 
 
-def test_without_the_package_the_recipe_is_refused(tiny_recipe, monkeypatch):
+def test_without_the_package_the_recipe_is_refused_before_any_stage(tiny_recipe, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    recipe = tiny_recipe(*SHORT, TOLD)
-    with pytest.raises(UserError, match=r"'pairs'.*not installed; install diffmegatron\[wandb\]"):
-        train(recipe)
-    assert not Path(recipe.run_dir).exists()
+    first, second = tiny_recipe(*SHORT), tiny_recipe(*SHORT, TOLD)
+    for run in (lambda: train(second), lambda: train_stages([first, second])):
+        with pytest.raises(UserError, match=r"'pairs'.*not installed; install diffmegatron\[wandb"):
+            run()
+    assert not Path(first.run_dir).exists()
