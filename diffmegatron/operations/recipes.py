@@ -43,7 +43,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     """
     if name.removesuffix(".yaml") not in names():
         raise UserError(
-            f"{clipped(repr(name))} is not one of the recipes; 'configs list' names them"
+            f"{clipped(repr(name))} is not one of the recipes; see diffmegatron configs list"
         )
     sources = dict(_sources(name.removesuffix(".yaml")))
     targets = {folder / relative: source for relative, source in sources.items()}
