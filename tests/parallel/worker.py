@@ -18,7 +18,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training import trainer
+from diffmegatron.training import run
+from diffmegatron.training.trainer import train
 
 
 def train_hashing(recipe: Recipe) -> str:
@@ -30,8 +31,8 @@ def train_hashing(recipe: Recipe) -> str:
         digests.append(_hash(network, parallel_state))
         return network
 
-    with mock.patch.object(trainer, "build_model", build):
-        trainer.train(recipe)
+    with mock.patch.object(run, "build_model", build):
+        train(recipe)
     return digests[0]
 
 
