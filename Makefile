@@ -12,7 +12,7 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # What is decided without training a step: layering, recipes, plans, checkpoints, order of samples.
-FAST := $(addprefix tests/unit/, attempts attention/context attention/kernels checkpoint config \
+FAST := $(addprefix tests/unit/, attempts attention/context_parallel attention/kernels checkpoint config \
 	data/index data/sampling optim/test_guard.py optim/test_schedule.py parallel/test_launcher.py \
 	plan test_architecture.py test_files.py test_links.py test_words.py)
 

@@ -24,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.command_line import RESULTS, make_parser
 from benchmarks.timing import describe_machine, timed
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.choose_backend import why_not
 from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.masks import build_mask
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
-from diffmegatron.attention.kernels.select_backend import importable_libraries
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
 # By torch's scaled_dot_product_attention; on a GPU, in 16 bits, by its flash kernel.
 PLAIN = "transformer_sdpa"

@@ -24,14 +24,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.command_line import make_parser
+from diffmegatron.checkpoint.checkpoint_format import Position, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import Position, open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.optim.gate import held_norms
 from diffmegatron.optim.guard import Guard
+from diffmegatron.optim.step_gate import held_norms
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.agreement import agree

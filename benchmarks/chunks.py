@@ -26,8 +26,9 @@ from diffmegatron.attention.kernels.api import (
     chunk_gradients,
     combine_maps,
 )
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call, why_not
-from diffmegatron.attention.kernels.select_backend import importable_libraries
+from diffmegatron.attention.kernels.choose_backend import why_not
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
 BASELINE = "transformer"
 

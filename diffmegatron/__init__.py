@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from diffmegatron.config.schema import Recipe
     from diffmegatron.data.prepare.prepare import prepare
     from diffmegatron.errors import UserError
-    from diffmegatron.hf.importing import import_model
+    from diffmegatron.hf.import_model import import_model
     from diffmegatron.plan.summary import plan_recipe
     from diffmegatron.training.hooks.hook import Hook
     from diffmegatron.training.monitoring.metrics import read_metrics

@@ -19,7 +19,7 @@ from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.progress import say
 
 if TYPE_CHECKING:
-    from diffmegatron.hf.export import LogitDifference
+    from diffmegatron.hf.write_export import LogitDifference
     from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 
 
@@ -49,11 +49,11 @@ def train(
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()
-    from diffmegatron.training.stages import train_stages
+    from diffmegatron.training.training_stages import train_stages
 
     opener: OpenEvaluators | None = None
     if any(stage.training.evaluate for stage in stages):
-        from diffmegatron.evaluation.within import open_evaluators as opener
+        from diffmegatron.evaluation.in_training import open_evaluators as opener
     return train_stages(stages, record, opener, hooks)
 
 
@@ -79,7 +79,7 @@ def export(
         directory = newest
         say(f"exporting {directory}")
     read_manifest(directory)
-    from diffmegatron.hf.from_checkpoint import export_checkpoint
+    from diffmegatron.hf.export_checkpoint import export_checkpoint
 
     return export_checkpoint(directory, Path(out), verify=verify)
 

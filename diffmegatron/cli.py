@@ -212,7 +212,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
-    from diffmegatron.training.supervision.signals import stopping_at_once
+    from diffmegatron.training.fault_tolerance.signals import stopping_at_once
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])
@@ -266,7 +266,7 @@ def import_(
     from diffmegatron.parallel.launcher import read_launch
 
     read_launch()
-    from diffmegatron.hf.importing import import_model
+    from diffmegatron.hf.import_model import import_model
 
     difference = import_model(folder, out, vocab_multiple=vocab_multiple, verify=verify)
     print(f"wrote {out}")

@@ -132,7 +132,7 @@ def _choices(packages: Mapping[str, str | None]) -> tuple[Finding, ...]:
 
 
 def _layer_host(packages: Mapping[str, str | None]) -> Finding:
-    # The rule of diffmegatron.attention.specs, whose import of Megatron takes seconds.
+    # The rule of diffmegatron.attention.layer_specs, whose import of Megatron takes seconds.
     if packages["transformer-engine"]:
         return Finding("layers", "transformer_engine", "transformer-engine is installed")
     return Finding("layers", "local", "Megatron-core's own; transformer-engine is not installed")
@@ -147,8 +147,9 @@ def _ranks_talk_by() -> Finding:
 
 
 def _attention_choices() -> Iterator[Finding]:
-    from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
-    from diffmegatron.attention.kernels.select_backend import importable_libraries
+    from diffmegatron.attention.kernels.choose_backend import choose_backend
+    from diffmegatron.attention.kernels.registry import OPS, Call
+    from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
     for op, what in OPS.items():
         for device in ("cpu", "cuda"):

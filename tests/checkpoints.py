@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.checkpoint_manifest import (
     MANIFEST,
     Manifest,
@@ -14,7 +15,6 @@ from diffmegatron.checkpoint.checkpoint_manifest import (
     write_manifest,
 )
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
 from diffmegatron.config.load import load_recipe
 from diffmegatron.model.parameter_shards import Shard

@@ -1,0 +1,1 @@
+"""Attention in Megatron-core's layers; `self_attention.py` is where a layer's begins."""

@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from diffmegatron.attention.context.attend import SequenceContext
+from diffmegatron.attention.context_parallel.attend import SequenceContext
 from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import (
     QKV_BIAS,
@@ -212,7 +212,7 @@ class SelfAttention(MegatronModule):
         Of a whole one each rank sees only its own heads' share of the gradient; Megatron's region
         sums it over the ranks, with and without sequence parallelism (the ``sequence_parallel``
         attribute would sum only with). Under ZeRO 3 in bf16 the parameter is a rounded one, and its
-        exact value comes with it (:mod:`diffmegatron.optim.exact`).
+        exact value comes with it (:mod:`diffmegatron.optim.float32_parameters`).
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)

@@ -5,7 +5,7 @@ count as a checkpoint.
 
 :func:`read_manifest` compares names, kinds and sizes, which shows a file that is missing, foreign
 or cut short, and is all that listing needs. What is in the files only
-:func:`~diffmegatron.checkpoint.contents.open_checkpoint` can tell, for it reads them.
+:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` can tell, for it reads them.
 """
 
 import json

@@ -49,7 +49,7 @@ def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
     """Read every byte, as a start does, and say what is wrong; exit status 1 if anything is."""
-    from diffmegatron.checkpoint.contents import open_checkpoint
+    from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 
     if not _is_folder(path):
         raise UserError(f"{shown(path)} is no folder; give a checkpoint or a run_dir")
@@ -104,7 +104,7 @@ def inspect(
 
     All of it is read and verified first.
     """
-    from diffmegatron.checkpoint.contents import open_checkpoint
+    from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 
     opened = open_checkpoint(checkpoint)
     print(json.dumps(opened.state, indent=1))

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from diffmegatron.checkpoint.check_pieces import Box, Place, check_tiling
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.reading import TensorFile
-from diffmegatron.checkpoint.tiling import Box, Place, check_tiling
 from diffmegatron.checkpoint.writing import write_safetensors
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, parse_json, shown

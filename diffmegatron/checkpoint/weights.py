@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import (
+from diffmegatron.checkpoint.checkpoint_format import (
     BEGINNING,
     WEIGHT,
     Checkpoint,
     finish_checkpoint,
     rank_file,
 )
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import Piece, named_tensors, write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError

@@ -1,0 +1,1 @@
+"""Recipes; `schema.py` has their sections, `load.py` reads them."""

@@ -1,4 +1,4 @@
-"""``diffmegatron data``: merge parts, look into and after prepared corpora."""
+"""``diffmegatron data``: merge, inspect and verify prepared corpora."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,0 +1,1 @@
+"""The heads that DEX extends, chosen by their scores on text."""

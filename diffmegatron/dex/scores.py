@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.attention.context.gather import whole_sequence
+from diffmegatron.attention.context_parallel.gather import whole_sequence
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network

@@ -9,9 +9,9 @@ import torch
 from torch import distributed
 
 from diffmegatron.attention.variants.dex import HeadsFile, SelectedOn
+from diffmegatron.checkpoint.checkpoint_format import RECIPE
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import RECIPE
 from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.load import check_recipe, load_resolved
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.checkpoint.contents import RECIPE
+from diffmegatron.checkpoint.checkpoint_format import RECIPE
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.pages import Table, markdown_table
 from diffmegatron.evaluation.plots import Curves, plot_runs
+from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.files import shown, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, joined
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.outcome import REPORT, make_outcome, write_outcome
-from diffmegatron.evaluation.ranks import Ranks, export_targets, joined
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
     Measured,
@@ -20,6 +19,7 @@ from diffmegatron.evaluation.result_file import (
     check_records,
     digest,
 )
+from diffmegatron.evaluation.results import REPORT, make_outcome, write_outcome
 from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.ranks import Ranks
+from diffmegatron.evaluation.evaluation_ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 

@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import RecordedRun, curves_of, read_run
 from diffmegatron.evaluation.plots import plot_runs
-from diffmegatron.hf.export import MAX_VERIFY_TOKENS, verify_export
-from diffmegatron.hf.from_checkpoint import training_logits
+from diffmegatron.hf.export_checkpoint import training_logits
 from diffmegatron.hf.modeling import register
+from diffmegatron.hf.write_export import MAX_VERIFY_TOKENS, verify_export
 from diffmegatron.model.accounting import count_parameters
 
 _PROMPT_TOKENS = 64

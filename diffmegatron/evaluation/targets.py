@@ -19,7 +19,7 @@ from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_bytes, shown
 from diffmegatron.hf.configuration import load_config
-from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import SAMPLE
 from diffmegatron.section import MAX_SIZE
 

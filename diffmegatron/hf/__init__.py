@@ -1,0 +1,1 @@
+"""Hugging Face models: the names of weights in `weight_mapping.py`, export and import."""

@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
-from diffmegatron.attention.kernels import registry
-from diffmegatron.attention.kernels.select_backend import dtype_name, importable_libraries
+from diffmegatron.attention.kernels import choose_backend, registry
+from diffmegatron.attention.kernels.resolve_backend import dtype_name, importable_libraries
+from diffmegatron.attention.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.attention.self_attention import SelfAttention
-from diffmegatron.attention.specs import available_host, final_norm, layer_spec
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
@@ -160,7 +160,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
     if attention.operation == "softmax":
         return
     try:
-        registry.choose_backend(
+        choose_backend.choose_backend(
             recipe.training.attention_backend,
             registry.Call(
                 attention.operation,
@@ -177,7 +177,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 def needed_features(recipe: Recipe) -> frozenset[str]:
     """What the attention will ask of its kernel, in the words of ``registry.FEATURES``."""
-    return registry.needed_features(
+    return choose_backend.needed_features(
         documents=recipe.data.reset_attention_mask,
         context=recipe.parallel.context,
         communication=context_communication(recipe),

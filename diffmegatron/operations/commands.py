@@ -189,7 +189,7 @@ def preflight(
     Exit status 71: this node is not fit for what the others are fit for. 2: none is.
     """
     from diffmegatron.attempts.ends import RankRecord
-    from diffmegatron.training.supervision.signals import stopping_at_once
+    from diffmegatron.training.fault_tolerance.signals import stopping_at_once
 
     record = RankRecord.of_environment()
     with record.failures(), stopping_at_once(record):

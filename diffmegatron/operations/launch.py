@@ -17,7 +17,7 @@ from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
-from diffmegatron.operations.job import Job, job_file
+from diffmegatron.operations.sbatch_file import Job, job_file
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
@@ -34,7 +34,7 @@ _SPEAKER = re.compile("^sbatch: (error|fatal): ")
 
 
 @dataclass(frozen=True)
-class Launch:
+class Submission:
     """A job that may be submitted.
 
     Attributes:
@@ -61,7 +61,7 @@ def prepare_launch(
     cluster_file: Path,
     dependency: str | None = None,
     spares: int = 0,
-) -> Launch:
+) -> Submission:
     """Check a recipe and a cluster against each other, and write nothing.
 
     Raises:
@@ -82,7 +82,7 @@ def prepare_chain(
     cluster_file: Path,
     dependency: str | None = None,
     spares: int = 0,
-) -> tuple[Launch, ...]:
+) -> tuple[Submission, ...]:
     """The same with a job for each stage of a recipe; those that are finished are left out.
 
     Each job has its stage's ``run_dir``, and in it the stage as a recipe of its own.
@@ -138,7 +138,7 @@ def _launch(
     cluster: Cluster,
     dependency: str | None,
     spares: int,
-) -> Launch:
+) -> Submission:
     gpus = [] if cluster.gpu is None else [cluster.gpu]
     ranks = nodes * cluster.ranks
     plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
@@ -156,10 +156,10 @@ def _launch(
         spares=spares,
     )
     remarks = _remarks(save, recipes, job, plans)
-    return Launch(job, job_file(job), folder / JOB_FILE, plans, remarks)
+    return Submission(job, job_file(job), folder / JOB_FILE, plans, remarks)
 
 
-def submit(launch: Launch, after: str | None = None) -> str:
+def submit(launch: Submission, after: str | None = None) -> str:
     """Write the job's file into ``run_dir`` and submit it.
 
     Args:
@@ -188,7 +188,7 @@ def submit(launch: Launch, after: str | None = None) -> str:
     return number
 
 
-def submit_chain(launches: Sequence[Launch]) -> list[str]:
+def submit_chain(launches: Sequence[Submission]) -> list[str]:
     """Submit jobs of which each waits until the one before has finished.
 
     Returns:
@@ -208,7 +208,7 @@ def submit_chain(launches: Sequence[Launch]) -> list[str]:
     return numbers
 
 
-def write_files(launch: Launch) -> None:
+def write_files(launch: Submission) -> None:
     """Write what the job reads into its ``run_dir``.
 
     Raises:
@@ -334,7 +334,7 @@ def _output(*command: str) -> str | None:
     return result.stdout
 
 
-def summary(launch: Launch) -> list[str]:
+def summary(launch: Submission) -> list[str]:
     """What the job takes, a line each."""
     job, lines = launch.job, []
     for plan in launch.plans:

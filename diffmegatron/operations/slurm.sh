@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train under Slurm, one task per GPU; requeues itself at the time limit, and after a crash or a hang:
 #   sbatch --nodes=4 launch/slurm.sh configs/diff_3b_350b.yaml [KEY=VALUE ...]
-# diffmegatron launch replaces what is above "set", for the cluster it is given.
+# diffmegatron launch writes the lines above "set" itself (sbatch_file.py), for the cluster it is given.
 #SBATCH --job-name=diffmegatron
 #SBATCH --gpus-per-node=8
 #SBATCH --ntasks-per-node=8

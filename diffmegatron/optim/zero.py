@@ -20,18 +20,18 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
-from diffmegatron.optim.exact import ExactValues
-from diffmegatron.optim.frozen import FrozenWeights
-from diffmegatron.optim.gate import (
+from diffmegatron.optim.float32_parameters import ExactValues
+from diffmegatron.optim.frozen_weights import FrozenWeights
+from diffmegatron.optim.parameter_groups import parameter_groups
+from diffmegatron.optim.partition import partition_of
+from diffmegatron.optim.single_rank import FlatGradients, is_alone
+from diffmegatron.optim.step_gate import (
     Gate,
     GatedAdamW,
     accumulated_gradient,
     decaying_rows,
     held_norms,
 )
-from diffmegatron.optim.groups import parameter_groups
-from diffmegatron.optim.lone_rank import FlatGradients, is_alone
-from diffmegatron.optim.partition import partition_of
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

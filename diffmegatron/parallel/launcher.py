@@ -14,7 +14,7 @@ _MAX_RANKS = 10_000_000
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchEnvironment:
     """The place of this process in a run, as announced.
 
     Attributes:
@@ -41,14 +41,14 @@ class Launch:
     kill_wait: float | None = None
 
 
-def read_launch() -> Launch:
+def read_launch() -> LaunchEnvironment:
     """Everything of the environment that a run uses, checked.
 
     Raises:
         UserError: a value is not of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
             that belongs to it is not.
     """
-    limits = Launch(
+    limits = LaunchEnvironment(
         local_rank=_whole("LOCAL_RANK", 0, _MAX_RANKS, default=0),
         job_end=_seconds("SLURM_JOB_END_TIME", " since 1970"),
         signal_seconds=_seconds("DIFFMEGATRON_SIGNAL_SECONDS"),

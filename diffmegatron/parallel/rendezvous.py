@@ -14,7 +14,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import clipped, reason
-from diffmegatron.parallel.launcher import Launch
+from diffmegatron.parallel.launcher import LaunchEnvironment
 
 # Rank 0 decides who is there; the others wait for that as much longer.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
@@ -23,7 +23,7 @@ _SHOWN_RANKS = 16
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
-def meet(launch: Launch, seconds: float) -> Store:
+def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     """A store that all ranks of a launch share.
 
     Args:
@@ -101,7 +101,7 @@ def _other_sizes(sizes: Sequence[bytes]) -> str:
     return ""
 
 
-def _connected(launch: Launch, seconds: float, place: str) -> Store:
+def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
     assert launch.master is not None
     host, port = launch.master
     try:
@@ -176,7 +176,7 @@ def _until(is_so: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _place(launch: Launch) -> str:
+def _place(launch: LaunchEnvironment) -> str:
     assert launch.master is not None
     host, port = launch.master
     return f"MASTER_ADDR {clipped(host)}, MASTER_PORT {port}"

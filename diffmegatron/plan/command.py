@@ -1,4 +1,4 @@
-"""What the command line calls."""
+"""``diffmegatron plan``: the plan of a recipe or of its stages, printed."""
 
 import math
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_format import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
@@ -22,16 +22,16 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.compute.step import forward_only
+from diffmegatron.training.fault_tolerance.signals import StopRequest
+from diffmegatron.training.fault_tolerance.watchdog import Watchdog
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, say
 from diffmegatron.training.monitoring.records import dispensable
 from diffmegatron.training.monitoring.stragglers import PhaseClock
 from diffmegatron.training.monitoring.wandb_writer import WandbWriter
-from diffmegatron.training.saving.continuation import load_weights, open_start
 from diffmegatron.training.saving.resume import load_snapshot, mixture_change, starting_checkpoint
 from diffmegatron.training.saving.saver import Saver
-from diffmegatron.training.supervision.signals import StopRequest
-from diffmegatron.training.supervision.watchdog import Watchdog
+from diffmegatron.training.saving.start_from import load_weights, open_start
 
 
 class Run:

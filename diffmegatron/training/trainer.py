@@ -13,14 +13,14 @@ from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.agreement import AgreedDecision
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
+from diffmegatron.training.fault_tolerance.run_lock import refuse_a_file, run_lock
+from diffmegatron.training.fault_tolerance.signals import StopRequest
+from diffmegatron.training.fault_tolerance.watchdog import Watchdog
+from diffmegatron.training.hooks.builtin_hooks import builtin_hooks
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.hooks.own_hooks import own_hooks
 from diffmegatron.training.monitoring.evaluators import Evaluator
 from diffmegatron.training.monitoring.wandb_writer import check_installed
 from diffmegatron.training.run import Run
-from diffmegatron.training.supervision.run_lock import refuse_a_file, run_lock
-from diffmegatron.training.supervision.signals import StopRequest
-from diffmegatron.training.supervision.watchdog import Watchdog
 
 
 def train(
@@ -49,7 +49,7 @@ def train(
             and not installed, the guard stopped the run, ``run_dir`` was removed or the last save
             failed.
     """
-    hooks = [*own_hooks(recipe, evaluators), *hooks]
+    hooks = [*builtin_hooks(recipe, evaluators), *hooks]
     launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)
     check_installed(recipe.training.wandb)

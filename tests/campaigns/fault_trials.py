@@ -21,14 +21,7 @@ import numpy as np
 import torch
 import zstandard
 
-from diffmegatron.checkpoint.checkpoint_manifest import (
-    MANIFEST,
-    Manifest,
-    describe_file,
-    write_manifest,
-)
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import (
+from diffmegatron.checkpoint.checkpoint_format import (
     RECIPE,
     STATE,
     Position,
@@ -36,6 +29,13 @@ from diffmegatron.checkpoint.contents import (
     open_checkpoint,
     rank_file,
 )
+from diffmegatron.checkpoint.checkpoint_manifest import (
+    MANIFEST,
+    Manifest,
+    describe_file,
+    write_manifest,
+)
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import named_tensors, pieces_of, write_pieces
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.index.token_store import open_corpus

@@ -33,9 +33,9 @@ from diffmegatron.cli import quiet_libraries
 # ruff: noqa: E402
 quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
 
+from diffmegatron.checkpoint.checkpoint_format import STATE, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import STATE, open_checkpoint
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.campaigns.fault_trials import run_trials

@@ -10,7 +10,7 @@ files are there by then: what the first hour has on a CPU. Only parsed are
 - what takes minutes: ``make quickstart`` and ``make test``, ``--rehearse``, ``--search``,
   benchmarks, campaigns, and ``evaluate``, which tests of their own run;
 - what is done with files of the reader's own: ``import``, ``dex select`` and the recipes of
-  docs/pretrained.md, which tests/unit/hf/test_importing.py runs on a tiny model.
+  docs/pretrained.md, which tests/unit/hf/test_import_model.py runs on a tiny model.
 """
 
 import argparse

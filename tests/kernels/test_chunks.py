@@ -12,7 +12,8 @@ from diffmegatron.attention.kernels.api import (
     diff_attention,
     merge_maps,
 )
-from diffmegatron.attention.kernels.registry import Call, choose_backend
+from diffmegatron.attention.kernels.choose_backend import choose_backend
+from diffmegatron.attention.kernels.registry import Call
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 DOCUMENTS = torch.tensor([0, 4, 6, 12])

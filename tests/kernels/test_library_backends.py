@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_ma
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
-from diffmegatron.attention.kernels.select_backend import importable_libraries
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from diffmegatron.attention.kernels.triton.block_sizes import Target
 from diffmegatron.attention.kernels.wrappers import flash, flash_2call, flash_4call, flex
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY, prepare_corpus

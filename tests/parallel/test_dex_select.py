@@ -9,14 +9,14 @@ import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.dex.select_heads import METHODS, chosen, select_heads
 from diffmegatron.errors import UserError
-from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.training.trainer import train
 from tests.conftest import TINY
 from tests.ranks import launch

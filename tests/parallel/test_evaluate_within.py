@@ -8,15 +8,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.within import metric_name, open_evaluators
+from diffmegatron.evaluation.in_training import metric_name, open_evaluators
 from diffmegatron.model.network import VirtualStage
 from diffmegatron.training.monitoring.metrics import TENSORBOARD, read_metrics
-from diffmegatron.training.stages import train_stages
+from diffmegatron.training.training_stages import train_stages
 from tests.conftest import TINY
 from tests.parallel import within_worker
 from tests.ranks import launch

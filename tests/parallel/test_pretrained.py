@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
-from diffmegatron.hf.from_checkpoint import export_checkpoint
-from diffmegatron.hf.importing import import_model
+from diffmegatron.hf.export_checkpoint import export_checkpoint
+from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.weight_mapping import from_hf
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.batches import open_loader

@@ -8,11 +8,11 @@ from unittest import mock
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.evaluation.in_training import open_evaluators
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.evaluation.suites.needle import Retrieval
-from diffmegatron.evaluation.within import open_evaluators
-from diffmegatron.training.stages import train_stages
+from diffmegatron.training.training_stages import train_stages
 
 
 def train(recipe: Recipe) -> None:

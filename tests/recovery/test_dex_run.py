@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.errors import UserError
-from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 

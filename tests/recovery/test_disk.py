@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring.metrics import read_metrics

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
 from diffmegatron.training.hooks.guard_hook import GuardHook

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring.metrics import read_metrics

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
-from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train

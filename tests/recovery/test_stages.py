@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.training import stages as stages_module
+from diffmegatron.training import training_stages as stages_module
 from diffmegatron.training.monitoring.metrics import read_metrics
-from diffmegatron.training.stages import train_stages
 from diffmegatron.training.trainer import train
+from diffmegatron.training.training_stages import train_stages
 from tests.conftest import TINY
 
 STAGES = """

@@ -15,8 +15,8 @@ import zstandard
 from hypothesis import strategies as st
 
 from diffmegatron.attention.variants.dex import Dex
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.config.load import check_recipe, load_stages
 from diffmegatron.data.index.sealed_json import write_sealed
 from diffmegatron.data.index.token_store import open_corpus
@@ -31,16 +31,16 @@ from diffmegatron.data.prepare.record_formats import Fields
 from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.classes import TASKS
+from diffmegatron.evaluation.classification_datasets import TASKS
+from diffmegatron.evaluation.document_datasets import read_passages
+from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
-from diffmegatron.evaluation.passages import read_passages
-from diffmegatron.evaluation.problems import BENCHMARKS
 from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.original import keep_original, read_dtypes
-from diffmegatron.hf.source import Source
+from diffmegatron.hf.pretrained_files import keep_original, read_dtypes
+from diffmegatron.hf.pretrained_weights import Source
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
 from diffmegatron.training.monitoring.metrics import MetricsWriter, read_metrics

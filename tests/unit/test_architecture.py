@@ -24,7 +24,7 @@ LAYERS = [
     {"training", "hf"},
     {"training.hooks"},
     {"training.run"},
-    {"training.supervision"},
+    {"training.fault_tolerance"},
     {"training.saving"},
     {"training.monitoring"},
     {"training.compute"},
@@ -47,11 +47,11 @@ LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for packag
 
 MEGATRON = {
     "model",
-    "attention/context",
+    "attention/context_parallel",
     "attention/lora.py",
     "attention/rms_norm.py",
     "attention/self_attention.py",
-    "attention/specs.py",
+    "attention/layer_specs.py",
     "parallel",
     "checkpoint",
     "data/index/token_store.py",

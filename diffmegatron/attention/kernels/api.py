@@ -13,7 +13,7 @@ from .chunks import chunk_attention, chunk_gradients
 from .headwise_norm import HeadwiseNorm
 from .maps import QKV, WholeAttention, combine_maps, merge_maps
 from .masks import build_mask
-from .select_backend import backend_table, call_of, importable_libraries, resolve_backend
+from .resolve_backend import backend_table, call_of, importable_libraries, resolve_backend
 
 __all__ = [
     "QKV",

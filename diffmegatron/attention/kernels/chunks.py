@@ -21,7 +21,7 @@ from .checks import (
 from .maps import QKV, WholeAttention
 from .masks import AttentionMask, build_mask
 from .registry import Backend, Op
-from .select_backend import call_of, resolve_backend
+from .resolve_backend import call_of, resolve_backend
 
 
 def chunk_attention(

@@ -1,4 +1,4 @@
-"""Backward passes that cannot be differentiated again say so, however they are asked."""
+"""Like torch's ``once_differentiable``, for second derivatives towards the inputs as well."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -35,8 +35,8 @@ from diffmegatron.attention.variants.base import (
     Parameter,
     Variant,
 )
+from diffmegatron.attention.variants.lambda_init import LambdaInit
 from diffmegatron.attention.variants.softmax import Softmax
-from diffmegatron.attention.variants.two_map_variant import LambdaInit
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import Count, Section, Size

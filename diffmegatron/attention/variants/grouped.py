@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, LambdaInit, TwoMaps
+from diffmegatron.attention.variants.lambda_init import LambdaInit
+from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
 from diffmegatron.section import Size
 
 

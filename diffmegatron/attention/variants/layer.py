@@ -30,7 +30,8 @@ class Layer(Protocol):
 
 
 class Context(Protocol):
-    """Attention to the whole sequence, on one device or on several (attention/context/attend.py).
+    """Attention to the whole sequence, on one device or on several
+    (attention/context_parallel/attend.py).
 
     Queries [s, b, heads, d], keys and values [s, b, heads, d] come in the order of ``Heads``.
     """

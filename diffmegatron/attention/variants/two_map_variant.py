@@ -4,10 +4,9 @@ Ye et al., ICLR 2025, equations 1 to 3: head n is RMSNorm((A1_n - lambda A2_n) V
 Grouped, the maps of r signal heads share the map of one noise head.
 """
 
-import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from diffmegatron.attention.kernels import costs
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
@@ -21,40 +20,14 @@ from diffmegatron.attention.variants.base import (
     Products,
     Variant,
 )
+from diffmegatron.attention.variants.lambda_init import LambdaInit
 from diffmegatron.attention.variants.projection_heads import Heads, Rows
 from diffmegatron.attention.variants.softmax import Softmax
-from diffmegatron.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-class LambdaInit(Section):
-    """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
-
-    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)) with l the global layer number from 1;
-    ``constant`` is ``value`` in every layer.
-    """
-
-    policy: Literal["exponential", "constant"] = "exponential"
-    value: float | None = Field(default=None, gt=0, lt=1)
-
-    @model_validator(mode="after")
-    def _value_belongs_to_constant(self) -> Self:
-        if (self.policy == "constant") != (self.value is not None):
-            raise ValueError(
-                f"model.attention.lambda_init.value is {self.value} with policy {self.policy!r}; "
-                "give a value with 'constant' and none with 'exponential'"
-            )
-        return self
-
-    def of_layer(self, number: int) -> float:
-        """lambda_init of a layer by its global number from 1, never the number in its stage."""
-        if self.value is not None:
-            return self.value
-        return 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
 
 
 class TwoMaps(Variant):

@@ -22,7 +22,7 @@ from diffmegatron.data.sampling.document_order import (
 )
 from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.permutation import derive_key, permute
-from diffmegatron.data.sampling.sequence_blocks import Blocks, Pieces, open_blocks
+from diffmegatron.data.sampling.sequences import Blocks, Pieces, open_blocks
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
+from diffmegatron.evaluation.document_datasets import Passage, read_passages
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.passages import Passage, read_passages
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target

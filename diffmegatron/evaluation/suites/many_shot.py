@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
-from diffmegatron.evaluation.classes import TASKS, Questions, check_tasks, choose
+from diffmegatron.evaluation.classification_datasets import TASKS, Questions, check_tasks, choose
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.problems import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target

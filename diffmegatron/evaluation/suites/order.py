@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
-from diffmegatron.evaluation.classes import Example, Questions, check_tasks, choose
+from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks, choose
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR

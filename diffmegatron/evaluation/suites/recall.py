@@ -1,4 +1,4 @@
-"""Associative recall on real text: the loss of what the context has said before (Zoology).
+"""Associative recall on real text: the loss where a bigram of the context comes again (Zoology).
 
 Arora et al. 2023, as Ye et al. use it (table 6): the last token of a bigram that stands earlier in
 the context and is rare in training is an AR hit; every other token is not.

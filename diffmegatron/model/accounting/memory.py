@@ -163,7 +163,7 @@ def _bf16_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
 
 
 def _lone_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
-    """Gradients that nobody shares, flat from the start (:mod:`diffmegatron.optim.lone_rank`).
+    """Gradients that nobody shares, flat from the start (:mod:`diffmegatron.optim.single_rank`).
 
     Without a bucket; the norm is taken of each of them in float64.
     """

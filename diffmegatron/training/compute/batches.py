@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.attention.context.zigzag import shard_sequence
+from diffmegatron.attention.context_parallel.zigzag import shard_sequence
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
-from diffmegatron.attention.context.zigzag import to_sequence_order
+from diffmegatron.attention.context_parallel.zigzag import to_sequence_order
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.parallel.parallel_state import ParallelState

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from diffmegatron.optim.guard import Action, StepDecision
+from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event
+from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.observations import lambdas
 from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import return_point
-from diffmegatron.training.supervision.events import stopped_by_guard, write_event
-from diffmegatron.training.supervision.logits import largest_logits
 
 
 class GuardHook(Hook):

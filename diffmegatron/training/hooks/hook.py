@@ -10,8 +10,8 @@ class Hook:
     """What a run does beside its steps; subclass it and give it to ``train``.
 
     At each point every rank calls the same hooks in the same order: those of the run itself
-    (:func:`~diffmegatron.training.hooks.own_hooks.own_hooks`), then the user's as they were given.
-    So any hook may call collectives, as long as it does so on every rank; what is behind
+    (:func:`~diffmegatron.training.hooks.builtin_hooks.builtin_hooks`), then the user's as they were
+    given. So any hook may call collectives, as long as it does so on every rank; what is behind
     ``run.parallel_state.is_main`` may not. An exception ends the run; a rank that raises alone
     leaves the others waiting until the launcher or the watchdog ends them.
     """

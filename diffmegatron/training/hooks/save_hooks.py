@@ -9,7 +9,7 @@ from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.run import Run
 
 
-class FinishSave(Hook):
+class FinishSaveHook(Hook):
     """Makes the save that is under way count as soon as it may."""
 
     def after_step(self, run: Run) -> None:
@@ -19,7 +19,7 @@ class FinishSave(Hook):
             run.close_save()
 
 
-class BeginSave(Hook):
+class BeginSaveHook(Hook):
     """Saves every ``checkpoint.interval`` steps, again after a failure, and at the end."""
 
     def after_step(self, run: Run) -> None:

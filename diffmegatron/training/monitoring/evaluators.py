@@ -1,4 +1,4 @@
-"""What a run is told to measure of itself beside its loss, by packages above it."""
+"""What a run measures beside its training loss: held-out losses, and the suites it is given."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol

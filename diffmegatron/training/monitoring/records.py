@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints and can do without: no failure of it ends a training."""
+"""Metrics, events and other records: a failure to write them is logged and never ends training."""
 
 import logging
 import os

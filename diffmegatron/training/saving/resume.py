@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import distributed
 
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import (
+from diffmegatron.checkpoint.checkpoint_format import (
     WEIGHT,
     Checkpoint,
     Position,
@@ -16,6 +15,7 @@ from diffmegatron.checkpoint.contents import (
     open_checkpoint,
     rank_file,
 )
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.sharded import ShardedReader, pieces_of
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError

@@ -1,9 +1,9 @@
-"""Whether saves are quick enough for what Slurm gives them, told by the run that makes them."""
+"""Warnings of a run whose saves take longer than Slurm's KillWait or signal margin allows."""
 
-from diffmegatron.parallel.launcher import Launch
+from diffmegatron.parallel.launcher import LaunchEnvironment
 
 
-def save_warnings(seconds: float, launch: Launch, margin: float) -> dict[str, str]:
+def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
     """What to say about a save of so many seconds, by what it is about; mostly nothing.
 
     Args:

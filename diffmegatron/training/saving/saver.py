@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import distributed
 
+from diffmegatron.checkpoint.checkpoint_format import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
-from diffmegatron.checkpoint.contents import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.sharded import write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError

@@ -1,6 +1,6 @@
 """A run at a step, as this rank holds it, into host memory.
 
-See :mod:`diffmegatron.checkpoint.contents` for the files,
+See :mod:`diffmegatron.checkpoint.checkpoint_format` for the files,
 :mod:`~diffmegatron.training.saving.resume` for the way back.
 """
 

@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from diffmegatron.attention.layer_specs import layer_spec
 from diffmegatron.attention.self_attention import SelfAttention
-from diffmegatron.attention.specs import layer_spec
 from diffmegatron.attention.variants import Variant
 from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.attention.variants.diff_v2 import DiffV2

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import build_module
 
-from diffmegatron.attention.specs import layer_spec
+from diffmegatron.attention.layer_specs import layer_spec
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.build import transformer_config
 from diffmegatron.parallel.parallel_state import process_groups

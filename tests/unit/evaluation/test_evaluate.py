@@ -17,22 +17,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.ranks import Ranks, export_targets
 from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.targets import Target, find_targets
 from diffmegatron.files import read_text
-from diffmegatron.hf.from_checkpoint import export_checkpoint, training_logits
-from diffmegatron.hf.importing import import_model
+from diffmegatron.hf.export_checkpoint import export_checkpoint, training_logits
+from diffmegatron.hf.import_model import import_model
 from diffmegatron.training.trainer import train
 from tests.paths import DOCS
 from tests.pretrained import write_pretrained

@@ -14,7 +14,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.hf.chat_template import CHAT_TEMPLATE
-from diffmegatron.hf.from_checkpoint import export_checkpoint
+from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.training.trainer import train
 

@@ -14,8 +14,8 @@ from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf import weight_mapping as layout
 from diffmegatron.hf.configuration import to_hf_config
-from diffmegatron.hf.export import logit_difference
 from diffmegatron.hf.weight_mapping import from_hf, to_hf
+from diffmegatron.hf.write_export import logit_difference
 
 DIFF = {"kind": "diff_v1"}
 # The pair's: twice the heads that stand beside it, and twice the key-value heads.

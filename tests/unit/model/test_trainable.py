@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from diffmegatron.attention.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.config.load import check_recipe
 from diffmegatron.config.lora_config import LoraConfig
 from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import trained_parts
 from diffmegatron.errors import UserError
-from diffmegatron.hf.from_checkpoint import export_checkpoint, merged_weights
+from diffmegatron.hf.export_checkpoint import export_checkpoint, merged_weights
 from diffmegatron.model.accounting import (
     count_flops,
     count_parameters,

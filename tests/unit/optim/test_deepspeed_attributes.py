@@ -44,7 +44,7 @@ OF_OPTIMIZERS = [
     Attribute("_get_param_partition_rank", (3,)),
     Attribute("_reassign_or_swap_out_partitioned_parameters", (3,)),
     Attribute("persistent_parameters", (3,), list),
-    # lone_rank.py
+    # single_rank.py
     Attribute("_build_compact_grad_partition_buffer", (1, 2)),
     Attribute("_release_ipg_buffers", (1, 2)),
     Attribute("_grad_acc_hooks", (1, 2), list),
@@ -53,7 +53,7 @@ OF_OPTIMIZERS = [
     Attribute("cpu_offload", (1, 2), bool),
     Attribute("use_grad_accum_attribute", (1, 2), bool),
     Attribute("check_grad_overflow", (1, 2), bool),
-    # zero.py and gate.py
+    # zero.py and step_gate.py
     Attribute("optimizer", (1, 2, 3), torch.optim.Optimizer),
     Attribute("_global_grad_norm", (1, 2, 3)),
 ]

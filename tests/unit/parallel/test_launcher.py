@@ -5,7 +5,7 @@ import torch
 
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
-from diffmegatron.parallel.launcher import Launch, read_launch
+from diffmegatron.parallel.launcher import LaunchEnvironment, read_launch
 from diffmegatron.training.saving.save_time import save_warnings
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
@@ -32,13 +32,13 @@ def environment(monkeypatch):
 
 def test_with_and_without_a_launcher(environment):
     environment({})
-    assert read_launch() == Launch(rank=0, ranks=1, local_rank=0, master=None)
+    assert read_launch() == LaunchEnvironment(rank=0, ranks=1, local_rank=0, master=None)
     environment({"SLURM_JOB_END_TIME": "1735689600"})
-    assert read_launch() == Launch(job_end=1735689600.0)
+    assert read_launch() == LaunchEnvironment(job_end=1735689600.0)
     environment({"DIFFMEGATRON_KILL_WAIT": "30", "DIFFMEGATRON_SIGNAL_SECONDS": "600"})
-    assert read_launch() == Launch(kill_wait=30.0, signal_seconds=600.0)
+    assert read_launch() == LaunchEnvironment(kill_wait=30.0, signal_seconds=600.0)
     environment(WHOLE | {"LOCAL_RANK": "1"})
-    assert read_launch() == Launch(rank=1, ranks=2, local_rank=1, master=("host", 1234))
+    assert read_launch() == LaunchEnvironment(rank=1, ranks=2, local_rank=1, master=("host", 1234))
     environment(WHOLE | {"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (read_launch().attempt, read_launch().agent_store) == (3, True)
 
@@ -108,4 +108,4 @@ def test_a_rank_without_a_gpu_is_one_sentence(environment, monkeypatch):
     ],
 )
 def test_a_save_that_is_too_long_for_slurm(seconds, limits, margin, said):
-    assert set(save_warnings(seconds, Launch(**limits), margin)) == said
+    assert set(save_warnings(seconds, LaunchEnvironment(**limits), margin)) == said

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diffmegatron.errors import MachineError, UserError
-from diffmegatron.parallel.launcher import Launch
+from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.rendezvous import meet
 from tests.paths import ROOT
 
@@ -23,11 +23,11 @@ def port():
         return listener.getsockname()[1]
 
 
-def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") -> Launch:
-    return Launch(rank=rank, ranks=ranks, master=(host, port))
+def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") -> LaunchEnvironment:
+    return LaunchEnvironment(rank=rank, ranks=ranks, master=(host, port))
 
 
-def outcomes(launches: list[Launch], seconds: float, delay: float = 0.0) -> list[str]:
+def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0.0) -> list[str]:
     """What each of several ranks, one after the other, gets from the others, or its sentence."""
     there = threading.Barrier(len(launches))
 
@@ -79,9 +79,9 @@ def test_rank_0_does_not_arrive(port, capfd):
 
 def test_rank_0_dies_while_others_wait(port):
     script = (
-        "from diffmegatron.parallel.launcher import Launch;"
+        "from diffmegatron.parallel.launcher import LaunchEnvironment;"
         "from diffmegatron.parallel.rendezvous import meet;"
-        f"meet(Launch(rank=0, ranks=3, master=('localhost', {port})), 600)"
+        f"meet(LaunchEnvironment(rank=0, ranks=3, master=('localhost', {port})), 600)"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
     with ThreadPoolExecutor(1) as pool:

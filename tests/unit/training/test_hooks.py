@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.training.hooks.builtin_hooks import builtin_hooks
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.hooks.own_hooks import own_hooks
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
@@ -58,5 +58,5 @@ def test_a_users_hook_sees_every_step_records_and_stops_the_run(tiny_recipe):
 def test_the_order_of_the_own_hooks_is_the_documented_one(tiny_recipe):
     documented = re.findall(r"^\| \d \| `(\w+)`", ARCHITECTURE.read_text(), re.MULTILINE)
     assert [
-        type(hook).__name__ for hook in own_hooks(tiny_recipe("training.profile.start=1"), ())
+        type(hook).__name__ for hook in builtin_hooks(tiny_recipe("training.profile.start=1"), ())
     ] == documented

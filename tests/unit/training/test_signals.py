@@ -7,8 +7,8 @@ import time
 import pytest
 
 from diffmegatron.errors import UserError
-from diffmegatron.training.supervision import signals
-from diffmegatron.training.supervision.signals import StopRequest
+from diffmegatron.training.fault_tolerance import signals
+from diffmegatron.training.fault_tolerance.signals import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import open_checkpoint
 from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.batches import open_loader

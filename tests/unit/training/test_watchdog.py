@@ -11,7 +11,7 @@ SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 from diffmegatron.config.recovery_config import WatchdogConfig
-from diffmegatron.training.supervision.watchdog import Watchdog
+from diffmegatron.training.fault_tolerance.watchdog import Watchdog
 
 def a_thread_of_the_loader():
     time.sleep(60)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.attention.variants.grouped import Grouped
-from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, LambdaInit, TwoMaps
+from diffmegatron.attention.variants.lambda_init import LambdaInit
+from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
 
 CONSTANT = LambdaInit(policy="constant", value=0.35)
 

@@ -21,7 +21,7 @@ from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, S
 from diffmegatron.data.sampling.packing import best_fit, pack
 from diffmegatron.data.sampling.permutation import derive_key, permute, random_bits, uniform
 from diffmegatron.data.sampling.samples import SourceSamples
-from diffmegatron.data.sampling.sequence_blocks import Blocks, Concatenated
+from diffmegatron.data.sampling.sequences import Blocks, Concatenated
 from diffmegatron.errors import UserError
 
 END = 1_000_000

@@ -14,10 +14,10 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import judge as judges
+from diffmegatron.evaluation.document_datasets import TASKS, Passage, read_passages
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.passages import TASKS, Passage, read_passages
 from diffmegatron.evaluation.suites.hallucination import JUDGE_PROMPT, Hallucination, judge_question
 from diffmegatron.evaluation.targets import find_targets
 from tests.paths import DOCS

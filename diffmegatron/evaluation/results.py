@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import Estimate, difference, estimate
-from diffmegatron.evaluation.pages import to_html, to_markdown
+from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer

@@ -5,8 +5,8 @@ from pathlib import Path
 from torch import distributed
 
 from diffmegatron.attention.variants import Variant
+from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.stage_folders import is_no_run, last_stage
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows

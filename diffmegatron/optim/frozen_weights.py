@@ -1,4 +1,4 @@
-"""The weights that are not trained: nobody's optimizer has them, and a checkpoint must.
+"""The weights that are not trained: no optimizer state holds them, so checkpoints store them here.
 
 Each rank reads and writes a share of them, as it does of those that ZeRO partitions.
 """

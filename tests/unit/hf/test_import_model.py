@@ -13,15 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from diffmegatron.checkpoint.contents import open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_resolved
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.hf import configuration, importing
-from diffmegatron.hf.export import logit_difference
-from diffmegatron.hf.from_checkpoint import export_checkpoint, sample, training_logits
-from diffmegatron.hf.importing import import_model
+from diffmegatron.hf import configuration
+from diffmegatron.hf import import_model as importing
+from diffmegatron.hf.export_checkpoint import export_checkpoint, sample, training_logits
+from diffmegatron.hf.import_model import import_model
+from diffmegatron.hf.write_export import logit_difference
 from tests.paths import DOCS
 from tests.pretrained import FAMILIES, LLAMA3, write_pretrained
 

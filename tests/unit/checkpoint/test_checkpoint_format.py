@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffmegatron.checkpoint.contents import Checkpoint, open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.sharded import KINDS
 from diffmegatron.errors import UserError
 from tests.checkpoints import (

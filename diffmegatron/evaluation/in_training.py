@@ -26,7 +26,7 @@ from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped
-from diffmegatron.hf.original import find_original
+from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.batches import on_this_rank

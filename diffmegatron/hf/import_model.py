@@ -5,20 +5,20 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from diffmegatron.checkpoint.contents import RECIPE, open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import RECIPE, open_checkpoint
 from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.config.load import check_recipe, dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
+from diffmegatron.hf.atomic_directory import appearing_whole
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.export import LogitDifference, verify_export
-from diffmegatron.hf.from_checkpoint import sample, training_logits
-from diffmegatron.hf.original import keep_original
-from diffmegatron.hf.source import Source
+from diffmegatron.hf.export_checkpoint import sample, training_logits
+from diffmegatron.hf.pretrained_files import keep_original
+from diffmegatron.hf.pretrained_weights import Source
 from diffmegatron.hf.weight_mapping import from_hf, table
-from diffmegatron.hf.whole_directory import appearing_whole
+from diffmegatron.hf.write_export import LogitDifference, verify_export
 
 FOLDER = "hugging_face"
 # Both sides compute in float32 with the same weights: what is left is the order of summation.

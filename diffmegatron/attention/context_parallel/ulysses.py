@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diffmegatron.attention.context.zigzag import to_rank_order, to_sequence_order
+from diffmegatron.attention.context_parallel.zigzag import to_rank_order, to_sequence_order
 
 
 def ulysses_attention(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
-from diffmegatron.attention.context.attend import row_boundaries
-from diffmegatron.attention.context.zigzag import (
+from diffmegatron.attention.context_parallel.attend import row_boundaries
+from diffmegatron.attention.context_parallel.zigzag import (
     rank_chunks,
     shard_sequence,
     to_rank_order,

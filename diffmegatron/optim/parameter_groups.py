@@ -14,8 +14,8 @@ def parameter_groups(network: torch.nn.Module, recipe: Recipe) -> list[dict[str,
     Parameters of different dtypes stay in groups of their own: ZeRO flattens a group into one
     buffer, and a bf16 model keeps some of its attention's parameters in float32. So do those of
     which some rows are frozen: AdamW would let all of them decay, so ``row_decay`` is what the
-    others shall have (:class:`~diffmegatron.optim.gate.GatedAdamW`). ``lr_factor`` is the multiple
-    of the learning rate.
+    others shall have (:class:`~diffmegatron.optim.step_gate.GatedAdamW`). ``lr_factor`` is the
+    multiple of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in network.named_parameters():

@@ -21,10 +21,10 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import tokenizer as hf_tokenizer
-from diffmegatron.hf.export import logit_difference, verify_export, write_export
+from diffmegatron.hf.atomic_directory import appearing_whole
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
-from diffmegatron.hf.whole_directory import appearing_whole
+from diffmegatron.hf.write_export import logit_difference, verify_export, write_export
 from tests.unit.hf.test_weight_mapping import (
     DIFF,
     END,

@@ -6,9 +6,9 @@ from pathlib import Path
 from torch import distributed
 
 from diffmegatron.attempts.ends import RankRecord
+from diffmegatron.checkpoint.checkpoint_format import check_same_run, read_recipe
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.contents import check_same_run, read_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diffmegatron.attention.context.gather import gathered_attention
-from diffmegatron.attention.context.ring import Ring, ring_attention
-from diffmegatron.attention.context.ulysses import ulysses_attention
+from diffmegatron.attention.context_parallel.gather import gathered_attention
+from diffmegatron.attention.context_parallel.ring import Ring, ring_attention
+from diffmegatron.attention.context_parallel.ulysses import ulysses_attention
 from diffmegatron.attention.kernels.api import QKV, HeadwiseNorm, diff_attention, softmax_attention
 from diffmegatron.attention.variants.base import ContextCommunication
 

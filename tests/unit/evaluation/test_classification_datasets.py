@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.classes import (
+from diffmegatron.evaluation.classification_datasets import (
     TASKS,
     Example,
     Prompt,

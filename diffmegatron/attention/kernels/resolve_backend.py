@@ -1,4 +1,4 @@
-"""Which backend computes an attention call on this machine: `registry` and what is installed."""
+"""The backend that computes a call on this machine: `choose_backend` with what is installed."""
 
 import logging
 from functools import cache
@@ -7,7 +7,8 @@ from importlib import util
 import torch
 from torch import Tensor
 
-from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
+from .choose_backend import choose_backend, why_not
+from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op
 from .wrappers.flash import load_library
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def resolve_backend(backend: str, call: Call) -> Backend:
     """The chosen backend; the choice and its reason are logged once.
 
     Raises:
-        ValueError: as `registry.choose_backend`.
+        ValueError: as `choose_backend.choose_backend`.
     """
     name, reason = choose_backend(backend, call, importable_libraries())
     where = f"{call.device}, {call.dtype}, d={call.head_dim}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from diffmegatron.attention.context.zigzag import rank_chunks
+from diffmegatron.attention.context_parallel.zigzag import rank_chunks
 from diffmegatron.attention.kernels.api import (
     QKV,
     WholeAttention,

@@ -10,8 +10,8 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.step import summed_loss
-from diffmegatron.training.supervision import logits
-from diffmegatron.training.supervision.logits import largest_logits
+from diffmegatron.training.fault_tolerance import largest_logits as logits
+from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 # Overrides of the recipe's four differential heads on two key-value heads, and which key each

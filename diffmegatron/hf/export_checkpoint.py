@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from diffmegatron.checkpoint.contents import WEIGHT, Checkpoint, open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint, open_checkpoint
 from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
 from diffmegatron.config.schema import Recipe
@@ -15,8 +15,8 @@ from diffmegatron.config.tensors import LORA_A, LORA_B
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.hf.export import LogitDifference, verify_export, write_export
-from diffmegatron.hf.original import find_original
+from diffmegatron.hf.pretrained_files import find_original
+from diffmegatron.hf.write_export import LogitDifference, verify_export, write_export
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import backend_table, diff_attention
-from diffmegatron.attention.kernels.registry import (
+from diffmegatron.attention.kernels.choose_backend import (
     AUTO_ORDER,
+    choose_backend,
+    needed_features,
+    why_not,
+)
+from diffmegatron.attention.kernels.registry import (
     BACKENDS,
     DIFFERENTIAL,
     Call,
-    choose_backend,
-    needed_features,
     whole_sequence_backends,
-    why_not,
 )
-from diffmegatron.attention.kernels.select_backend import importable_libraries, resolve_backend
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries, resolve_backend
 
 NOTHING: frozenset[str] = frozenset()
 ON_CUDA = Call("differential", "cuda", "bfloat16", 128)

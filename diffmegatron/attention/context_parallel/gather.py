@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diffmegatron.attention.context.zigzag import rank_chunks, to_sequence_order
+from diffmegatron.attention.context_parallel.zigzag import rank_chunks, to_sequence_order
 
 # (query chunk, all keys up to its end, their values, number of the chunk) -> its heads
 AttendChunk = Callable[[Tensor, Tensor, Tensor, int], Tensor]

@@ -8,11 +8,11 @@ from diffmegatron.training.hooks.guard_hook import GuardHook
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.hooks.metrics_hook import MetricsHook
 from diffmegatron.training.hooks.profile_hook import ProfileHook
-from diffmegatron.training.hooks.save_hooks import BeginSave, FinishSave
+from diffmegatron.training.hooks.save_hooks import BeginSaveHook, FinishSaveHook
 from diffmegatron.training.monitoring.evaluators import Evaluator, final_test_loss, held_out_loss
 
 
-def own_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
+def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     """What a recipe asks for beside its steps.
 
     The order matters: a save that a sound step has confirmed counts before the guard may go back
@@ -26,10 +26,10 @@ def own_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
     assert len(evaluators) == len(recipe.training.evaluate), "training.evaluate is not open"
     profile = recipe.training.profile
     return [
-        FinishSave(),
+        FinishSaveHook(),
         GuardHook(),
         MetricsHook(),
         EvaluationHook([*held_out_loss(recipe), *evaluators], at_the_end=final_test_loss(recipe)),
-        BeginSave(),
+        BeginSaveHook(),
         *([] if profile is None else [ProfileHook(profile)]),
     ]

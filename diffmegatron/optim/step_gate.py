@@ -1,4 +1,4 @@
-"""The moment between DeepSpeed's gradient norm and AdamW's update, and the gradients before it.
+"""Refuse an optimizer step once DeepSpeed knows the gradient norm, before AdamW's update.
 
 DeepSpeed's optimizers reduce, take the norm, clip and update in one call. The one object of ours
 they reach inside it is the optimizer they were given, when the norm is known and nothing has

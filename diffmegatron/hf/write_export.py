@@ -14,13 +14,13 @@ from diffmegatron.config.schema import ModelConfig, Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json
+from diffmegatron.hf.atomic_directory import appearing_whole
 from diffmegatron.hf.configuration import to_hf_config
 from diffmegatron.hf.modeling import remote_files
-from diffmegatron.hf.original import Original
+from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.safetensors_shards import ShardWriter
 from diffmegatron.hf.tokenizer import write_tokenizer
 from diffmegatron.hf.weight_mapping import Weights, table, to_hf
-from diffmegatron.hf.whole_directory import appearing_whole
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256

@@ -1,4 +1,4 @@
-"""The file that sbatch gets: what the cluster needs said, and then the job script itself."""
+"""The file that sbatch gets: the ``#SBATCH`` lines of a launch, then the body of ``slurm.sh``."""
 
 import shlex
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What an export takes over from the pretrained model that its run started from.
+"""Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
 ``diffmegatron import`` keeps the files of the model beside its weights, config.json among them, in
 the folder that the recipe names as its tokenizer; ``dtypes.json`` there says that it did.
@@ -19,7 +19,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json, reason, shown
 from diffmegatron.hf.configuration import changes, read_config
-from diffmegatron.hf.source import DTYPES, Source
+from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
 
 DTYPES_NAME = "dtypes.json"

@@ -1,0 +1,95 @@
+"""Which backend computes a call: the order of `auto`, and what keeps a backend from a call.
+
+Loads no torch; :mod:`.resolve_backend` adds what is installed on this machine.
+"""
+
+import os
+from dataclasses import replace
+
+from .registry import BACKENDS, FEATURES, Call, Op
+
+# By operation and device, as on a CPU where a device is not named: the first that can run is taken.
+# Attention in "triton" is not among them until tests/gpu has passed on a GPU: its kernels are
+# proven in the interpreter and by the compiler alone.
+AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
+    "differential": {
+        "cpu": ("blocked",),
+        "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
+    },
+    "softmax": {"cpu": ("sdpa", "blocked")},
+    "subtraction": {"cpu": ("pytorch",), "cuda": ("triton", "pytorch")},
+}
+
+
+def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
+    """What a layout asks of the attention kernel, in the words of `FEATURES`.
+
+    Args:
+        documents: whether attention stays within packed documents.
+        context: number of context-parallel ranks.
+        communication: of theirs, "ring", "all_gather" or "ulysses"; None for one rank.
+    """
+    needs = {"documents"} if documents else set()
+    if context > 1 and communication == "ring":
+        needs |= {"chunks", "masked chunks", "offsets"} if documents else {"chunks"}
+    if context > 1 and communication == "all_gather" and documents:
+        needs.add("offsets")
+    return frozenset(needs)
+
+
+def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
+    """The reason why backend `name` cannot compute this, in one clause, or None when it can."""
+    backend = BACKENDS[call.op][name]
+    if backend.is_interpretable and is_interpreting():
+        backend = replace(backend, devices=None, dtypes=None, head_dims=None)
+    if backend.devices is not None and call.device not in backend.devices:
+        return f"needs a {' or '.join(backend.devices)} device, got {call.device}"
+    if backend.library is not None and backend.library not in libraries:
+        return (
+            f"needs the library {backend.library}, which is not installed or not usable (a warning "
+            "then says why)"
+        )
+    if backend.dtypes is not None and call.dtype not in backend.dtypes:
+        return f"takes {', '.join(backend.dtypes)}, got {call.dtype}"
+    if backend.head_dims is not None and call.head_dim not in backend.head_dims:
+        return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {call.head_dim}"
+    if missing := sorted(call.needs & backend.lacks):
+        return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
+    in_chunks = backend.chunk_dtypes.get(call.device, (call.dtype,))
+    if "chunks" in call.needs and call.dtype not in in_chunks:
+        names = ", ".join(in_chunks)
+        return f"takes {names} chunk by chunk on {call.device}, got {call.dtype}"
+    return None
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels on CPU tensors: TRITON_INTERPRET=1 was set before its import."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
+    """(name, reason) of the backend that computes a call.
+
+    Args:
+        backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can.
+        call: what is to be computed.
+        libraries: optional libraries at hand, as from `resolve_backend.importable_libraries`.
+
+    Raises:
+        ValueError: the name is unknown, or the named backend cannot run this.
+    """
+    known = BACKENDS[call.op]
+    if backend == "auto":
+        passed_over: list[str] = []
+        orders = AUTO_ORDER[call.op]
+        for name in orders.get(call.device, orders["cpu"]):
+            reason = why_not(name, call, libraries)
+            if reason is None:
+                return name, "; ".join([known[name].note, *passed_over])
+            passed_over.append(f"not {name}: {reason}")
+        raise ValueError(f"no attention backend can run on {call.device}: {'; '.join(passed_over)}")
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(known)}")
+    if reason := why_not(backend, call, libraries):
+        raise ValueError(f"backend={backend!r} cannot run: it {reason}")
+    return backend, "asked for by name"
