@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from benchmarks.compiled_kernels import (  # after the check for triton
+import triton  # after the check for it
+
+from benchmarks.compiled_kernels import (
     SHARED_LIMIT,
     compile_launches,
     compile_subtraction,
@@ -29,43 +31,71 @@ COUNTS_OF_ONE_MAP = {
 }
 
 
-# What does not fit the registers, recorded with triton 3.7.1, where it is not nothing:
+# What does not fit the registers, where it is not nothing, by the compiler that was asked:
 # (bytes of stack, accesses to it from the first to the last product). From one process to another
-# the compiler gives one of two codes for dK and dV: this is the larger.
+# triton 3.7 gives one of two codes for dK and dV: this is the larger.
 NOTHING = (0, 0)
 RECORDED = {
-    (90, BF16, 128, "split", "norm"): {
-        "forward": (176, 3),
-        "dkdv": (56, 4),
-        "dq": (24, 10),
+    "3.7": {
+        (90, BF16, 128, "split", "norm"): {
+            "forward": (176, 3),
+            "dkdv": (56, 4),
+            "dq": (24, 10),
+        },
+        (90, BF16, 128, "split", "documents"): {"dkdv": (64, 7)},
+        (90, BF16, 128, "split", "grouped"): {},
+        (90, BF16, 128, "split", "softmax"): {},
+        (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "dkdv": (176, 16)},
+        (90, BF16, 96, "split", "plain"): {"dkdv": (56, 4), "dq": (24, 10)},
+        (90, BF16, 64, "one-pass", "norm"): {"dkdv": (128, 18)},
+        (90, BF16, 64, "split", "plain"): {"dkdv": (48, 5)},
+        (90, BF16, 64, "split", "documents"): {"dkdv": (48, 6)},
+        (80, BF16, 128, "split", "norm"): {"dkdv": (16, 0)},
+        (80, BF16, 128, "one-pass", "plain"): {"dkdv": (136, 0)},
+        (80, BF16, 64, "one-pass", "norm"): {},
+        (80, BF16, 64, "split", "plain"): {},
+        (80, BF16, 128, "split", "softmax"): {},
+        (89, BF16, 64, "one-pass", "softmax"): {},
+        (80, FP32, 128, "split", "plain"): {"dkdv": (48, 0)},
+        (89, BF16, 128, "split", "norm"): {"dkdv": (56, 0), "dq": (40, 0)},
+        (89, BF16, 128, "one-pass", "plain"): {"dkdv": (120, 0)},
+        (89, FP32, 128, "split", "plain"): {"dq": (24, 0)},
+        (100, BF16, 128, "split", "norm"): {"dq": (40, 2)},
+        (100, BF16, 64, "one-pass", "norm"): {"dkdv": (8, 0)},
+        (120, BF16, 128, "split", "norm"): {
+            "forward": (48, 6),
+            "dkdv": (112, 0),
+            "dq": (48, 4),
+        },
+        (120, BF16, 64, "one-pass", "norm"): {"forward": (32, 14)},
     },
-    (90, BF16, 128, "split", "documents"): {"dkdv": (64, 7)},
-    (90, BF16, 128, "split", "grouped"): {},
-    (90, BF16, 128, "split", "softmax"): {},
-    (90, BF16, 128, "one-pass", "plain"): {"forward": (8, 0), "dkdv": (176, 16)},
-    (90, BF16, 96, "split", "plain"): {"dkdv": (56, 4), "dq": (24, 10)},
-    (90, BF16, 64, "one-pass", "norm"): {"dkdv": (128, 18)},
-    (90, BF16, 64, "split", "plain"): {"dkdv": (48, 5)},
-    (90, BF16, 64, "split", "documents"): {"dkdv": (48, 6)},
-    (80, BF16, 128, "split", "norm"): {"dkdv": (16, 0)},
-    (80, BF16, 128, "one-pass", "plain"): {"dkdv": (136, 0)},
-    (80, BF16, 64, "one-pass", "norm"): {},
-    (80, BF16, 64, "split", "plain"): {},
-    (80, BF16, 128, "split", "softmax"): {},
-    (89, BF16, 64, "one-pass", "softmax"): {},
-    (80, FP32, 128, "split", "plain"): {"dkdv": (48, 0)},
-    (89, BF16, 128, "split", "norm"): {"dkdv": (56, 0), "dq": (40, 0)},
-    (89, BF16, 128, "one-pass", "plain"): {"dkdv": (120, 0)},
-    (89, FP32, 128, "split", "plain"): {"dq": (24, 0)},
-    (100, BF16, 128, "split", "norm"): {"dq": (40, 2)},
-    (100, BF16, 64, "one-pass", "norm"): {"dkdv": (8, 0)},
-    (120, BF16, 128, "split", "norm"): {
-        "forward": (48, 6),
-        "dkdv": (112, 0),
-        "dq": (48, 4),
+    "3.6": {
+        (90, BF16, 128, "split", "norm"): {"forward": (144, 0), "dkdv": (144, 10), "dq": (24, 10)},
+        (90, BF16, 128, "split", "documents"): {"dkdv": (136, 10)},
+        (90, BF16, 128, "split", "grouped"): {},
+        (90, BF16, 128, "split", "softmax"): {},
+        (90, BF16, 128, "one-pass", "plain"): {"dkdv": (280, 39)},
+        (90, BF16, 96, "split", "plain"): {"dkdv": (144, 10), "dq": (24, 10)},
+        (90, BF16, 64, "one-pass", "norm"): {"dkdv": (216, 27)},
+        (90, BF16, 64, "split", "plain"): {"dkdv": (80, 3)},
+        (90, BF16, 64, "split", "documents"): {"dkdv": (80, 4)},
+        (80, BF16, 128, "split", "norm"): {"dkdv": (16, 0)},
+        (80, BF16, 128, "one-pass", "plain"): {"dkdv": (120, 0)},
+        (80, BF16, 64, "one-pass", "norm"): {},
+        (80, BF16, 64, "split", "plain"): {"dkdv": (24, 0)},
+        (80, BF16, 128, "split", "softmax"): {},
+        (89, BF16, 64, "one-pass", "softmax"): {},
+        (80, FP32, 128, "split", "plain"): {"dkdv": (48, 0)},
+        (89, BF16, 128, "split", "norm"): {"dkdv": (56, 0), "dq": (8, 0)},
+        (89, BF16, 128, "one-pass", "plain"): {"dkdv": (120, 0)},
+        (89, FP32, 128, "split", "plain"): {"dkdv": (72, 0), "dq": (24, 0)},
+        (100, BF16, 128, "split", "norm"): {"dq": (16, 0)},
+        (100, BF16, 64, "one-pass", "norm"): {},
+        (120, BF16, 128, "split", "norm"): {"dkdv": (112, 0), "dq": (48, 3)},
+        (120, BF16, 64, "one-pass", "norm"): {},
     },
-    (120, BF16, 64, "one-pass", "norm"): {"forward": (32, 14)},
 }
+VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 CHOICE = {
@@ -76,11 +106,10 @@ CHOICE = {
 
 
 @pytest.mark.parametrize(
-    ("configuration", "recorded"),
-    RECORDED.items(),
-    ids=lambda x: "-".join(map(str, x)).replace("torch.", "") if isinstance(x, tuple) else "",
+    "configuration", RECORDED["3.7"], ids=lambda x: "-".join(map(str, x)).replace("torch.", "")
 )
-def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
+def test_what_the_compiler_makes_of_every_launch(configuration):
+    """Of other compilers than the recorded ones all is held but stack and spills."""
     capability, dtype, head_dim, form, variant = configuration
     launches = compile_launches(
         capability, dtype, head_dim, one_pass=form == "one-pass", variant=variant
@@ -94,9 +123,10 @@ def test_what_the_compiler_makes_of_every_launch(configuration, recorded):
         # With documents, and for dK and dV, all blocks are masked; else some, in a loop apart.
         loops = 1 if variant == "documents" or kernel == "dkdv" else 2
         usage = usages[kernel]
-        stack, spills = recorded.get(kernel, NOTHING)
-        assert usage.stack <= stack, kernel
-        assert usage.spills <= spills, kernel
+        if VERSION in RECORDED:
+            stack, spills = RECORDED[VERSION][configuration].get(kernel, NOTHING)
+            assert usage.stack <= stack, kernel
+            assert usage.spills <= spills, kernel
         assert usage.shared <= SHARED_LIMIT[capability], kernel
         assert usage.has_wgmma == (capability == 90 and dtype == BF16), kernel
         assert not usage.is_serialized, kernel

@@ -226,7 +226,10 @@ def test_an_output_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
 QKV_NAME = "decoder.layers.2.self_attention.linear_qkv.weight"
 BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda w: w.pop(QKV_NAME), "1 weights are missing, the first is '.*linear_qkv"),
-    "unknown": (lambda w: w.update({"decoder.layers.9.x": torch.ones(1)}), "none of this model's"),
+    "unknown": (
+        lambda w: w.update({"decoder.layers.9.x": torch.ones(1)}),
+        "not one of this model's",
+    ),
     "shape": (lambda w: w.update({QKV_NAME: w[QKV_NAME][1:]}), r"shape \[143, 48\].*\[144, 48\]"),
 }
 
