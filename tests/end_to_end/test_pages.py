@@ -1,7 +1,7 @@
 """Every command of README.md and docs/*.md: parsed by the real programs, and run where it is cheap.
 
 All of them are parsed as they are: unknown options and missing arguments fail, and so do missing
-files under configs/, launch/, tests/ and tools/, targets that the Makefile lacks, and keys that a
+files under configs/, launch/ and tests/, targets that the Makefile lacks, and keys that a
 recipe does not have. Run, in one folder and in the order of the pages, are those of ``RUNS`` whose
 files are there by then: what the first hour has on a CPU. Only parsed are
 
@@ -30,7 +30,7 @@ from diffmegatron.config.load import load_stages
 from tests.end_to_end.page_commands import PAGES, ROOT, Command, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-SHIPPED = ("configs/", "launch/", "tests/", "tools/")
+SHIPPED = ("configs/", "launch/", "tests/")
 TAKE_A_RECIPE = {"plan", "train", "launch", "preflight"}
 RUNS = {
     ("doctor",),
