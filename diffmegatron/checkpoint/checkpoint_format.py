@@ -6,6 +6,9 @@ moments, and its random states; ``state.json`` the position in the run and in th
 
 A checkpoint of weights alone, such as an imported model's, is one that runs start from and none
 goes on from; its files are as many as hold the weights in pieces of bounded size.
+
+How tensors are cut into pieces is in ``sharded.py``, the bytes of a file in ``writing.py``, and the
+list of files with their checksums in ``checkpoint_manifest.py``.
 """
 
 import hashlib
