@@ -41,7 +41,7 @@ _MODULES = {
     "UserError": "errors",
     "evaluate": "api",
     "export": "api",
-    "import_model": "hf.importing",
+    "import_model": "hf.import_model",
     "load_recipe": "config.load",
     "load_stages": "config.load",
     "plan_recipe": "plan.summary",
