@@ -20,7 +20,8 @@ RESERVED = frozenset(
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # What a stage may change of the network: none is in the weights that it starts with.
-_FREE = frozenset({"model.rope_theta", "model.rope_scaling", "model.initialization"})
+_ROTARY = ("model.rope_theta", "model.rope_scaling")
+_FREE = frozenset({*_ROTARY, "model.initialization"})
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,16 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
                 f"{before_name} has {key} {was.get(key)!r} and {now_name} says {value!r}; a run "
                 "that starts with another's weights must have the same network and tokenizer"
             )
+
+
+def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
+    """What of the rotary embedding is another than that of the weights a run starts with.
+
+    No error, as an extension to longer sequences changes it; a stage behind the extension that does
+    not repeat it would change it back.
+    """
+    was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
+    return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:

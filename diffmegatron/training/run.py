@@ -12,6 +12,7 @@ from diffmegatron.checkpoint.checkpoint_format import BEGINNING, RECIPE, Checkpo
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.stage_order import rotary_changes
 from diffmegatron.data.loader import Batch
 from diffmegatron.files import write_durably
 from diffmegatron.model.build import build_model
@@ -168,7 +169,8 @@ class Run:
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
-                say(f"starting with the weights of {source.directory}")
+                changes = rotary_changes(source.recipe, self.recipe)
+                say("; ".join([f"starting with the weights of {source.directory}", *changes]))
             load_weights(source, self.recipe, self.engine, self.shards)
         return BEGINNING
 
