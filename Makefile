@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-fast gpu-test gpu-bench lint clean
+.PHONY: install quickstart test test-fast gpu-test gpu-bench lint clean
+
+install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	$(BIN)/diffmegatron quickstart
@@ -40,6 +42,7 @@ clean:
 # gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "diffmegatron needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@echo 'installing into $(VENV), which takes minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -40,10 +40,13 @@ def load_recipe(
         to_plan: files that other commands have yet to write may be missing.
 
     Raises:
-        UserError: a file cannot be read, a key is unknown, or a value does not fit.
+        UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
     """
     name = shown(Path(path))
-    return _validate(*_overridden(*_Files().read(Path(path)), overrides, to_plan), name)
+    values, origins = _Files().read(Path(path))
+    if "stages" in values:
+        raise UserError(f"{name} has stages, each a recipe; give it to load_stages")
+    return _validate(*_overridden(values, origins, overrides, to_plan), name)
 
 
 def load_stages(
@@ -80,7 +83,7 @@ def load_stages(
         changed = _merged(shared, stage.changes)
         changed, own = _overridden(changed, own, own_overrides[name], to_plan)
         before = None if stage.start_from is None else recipes[stage.start_from]
-        recipe = _validate(_placed(changed, name, before), own, shown(path))
+        recipe = _validate(_placed(changed, name, before), own, shown(path), origin)
         if before is not None:
             check_follows(before, before.run_dir, recipe, origin)
         recipes[name] = recipe
@@ -245,14 +248,18 @@ def _placed(values: Values, name: str, before: Recipe | None) -> Values:
     return values
 
 
-def _validate(values: dict[str, Any], origins: dict[str, str], path: str) -> Recipe:
+def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> Recipe:
+    """The recipe of some values; ``stage`` is the place of a stage in a sentence."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         # A mistyped key also leaves one missing; the mistyped one is what the user can see.
         errors = error.errors(include_url=False)
         first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
-        raise UserError(_sentence(first, values, origins, path)) from None
+        sentence = _sentence(first, values, origins, path)
+        if stage and not sentence.startswith(stage):
+            sentence = f"{stage}: {sentence.removeprefix(f'{path}: ')}"
+        raise UserError(sentence) from None
 
 
 def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path: str) -> str:

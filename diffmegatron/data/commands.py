@@ -8,7 +8,9 @@ import typer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
-app = typer.Typer(help="Inspect, merge and verify prepared corpora.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at a recipe's data; merge and verify prepared corpora.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -43,6 +45,8 @@ def inspect(
     from diffmegatron.config.load import load_stages
     from diffmegatron.data import inspect_samples
 
+    if config.with_name(f"{config.name}.idx").exists():
+        raise UserError(f"{config} is a prepared corpus; give a recipe that has it in data.sources")
     recipe = inspect_samples.choose_stage(load_stages(config, overrides or []), stage)
     console = Console(highlight=False)
     for paragraph in inspect_samples.inspect(

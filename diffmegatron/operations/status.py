@@ -65,7 +65,11 @@ def examine(run_dir: Path) -> Status:
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
         raise UserError(f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that")
     if not attempts:
-        raise UserError(f"{shown(ledger.directory)} has no attempts; give the run_dir of a job")
+        raise UserError(
+            f"{shown(ledger.directory)} has no attempts; give the run_dir of a job that "
+            "'diffmegatron launch' or a script of launch/ has started, and any other to "
+            "'diffmegatron checkpoint list'"
+        )
     last = attempts[-1]
     heartbeat = read_heartbeat(ledger.folder(last.number))
     stage = _present_stage(last, heartbeat)

@@ -7,7 +7,7 @@ import torch
 
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.config.load import load_stages
+from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.training import training_stages as stages_module
@@ -100,7 +100,22 @@ def test_stages_follow_each_other(staged, tiny_recipe, tmp_path, capfd):
     train(
         tiny_recipe("training.steps=3", f"run_dir={tmp_path}/next", f"checkpoint.start_from={run}")
     )
-    assert f"starting with the weights of {second}" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert (
+        f"weights of {first}/checkpoints/step_00000004; model.rope_theta 10000.0 -> 640000" in said
+    )
+    assert f"weights of {second}/checkpoints/step_00000003; model.rope_theta 640000.0 -> 1" in said
+
+
+def test_a_mistake_in_a_stage_names_it(staged):
+    for override, sentence in {
+        "stages.long.training.steps=1": "stage 'long': optimizer.schedule.warmup_steps 1 leaves",
+        "stages.long.data.packing=most": "stage 'long': the command line: data.packing is 'most'",
+    }.items():
+        with pytest.raises(UserError, match=rf"staged.yaml, {sentence}"):
+            load_stages(staged, [override])
+    with pytest.raises(UserError, match="has stages, each a recipe; give it to load_stages"):
+        load_recipe(staged)
 
 
 def test_a_finished_stage_is_passed_over_unread(staged, capfd, monkeypatch):

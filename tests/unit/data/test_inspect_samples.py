@@ -62,6 +62,11 @@ def test_a_stage_is_named(sources: list[dict[str, object]], tmp_path: Path) -> N
         inspect(first, "--stage", "first")
 
 
+def test_a_prepared_corpus_is_no_recipe(sources: list[dict[str, object]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a prepared corpus; give a recipe that has it"):
+        inspect(recipe=tmp_path / "web")
+
+
 def test_a_corpus_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         inspect(f"data.sources=[{{path: {tmp_path / 'none'}}}]")
