@@ -77,6 +77,10 @@ class SelfAttention(MegatronModule):
         communication: ContextCommunication,
     ) -> None:
         super().__init__(config=config)
+        if config.rotary_interleaved:
+            raise ValueError(
+                "rotary_interleaved is True and heads are rotated in halves; it must be False"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.context_group = groups.tp, groups.cp
         self.variant, self.layer_number = variant, layer_number

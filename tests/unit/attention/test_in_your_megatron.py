@@ -91,6 +91,14 @@ def test_norms_start_at_one_and_the_bias_at_zero():
         assert bool((plain.q_norm == 1).all()) and not plain.linear_qkv.bias.any()
 
 
+def test_another_rotary_embedding_is_refused():
+    with (
+        process_groups(ParallelConfig(), seed=1),
+        pytest.raises(ValueError, match="rotary_interleaved is True"),
+    ):
+        build(DiffV1(num_heads=1), rotary_interleaved=True)
+
+
 def test_nothing_is_drawn_where_the_config_initialises_nothing():
     """So the weights of this project's own runs, drawn by name, are what they were."""
     with process_groups(ParallelConfig(), seed=1):
