@@ -2,9 +2,11 @@
 
 A recipe may ``extends`` another (a path relative to itself, or a list of them, later ones win);
 mappings merge key by key, everything else replaces. Every error names where the key came from.
+A text that begins with ``./`` or ``../`` is a path from the file that says it, and made absolute.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +38,8 @@ def load_recipe(
 
     Args:
         path: YAML file.
-        overrides: ``section.key=value`` strings; the value is read as YAML.
+        overrides: ``section.key=value`` strings; the value is read as YAML, ``./`` in it from the
+            working directory.
         to_plan: files that other commands have yet to write may be missing.
 
     Raises:
@@ -167,6 +170,7 @@ class _Files:
             inherited, inherited_origins = self.read(path.parent / parent)
             merged, origins = _merged(merged, inherited), origins | inherited_origins
         own = {key: value for key, value in own.items() if key != "extends"}
+        own = _anchored(own, path.parent)
         return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), shown(path))
 
 
@@ -185,6 +189,20 @@ def _parents(extends: Any, path: Path) -> list[str]:
             "paths"
         )
     return parents
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    """A value whose texts that begin with ``./`` or ``../`` are paths from ``folder``.
+
+    Absolute, so that the resolved recipe means the same wherever it lies and is read.
+    """
+    if isinstance(value, dict):
+        return {key: _anchored(each, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_anchored(each, folder) for each in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.normpath(folder.resolve() / value)
+    return value
 
 
 def _merged(below: Values, above: Values) -> Values:
@@ -214,6 +232,7 @@ def _overridden(
         if not equals or not key:
             raise UserError(f"override {clipped(override)!r} is not of the form section.key=value")
         nested = parse_yaml(text, f"the value of override {clipped(override)!r}")
+        nested = _anchored(nested, Path())
         parts = key.split(".")
         if len(parts) > MAX_DEPTH:
             raise UserError(f"override {clipped(override)!r} names no key: it has too many dots")

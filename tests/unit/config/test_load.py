@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from diffmegatron.attention.variants.diff_v1 import DiffV1
-from diffmegatron.config.load import dump_recipe, load_recipe
+from diffmegatron.config.load import dump_recipe, load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 
@@ -68,6 +68,33 @@ def test_extends_is_relative_to_the_file_and_goes_on(write):
     path = write("extends: sizes/middle.yaml\nmodel: {num_layers: 3}")
     recipe = load_recipe(path)
     assert (recipe.run_dir, recipe.model.num_layers) == ("middle", 3)
+
+
+def test_a_path_with_a_dot_starts_at_the_file_that_says_it(write, tmp_path, monkeypatch):
+    write("data: {sources: [{path: ./web}, {path: bare}]}", "sizes/sources.yaml")
+    path = write(
+        "extends: [base.yaml, sizes/sources.yaml]\nrun_dir: ../runs/mine\n"
+        "data: {cache_dir: /cache, tokenizer: bytes}"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    recipe = load_recipe(path, ["checkpoint.start_from=./before"])
+    assert [source.path for source in recipe.data.sources] == [f"{tmp_path}/sizes/web", "bare"]
+    assert (recipe.data.cache_dir, recipe.data.tokenizer) == ("/cache", "bytes")
+    assert recipe.run_dir == str(tmp_path.parent / "runs/mine")
+    assert recipe.checkpoint.start_from == str(elsewhere / "before")
+    assert load_recipe(write(dump_recipe(recipe), "runs/mine/recipe.yaml")) == recipe
+
+
+def test_a_path_with_a_dot_in_a_stage_starts_at_the_recipe(write, tmp_path):
+    path = write(
+        "extends: base.yaml\nrun_dir: ./run\nstages:\n"
+        "- {name: first, data: {sources: [{path: ./web}]}}\n- {name: second}"
+    )
+    first, second = load_stages(path)
+    assert first.data.sources[0].path == f"{tmp_path}/web"
+    assert second.checkpoint.start_from == first.run_dir == f"{tmp_path}/run/first"
 
 
 def test_lists_are_replaced_not_merged(write):
