@@ -8,5 +8,6 @@ BENCHMARKS = {
     "cpu_step": "a training step on a CPU beside a plain loop over transformers' DiffLlama",
     "data": "tokenising, parts, the loader, start-up and up-sampling",
     "layer": "whole layers of kinds of attention side by side",
+    "layer_operations": "operations and bytes of a layer outside the attention kernels",
     "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",
 }

@@ -167,7 +167,8 @@ class SelfAttention(MegatronModule):
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
-        query, key = (rotate(x, rotary_pos_emb) for x in self.variant.normalised(self, query, key))
+        query, key = self.variant.normalised(self, query, key)
+        query, key = (x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb))
         gate = self.variant.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
@@ -179,18 +180,18 @@ class SelfAttention(MegatronModule):
         return self.linear_proj(heads)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused projection [s, b, channels] as q, k, v [s, b, heads, d]."""
+        """The fused projection [s, b, channels] as q, k [s, b, groups, n, d], v [s, b, heads, d].
+
+        Views of it, where a group has its heads of a kind side by side.
+        """
         heads = self.variant.heads
-        width = heads.head_dim * sum(count for _, count in heads.rows)
-        blocks = mixed.unflatten(2, (mixed.shape[2] // width, -1, heads.head_dim))
-        parts = blocks.split([count for _, count in heads.rows], dim=3)
+        counts = [count for _, count in heads.group]
+        groups = mixed.unflatten(2, (-1, sum(counts), heads.head_dim))
         taken: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
-        for (kind, _), part in zip(heads.rows, parts, strict=True):
+        for (kind, _), part in zip(heads.group, groups.split(counts, dim=3), strict=True):
             taken[kind].append(part)
-        query, key, value = (
-            (x[0] if len(x) == 1 else torch.cat(x, dim=3)).flatten(2, 3) for x in taken.values()
-        )
-        return query, key, value
+        query, key, value = (x[0] if len(x) == 1 else torch.cat(x, dim=3) for x in taken.values())
+        return query, key, value.flatten(2, 3)
 
     def _attend(
         self,

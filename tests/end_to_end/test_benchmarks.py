@@ -78,6 +78,35 @@ def test_chunks(tmp_path):
         assert all(seconds > 0 for seconds in rows.values())
 
 
+def test_layer_operations(tmp_path):
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 128, "attention.head_dim": 16}
+    overrides = [f"model.{key}={value}" for key, value in sizes.items()]
+    run("layer_operations", "--attention=diff_v1", f"--name={tmp_path / 'report'}", *overrides,
+        "training.seq_length=32",
+    )  # fmt: skip
+    counted = json.loads((tmp_path / "report.json").read_text())["operations"]
+    tokens = 32
+    # Inputs, weight and outputs in bf16: q, k, v and the attention's output are 64 wide.
+    weights = [(64, 192), (64, 64), (64, 192), (96, 64)]
+    read_and_written = sum(2 * (tokens * (i + o) + i * o) for i, o in weights)
+    for rows in counted.values():
+        products = [row for row in rows if row["part"] == "projections"]
+        assert [(row["pass"], row["operation"], row["count"]) for row in products] == [
+            ("forward", "aten::mm", 4),
+            ("backward", "aten::mm", 8),
+        ]
+        assert [row["bytes"] for row in products] == [read_and_written, 2 * read_and_written]
+    between = {
+        name: {row["operation"]: row["count"] for row in rows if row["pass"] == "forward"
+               and row["part"].startswith("between the attention")}
+        for name, rows in counted.items()
+    }  # fmt: skip
+    # Queries and keys are rotated where the projection wrote them; V1's values are put together.
+    assert "aten::cat" not in between["diff_v1"]
+    assert between["diff_v1"]["aten::clone"] == 1
+    assert not {"aten::cat", "aten::clone"} & {*between["Transformer"]}
+
+
 def test_layer(tmp_path):
     run("layer", "--small", "--layers", 1, 2, "--repetitions", 1,
         "--attention", "diff_v1", "--attention", "diff_v2",

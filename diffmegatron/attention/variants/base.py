@@ -268,7 +268,7 @@ class Variant(Section, ABC):
         return 2 * self.heads.key_channels * element
 
     def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Queries and keys [s, b, heads, d] as rotary embeddings turn them; by default as given."""
+        """Queries and keys [s, b, ..., d] as rotary embeddings turn them; by default as given."""
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":

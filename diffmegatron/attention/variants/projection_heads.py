@@ -47,6 +47,13 @@ class Heads:
             first += count
 
     @property
+    def group(self) -> Rows:
+        """The fewest rows that a block repeats: the same heads in the same order, side by side."""
+        lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
+        repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
+        return self.rows[: next(repeated, len(self.rows))]
+
+    @property
     def queries(self) -> int:
         """Query heads of the layer."""
         return self.blocks * self.per_block("q")

@@ -1,0 +1,256 @@
+"""Count the operations of a layer outside the attention kernels, and the bytes they read and write.
+
+One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
+nothing, for the recipe's attention and for the Transformer of the pair. Every operation of aten
+that is no view counts as one: on a GPU each launches a kernel. Its bytes are those of the tensors
+that it is given and gives back. The attention kernels are left out; RMSNorm and the subtraction
+of V2's noise heads, which have kernels of their own on a GPU, count as one either way.
+Writes NAME.json, which has every operation, and NAME.md, by part of the layer, to
+benchmarks/results/.
+
+    python -m benchmarks layer_operations
+    python -m benchmarks layer_operations --attention diff_v1 --attention grouped
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.command_line import RESULTS, make_parser
+from diffmegatron.attention.context_parallel import attend
+from diffmegatron.attention.kernels import api
+from diffmegatron.config.load import load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.build import build_model
+from diffmegatron.parallel.parallel_state import process_groups
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINE = "Transformer"
+Count = Callable[[Sequence[Tensor]], None]
+# Parts of a layer by the module that calls them.
+PARTS = {
+    "input_layernorm": "norms",
+    "pre_mlp_layernorm": "norms",
+    "self_attention.linear_qkv": "projections",
+    "self_attention.linear_proj": "projections",
+    "mlp.linear_fc1": "projections",
+    "mlp.linear_fc2": "projections",
+    "self_attention": "between the attention's projections",
+    "mlp": "between the MLP's projections",
+    "": "residuals",
+}
+# Operations that launch nothing, beside views.
+NO_KERNEL = {
+    *("aten::empty", "aten::empty_like", "aten::new_empty"),
+    *("aten::detach", "aten::_unsafe_view", "prims::promote_types", "aten::promote_types"),
+}
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
+    parser.add_argument(
+        "--attention", action="append", help="kind counted beside the Transformer; default: all"
+    )
+    parser.add_argument("--name", default="layer_operations", help="of the files written")
+    parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Count, print and write."""
+    arguments = parse_arguments(argv)
+    kinds = arguments.attention or ["diff_v1", "diff_v2", "grouped"]
+    recipes = {
+        kind: load_recipe(arguments.recipe, [*arguments.overrides, f"model.attention.kind={kind}"])
+        for kind in kinds
+    }
+    recipes[BASELINE] = load_recipe(arguments.recipe, [*arguments.overrides, "model.baseline=true"])
+    counted = {name: count_layer(recipe) for name, recipe in recipes.items()}
+    shape = recipes[BASELINE]
+    report = {
+        "command": "python -m benchmarks layer_operations",
+        "torch": torch.__version__,
+        "hidden_size": shape.model.hidden_size,
+        "tokens": shape.training.micro_batch_size * shape.training.seq_length,
+        "precision": shape.training.precision,
+        "operations": {name: work.rows() for name, work in counted.items()},
+    }
+    table = markdown(report)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{arguments.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (RESULTS / f"{arguments.name}.md").write_text(table)
+    print(table)
+
+
+class Work(TorchDispatchMode):
+    """Counts operations and bytes by pass, part of the layer and operation.
+
+    An operation of the backward pass belongs to the part that made its node of the graph: nodes
+    are numbered in the order of the forward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self._parts: list[tuple[int, str | None]] = [(0, None)]
+
+    def enter(self, part: str | None) -> None:
+        """What runs from here on is of this part; None: of none that counts."""
+        self._parts.append((torch._C._autograd._get_sequence_nr(), part))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.name().partition(".")[0]
+        if not function.is_view and name not in NO_KERNEL:
+            leaves = tree_leaves((args, kwargs, result))
+            self.count(name, [x for x in leaves if isinstance(x, Tensor)])
+        return result
+
+    def count(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """One operation that reads or writes these; one of them twice counts once."""
+        node = torch._C._current_autograd_node()
+        if (part := self._part(node)) is None:
+            return
+        counts = self._counts["forward" if node is None else "backward", part, name]
+        counts[0] += 1
+        counts[1] += sum({id(x): x.numel() * x.element_size() for x in tensors}.values())
+
+    def _part(self, node: Node | None) -> str | None:
+        if node is None:
+            return self._parts[-1][1]
+        number = node._sequence_nr()  # type: ignore[attr-defined]
+        return next(part for start, part in reversed(self._parts) if start <= number)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was counted, in the order of its first appearance."""
+        return [
+            {"pass": way, "part": part, "operation": name, "count": count, "bytes": size}
+            for (way, part, name), (count, size) in self._counts.items()
+        ]
+
+
+def count_layer(recipe: Recipe) -> Work:
+    """The work of one layer between others, forward and backward."""
+    model = recipe.model.model_copy(update={"num_layers": 3})
+    training = recipe.training.model_copy(update={"attention_backend": "blocked"})
+    recipe = recipe.model_copy(update={"model": model, "training": training})
+    with process_groups(recipe.parallel, training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state, initial_weights=False).to("meta")
+        stage = network.virtual_stages[0]
+        stage.rotary_pos_emb.inv_freq = stage.rotary_pos_emb.inv_freq.to("meta")
+        shape = (training.micro_batch_size, training.seq_length)
+        tokens = torch.zeros(shape, dtype=torch.long, device="meta")
+        with Work() as work, _stand_ins(work):
+            _name_parts(stage.decoder.layers[1], work)
+            network(tokens, tokens, None, labels=tokens).float().mean().backward()
+    return work
+
+
+def _name_parts(layer: torch.nn.Module, work: Work) -> None:
+    """Tell ``work`` whose operations run, while the layer does."""
+    stack: list[str | None] = [None]
+
+    def entering(part: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            stack.append(part)
+            work.enter(part)
+
+        return enter
+
+    def leave(*_: object) -> None:
+        stack.pop()
+        work.enter(stack[-1])
+
+    for name, part in PARTS.items():
+        module = layer.get_submodule(name)
+        module.register_forward_pre_hook(entering(part))
+        module.register_forward_hook(leave)
+
+
+@contextmanager
+def _stand_ins(work: Work) -> Iterator[None]:
+    """In place of what has kernels of its own on a GPU, and none on the meta device."""
+
+    def attention(*inputs: Tensor, **_: object) -> Tensor:
+        query, *_, value = (x for x in inputs if x.dim() == 4)
+        return _stand_in(None, (*query.shape[:3], value.shape[3]), *inputs)
+
+    def norm(hidden: Tensor, _: object, weight: Tensor, __: float) -> Tensor:
+        return _stand_in(partial(work.count, "rms_norm"), hidden.shape, hidden, weight)
+
+    def subtraction(heads: Tensor, lambda_: Tensor) -> Tensor:
+        shape = (*lambda_.shape, heads.shape[-1])
+        return _stand_in(partial(work.count, "subtract_noise"), shape, heads, lambda_)
+
+    with (
+        mock.patch.object(attend, "diff_attention", attention),
+        mock.patch.object(attend, "softmax_attention", attention),
+        mock.patch.object(api, "subtract_noise", subtraction),
+        mock.patch.object(torch.nn.functional, "rms_norm", norm),
+    ):
+        yield
+
+
+def _stand_in(count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Tensor:
+    result: Tensor = _OneKernel.apply(count, shape, *inputs)
+    return result
+
+
+class _OneKernel(torch.autograd.Function):
+    """Reads its inputs and writes its result, and the other way round with the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.count = count
+        result = inputs[0].new_empty(shape)
+        if count is not None:
+            count([*inputs, result])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [torch.empty_like(x) for x in ctx.saved_tensors]
+        if ctx.count is not None:
+            ctx.count([grad, *ctx.saved_tensors, *grads])
+        return None, None, *grads
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a table: operations and MiB of each part, forward and backward."""
+    names = list(report["operations"])
+    parts = list(dict.fromkeys(PARTS.values()))
+    lines = [
+        f"A layer of hidden size {report['hidden_size']}, {report['tokens']} tokens, "
+        f"{report['precision']}: operations, MiB read and written, without the attention kernels",
+        "",
+        f"| part | pass | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for part in [*parts, "all"]:
+        for way in ("forward", "backward"):
+            cells = [_cell(report["operations"][name], part, way) for name in names]
+            lines.append(f"| {part} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(rows: list[dict[str, Any]], part: str, way: str) -> str:
+    chosen = [row for row in rows if row["pass"] == way and part in (row["part"], "all")]
+    count, size = (sum(row[key] for row in chosen) for key in ("count", "bytes"))
+    return f"{count}, {size / 2**20:.0f}"
