@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,13 @@ def prepared(folder: Path, tokenizer: str, copies: int = 1) -> list[list[int]]:
     return [part.tolist() for part in np.split(tokens, ends)[:-1]]
 
 
-def exported(folder: Path, tokenizer: str, model_type: str = "llama") -> Any:
+def exported(
+    folder: Path, tokenizer: str, model_type: str = "llama", seq_length: int = 4096
+) -> Any:
     out = folder / "export"
     out.mkdir()
     AutoConfig.for_model(model_type).save_pretrained(out)
-    write_tokenizer(load_tokenizer(tokenizer), 4096, out, chat=True)
+    write_tokenizer(load_tokenizer(tokenizer), seq_length, out, chat=True)
     return AutoTokenizer.from_pretrained(out, local_files_only=True)
 
 
@@ -127,6 +130,17 @@ def test_template_gives_the_tokens_of_the_training(tmp_path: Path, kind: str) ->
         tokenizer("assistantly 12").input_ids
         == load_tokenizer(name).encode("assistantly 12").tolist()
     )
+
+
+def test_check_says_nothing_of_a_small_seq_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = exported(tmp_path, "bytes", seq_length=16)
+    assert not caplog.messages
+    # A user of the export is still told.
+    tokenizer.apply_chat_template(as_messages(CHATS[1]))
+    assert "longer than the specified maximum" in caplog.messages[0]
 
 
 def test_chat_tokens_are_tokens(tmp_path: Path) -> None:
