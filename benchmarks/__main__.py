@@ -18,10 +18,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {named}; give one of {', '.join(BENCHMARKS)}, or --list", file=sys.stderr)
         return 2
     # Here, as processes that are spawned import this module.
-    from diffmegatron.cli import quiet_libraries
     from diffmegatron.errors import UserError
 
-    quiet_libraries()
     try:
         import_module(f"benchmarks.{argv[0]}").main(argv[1:])
     except UserError as error:

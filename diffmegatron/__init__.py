@@ -1,5 +1,7 @@
 """Train Differential Transformers at scale; docs/python.md shows what can be imported from here."""
 
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,20 @@ _MODULES = {
     "read_metrics": "training.monitoring.metrics",
     "train": "api",
 }
+
+# What Megatron-core says at every import and start, of libraries that it does without (``doctor``
+# says it better) and of settings that are its own. Here, as every import of it lies below this
+# package. Who asks for warnings by ``python -W`` has them all.
+_MEGATRON_WARNINGS = (
+    (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
+    (r"full scope is deprecated", r"megatron\.core"),
+    (r".* set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", r"megatron\.core"),
+    (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed"),
+    (r"barrier\(\): using the device under current context", r"torch\.distributed"),
+)
+if not sys.warnoptions:
+    for _message, _module in _MEGATRON_WARNINGS:
+        warnings.filterwarnings("ignore", _message, module=_module)
 
 
 def __getattr__(name: str) -> Any:

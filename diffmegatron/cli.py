@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -283,15 +282,9 @@ def doctor() -> None:
     examination.run()
 
 
-def quiet_libraries() -> None:
-    """Megatron-core warns of every library it falls back from; ``doctor`` says it better."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
-
-
 def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit status 2."""
     rank = os.environ.get("RANK", "0")
-    quiet_libraries()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()

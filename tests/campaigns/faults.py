@@ -28,11 +28,6 @@ from pathlib import Path
 
 import torch
 
-from diffmegatron.cli import quiet_libraries
-
-# ruff: noqa: E402
-quiet_libraries()  # before what imports Megatron, which warns of every library it lacks
-
 from diffmegatron.checkpoint.checkpoint_format import STATE, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
