@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=30)
 _MEETING_SECONDS = 600.0
+_WRAPPED = "wrapped_by_torch"
 
 
 def own_device() -> torch.device:
@@ -66,12 +68,26 @@ def default_group(
     os.environ.setdefault("LOCAL_RANK", "0")
     store = distributed.HashStore() if launch.master is None else meet(launch, meeting_seconds)
     store.set_timeout(timeout)
-    distributed.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
-    )
+    with _prefixing_tracebacks_once():
+        distributed.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.ranks, timeout=timeout
+        )
     log.info("rank %d of %d on %s", distributed.get_rank(), distributed.get_world_size(), device)
     try:
         yield
     finally:
         # Without this gloo now and then aborts at exit.
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _prefixing_tracebacks_once() -> Iterator[None]:
+    """Around the start of a default group, for which torch wraps ``sys.excepthook``.
+
+    It puts the rank before every line of a traceback, also after the group has ended, and once
+    more for each group that follows.
+    """
+    sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
+    yield
+    if sys.excepthook is not wrapped:
+        setattr(sys.excepthook, _WRAPPED, wrapped)
