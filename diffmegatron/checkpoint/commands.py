@@ -11,7 +11,12 @@ from rich.text import Text
 
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, read_manifest
 from diffmegatron.checkpoint.checkpoint_store import prunable
-from diffmegatron.checkpoint.stage_folders import StageFolder, is_no_run, stage_folders
+from diffmegatron.checkpoint.stage_folders import (
+    StageFolder,
+    is_no_run,
+    newest_checkpoint,
+    stage_folders,
+)
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
@@ -97,7 +102,11 @@ def prune(
 @app.command()
 def inspect(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Such as RUN_DIR/checkpoints/step_00001000")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Such as RUN_DIR/checkpoints/step_00001000; of a RUN_DIR its newest",
+        ),
     ],
 ) -> None:
     """What a checkpoint holds: position, versions, every tensor with its shape.
@@ -106,7 +115,9 @@ def inspect(
     """
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 
-    opened = open_checkpoint(checkpoint)
+    directory = newest_checkpoint(checkpoint) or checkpoint
+    opened = open_checkpoint(directory)
+    print(f"{shown(directory)}, {_gib(opened.manifest):.3f} GiB")
     print(json.dumps(opened.state, indent=1))
     table = Table("tensor", "shape")
     for name in sorted(opened.tensors.names()):

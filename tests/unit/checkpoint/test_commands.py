@@ -78,13 +78,22 @@ def test_inspect_shows_what_verify_calls_good(run_dir):
     path = run_dir / "checkpoints/step_00000020"
     result = invoke("inspect", path)
     assert result.exit_code == 0
-    state, _, tensors = result.output.partition("\n}\n")
+    named, _, content = result.output.partition("\n")
+    assert named.startswith(f"{path}, ")
+    state, _, tensors = content.partition("\n}\n")
     assert json.loads(f"{state}\n}}")["step"] == 20
     assert all(name in tensors for name in NAMES)
     (path / "state.json").write_text("{}")
     sign(path)
     assert "Field required at step" in invoke("verify", path).output
     assert isinstance(invoke("inspect", path).exception, UserError)
+
+
+def test_inspect_of_a_run_dir_shows_the_newest_whole_one(run_dir):
+    (run_dir / "checkpoints/step_00000030/state.json").unlink()
+    result = invoke("inspect", run_dir)
+    assert result.output.startswith(f"{run_dir}/checkpoints/step_00000020, ")
+    assert '"step": 20' in result.output
 
 
 def test_prune_says_what_it_would_do_and_does_it(run_dir):
