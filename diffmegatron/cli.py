@@ -23,6 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain text: frames would cost as much time as all else that help does.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(quickstart)
@@ -84,7 +86,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")] = False,
 ) -> None:
-    """Check a recipe and say what it needs and takes, rank layouts or rehearse one, without a GPU.
+    """Say what a recipe needs and takes, without a GPU. Or rank layouts, or rehearse one.
 
     Printed are parameters, FLOPs, memory and communication per rank, and an estimate of the time.
     """
@@ -161,7 +163,7 @@ def prepare(
         bool, typer.Option("--restart", help="Drop unfinished work of other inputs or settings")
     ] = False,
 ) -> None:
-    """Tokenise a corpus into the files that training reads; run again, it goes on where it was."""
+    """Tokenise a corpus into the files that training reads. Run again, it goes on where it was."""
     from diffmegatron.data.prepare.parts import Part
     from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
     from diffmegatron.files import shown
@@ -196,7 +198,7 @@ def prepare(
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train a recipe, alone or under torchrun; goes on from the newest checkpoint of run_dir.
+    """Train a recipe, alone or under torchrun. Goes on from the newest checkpoint of run_dir.
 
     Exit status 0: all steps are done.
 
@@ -232,7 +234,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
     verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
 ) -> None:
-    """Write a checkpoint as files that Hugging Face transformers loads, and prove that it does."""
+    """Write a checkpoint for Hugging Face, and prove it right. Compares logits."""
     from diffmegatron import api
 
     difference = api.export(checkpoint, out, verify=verify)
@@ -255,7 +257,7 @@ def import_(
     ] = 1,
     verify: Annotated[bool, typer.Option(help="Compare logits with those of transformers")] = True,
 ) -> None:
-    """Write a pretrained Hugging Face model as a run to start from, and prove that it is the same.
+    """Write a Hugging Face model as a run to start from. Proves that it is the same.
 
     Then train another run from it: a recipe that says "extends: OUT/recipe.yaml", its own run_dir
     and data, and checkpoint.start_from: OUT.
@@ -276,7 +278,7 @@ def import_(
 
 @app.command()
 def doctor() -> None:
-    """Say what is installed, which backend each choice falls to and why, and what is missing."""
+    """Say what is installed, and what is missing. Which backend each choice falls to, and why."""
     from diffmegatron import doctor as examination
 
     examination.run()

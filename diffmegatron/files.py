@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
-
 from diffmegatron.errors import UserError
 
 # Far above what any file of ours reaches: a manifest of 10,000 ranks has 1.5 MB.
@@ -116,6 +114,8 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
     Raises:
         UserError: it is not; ``name`` stands for it in the sentence.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         return TypeAdapter(schema).validate_json(content)
     except ValidationError as error:

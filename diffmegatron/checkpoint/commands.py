@@ -2,23 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from diffmegatron.checkpoint.checkpoint_manifest import Manifest, read_manifest
-from diffmegatron.checkpoint.checkpoint_store import prunable
-from diffmegatron.checkpoint.stage_folders import (
-    StageFolder,
-    is_no_run,
-    newest_checkpoint,
-    stage_folders,
-)
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from diffmegatron.checkpoint.checkpoint_manifest import Manifest
+    from diffmegatron.checkpoint.stage_folders import StageFolder
 
 app = typer.Typer(
     help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
@@ -31,7 +26,12 @@ RunDir = Annotated[
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """Every checkpoint with its size, and whether its files are all there."""
+    """Every checkpoint with its size, and whether it is complete."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from diffmegatron.checkpoint.stage_folders import stage_folders
+
     folders = stage_folders(run_dir)
     with_stages = folders[0].name is not None
     table = Table(*(["stage"] if with_stages else []), "step", "GiB", "files", "state")
@@ -41,7 +41,11 @@ def list_(run_dir: RunDir) -> None:
     Console().print(table)
 
 
-def _row(folder: StageFolder, step: int) -> list[str | Text]:
+def _row(folder: "StageFolder", step: int) -> "list[str | Text]":
+    from rich.text import Text
+
+    from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+
     try:
         manifest = read_manifest(folder.store.path(step))
     except UserError as error:
@@ -53,8 +57,9 @@ def _row(folder: StageFolder, step: int) -> list[str | Text]:
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
-    """Read every byte, as a start does, and say what is wrong; exit status 1 if anything is."""
+    """Read every byte, as a start does, and say what is wrong. Exit status 1 if anything is."""
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
+    from diffmegatron.checkpoint.stage_folders import is_no_run, stage_folders
 
     if not _is_folder(path):
         raise UserError(f"{shown(path)} is no folder; give a checkpoint or a run_dir")
@@ -82,10 +87,13 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, do nothing")] = False,
 ) -> None:
-    """Remove the complete checkpoints that the options do not keep; damaged ones are left.
+    """Remove the complete checkpoints that the options do not keep. Damaged ones are left.
 
     With stages the options hold for each of them.
     """
+    from diffmegatron.checkpoint.checkpoint_store import prunable
+    from diffmegatron.checkpoint.stage_folders import stage_folders
+
     for folder in stage_folders(run_dir):
         store = folder.store
         complete = store.complete()
@@ -109,11 +117,16 @@ def inspect(
         ),
     ],
 ) -> None:
-    """What a checkpoint holds: position, versions, every tensor with its shape.
+    """What a checkpoint holds. Position, versions, every tensor with its shape.
 
     All of it is read and verified first.
     """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
+    from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 
     directory = newest_checkpoint(checkpoint) or checkpoint
     opened = open_checkpoint(directory)
@@ -132,5 +145,5 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _gib(manifest: Manifest) -> float:
+def _gib(manifest: "Manifest") -> float:
     return manifest.size / 2**30

@@ -33,7 +33,7 @@ def inspect(
         Path | None, typer.Option(metavar="PNG", help="Draw the lengths of documents")
     ] = None,
 ) -> None:
-    """Show what a recipe feeds the model: decoded samples, mixture, lengths of documents.
+    """Show what a recipe feeds the model. Decoded samples, mixture, lengths of documents.
 
     Text that is a label of the loss is plain, text that is masked out of it dim; a bar marks where
     a document begins.
@@ -61,7 +61,7 @@ def merge(
         Path, typer.Argument(metavar="PREFIX", help="As given to prepare with --part K/N")
     ],
 ) -> None:
-    """Make one corpus of all parts of a PREFIX, copying none; reads all tokens once."""
+    """Make one corpus of all parts of a PREFIX, copying none. Reads all tokens once."""
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 
     manifest = merge_parts(prefix)
@@ -83,7 +83,7 @@ def verify(
         bool, typer.Option("--sizes", help="Compare sizes only, which takes no time")
     ] = False,
 ) -> None:
-    """Read every byte and compare the checksums; exit status 1 if anything is damaged."""
+    """Read every byte and compare the checksums. Exit status 1 if anything is damaged."""
     from diffmegatron.data.index.corpus_manifest import read_manifest
     from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
 

@@ -5,10 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from diffmegatron.attention.variants.dex import SHARE
-
 app = typer.Typer(
-    help="Differential extension of a pretrained model: choose its heads.", no_args_is_help=True
+    help="Choose the heads of a pretrained model that DEX extends.", no_args_is_help=True
 )
 
 
@@ -32,10 +30,10 @@ def select(
     ] = "entropy",
     share: Annotated[
         float, typer.Option(min=0, max=1, help="Of each layer's heads, at least one head")
-    ] = SHARE,
+    ] = 0.5,
     sequences: Annotated[int, typer.Option(min=1, help="Of training.seq_length tokens")] = 64,
 ) -> None:
-    """Score every head of a model on text and write those that DEX is to extend.
+    """Score every head of a model and write those that DEX extends.
 
     Alone or under torchrun; the layout is one process unless overrides say another. Beside OUT
     are every head's score (.scores.json) and a picture (.png).

@@ -37,7 +37,7 @@ def evaluate(
         typer.Option("--set", metavar="SUITE.KEY=VALUE", help="A setting of a suite"),
     ] = None,
 ) -> None:
-    """Measure models on suites, side by side; run again, it goes on where it was.
+    """Measure models on suites, side by side. Run again, it goes on where it was.
 
     Writes OUT/report.html, report.md, results.json, a picture per suite, and a line of results
     per suite, target and item.
@@ -63,7 +63,7 @@ def compare(
     ],
     out: Annotated[Path, typer.Option(help="Directory of table and picture")],
 ) -> None:
-    """Put runs side by side: losses, throughput, lambda and final figures, by tokens seen.
+    """Put runs side by side, by tokens seen. Losses, throughput, lambda and final figures.
 
     Writes OUT/compare.png, compare.md and compare.json from what the runs recorded; reads no
     checkpoint.

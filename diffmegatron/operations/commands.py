@@ -22,7 +22,7 @@ def begin(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     nodes: Annotated[str, typer.Option(help="Host names of the job, with commas")] = "",
 ) -> None:
-    """Check the recipe, write a new attempt, and print what the shell sets for its ranks."""
+    """Check the recipe and write a new attempt. Prints what the shell sets for its ranks."""
     from diffmegatron.operations import attempt
 
     print(attempt.begin(config, overrides or [], [name for name in nodes.split(",") if name]))
@@ -33,7 +33,7 @@ def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
     spares: Annotated[int, typer.Option(min=0, help="Nodes of the job that have no ranks")] = 0,
 ) -> None:
-    """Decide from the ends of the ranks whether the job goes on, say why, and print bad hosts.
+    """Decide from the ends of the ranks if the job goes on. Says why, and prints bad hosts.
 
     Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
     faults in a row.
@@ -50,7 +50,7 @@ def end(
     "torchrun", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def torchrun_(context: typer.Context) -> None:
-    """Called by launch/torchrun.sh: torchrun, which a signal ends in a sentence.
+    """Run torchrun so that a signal ends it in a sentence. Called by launch/torchrun.sh.
 
     Exit status of a signal: 128 and its number, as a shell gives it.
     """
@@ -72,7 +72,7 @@ def status(
         float | None, typer.Option(min=1, metavar="SECONDS", help="Print it again every so often")
     ] = None,
 ) -> None:
-    """Say how far a job is: progress, speed, last checkpoint, and its attempts.
+    """Say how far a job is. Progress, speed, last checkpoint, and its attempts.
 
     Exit status 0: it runs, or is finished.
 
@@ -122,7 +122,7 @@ def launch(
         bool, typer.Option("--dry-run", help="Print the file for sbatch and submit nothing")
     ] = False,
 ) -> None:
-    """Check a recipe for the ranks of so many nodes, and submit it to Slurm as a job.
+    """Check a recipe for so many nodes and submit it to Slurm.
 
     The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
     """
@@ -184,7 +184,7 @@ def preflight(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
     ] = None,
 ) -> None:
-    """Check every node of a job in less than a minute, before it trains; as ranks, or alone.
+    """Check the nodes of a job within a minute, before it trains. As its ranks, or alone.
 
     Exit status 71: this node is not fit for what the others are fit for. 2: none is.
     """
@@ -245,7 +245,7 @@ def quickstart(
         ),
     ] = None,
 ) -> None:
-    """Try all of it in minutes: prepare, train a pair, export and compare; in runs/quickstart.
+    """Try all of it in minutes, in runs/quickstart. Prepares, trains a pair, exports, compares.
 
     The text is that of Python's standard library. A previous runs/quickstart is replaced.
     """

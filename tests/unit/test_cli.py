@@ -1,5 +1,6 @@
 """The command line: help worth reading, and one sentence with status 2 for every mistake."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from diffmegatron import __version__
+from diffmegatron.attention.variants.dex import SHARE
 from diffmegatron.cli import main
+from diffmegatron.dex.commands import select
 from diffmegatron.optim.zero import import_deepspeed
 from tests.conftest import TINY
 
@@ -65,6 +68,26 @@ def refused_here(
 def test_help_names_every_command():
     text = diffmegatron("--help").stdout
     assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("group", [[], ["checkpoint"], ["attempt"], ["data"], ["dex"]])
+def test_help_says_of_every_command_a_whole_sentence(group):
+    """What does not fit a line of 80 columns would end in dots."""
+    text = diffmegatron(*group, "--help", COLUMNS="80").stdout
+    assert "Commands:" in text and "..." not in text.partition("Commands:")[2], text
+
+
+def test_help_imports_nothing_that_takes_time():
+    """`-X importtime` names every module on standard error."""
+    command = [sys.executable, "-X", "importtime", "-m", "diffmegatron", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"numpy", "pydantic", "rich", "torch", "yaml"}
+
+
+def test_dex_select_chooses_the_share_that_the_kind_counts():
+    assert inspect.signature(select).parameters["share"].default == SHARE
 
 
 @pytest.mark.parametrize(
