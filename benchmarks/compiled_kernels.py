@@ -26,6 +26,7 @@ from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
 from diffmegatron.attention.kernels.triton import triton_attention
+from diffmegatron.model.cross_entropy import cross_entropy
 
 # Bytes of shared memory that one block may have, by compute capability.
 SHARED_LIMIT = {
@@ -177,6 +178,14 @@ def compile_subtraction(capability: int, dtype: torch.dtype, head_dim: int) -> d
     with pretended_gpu(capability) as kernels:
         out = subtraction.subtract_noise(heads, lambda_)
         out.backward(torch.zeros_like(out))
+    return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
+
+
+def compile_cross_entropy(capability: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The compiled kernels of the vocabulary's cross-entropy."""
+    logits = torch.zeros(4, 100288, dtype=dtype, requires_grad=True)
+    with pretended_gpu(capability) as kernels:
+        cross_entropy(logits, torch.zeros(4, dtype=torch.int64)).backward(torch.zeros(4))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
 
 

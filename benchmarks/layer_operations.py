@@ -1,10 +1,11 @@
-"""Count the operations of a layer outside the attention kernels, and the bytes they read and write.
+"""Count the operations of a layer and of the loss, and the bytes that they read and write.
 
 One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
 nothing, for the recipe's attention and for the Transformer of the pair. Every operation of aten
 that is no view counts as one: on a GPU each launches a kernel. Its bytes are those of the tensors
-that it is given and gives back. The attention kernels are left out; RMSNorm and the subtraction
-of V2's noise heads, which have kernels of their own on a GPU, count as one either way.
+that it is given and gives back. The attention kernels are left out; RMSNorm, the subtraction of
+V2's noise heads and the cross-entropy, which have kernels of their own on a GPU, count as one
+either way.
 Writes NAME.json, which has every operation, and NAME.md, by part of the layer, to
 benchmarks/results/.
 
@@ -33,11 +34,13 @@ from diffmegatron.attention.context_parallel import attend
 from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.model import cross_entropy, language_model_loss
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "Transformer"
+ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
 # Parts of a layer by the module that calls them.
 PARTS = {
@@ -158,6 +161,7 @@ def count_layer(recipe: Recipe) -> Work:
         tokens = torch.zeros(shape, dtype=torch.long, device="meta")
         with Work() as work, _stand_ins(work):
             _name_parts(stage.decoder.layers[1], work)
+            stage.output_layer.register_forward_hook(lambda *_: work.enter(LOSS))
             network(tokens, tokens, None, labels=tokens).float().mean().backward()
     return work
 
@@ -198,7 +202,12 @@ def _stand_ins(work: Work) -> Iterator[None]:
         shape = (*lambda_.shape, heads.shape[-1])
         return _stand_in(partial(work.count, "subtract_noise"), shape, heads, lambda_)
 
+    def loss(logits: Tensor, labels: Tensor, _: object) -> Tensor:
+        return _stand_in(partial(work.count, "cross_entropy"), labels.shape, logits)
+
     with (
+        mock.patch.object(language_model_loss, "_has_kernel", lambda _: True),
+        mock.patch.object(cross_entropy, "cross_entropy", loss),
         mock.patch.object(attend, "diff_attention", attention),
         mock.patch.object(attend, "softmax_attention", attention),
         mock.patch.object(api, "subtract_noise", subtraction),
@@ -243,7 +252,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"| part | pass | {' | '.join(names)} |",
         f"|---|---|{'---|' * len(names)}",
     ]
-    for part in [*parts, "all"]:
+    for part in [*parts, ALL, LOSS]:
         for way in ("forward", "backward"):
             cells = [_cell(report["operations"][name], part, way) for name in names]
             lines.append(f"| {part} | {way} | {' | '.join(cells)} |")
@@ -251,6 +260,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _cell(rows: list[dict[str, Any]], part: str, way: str) -> str:
-    chosen = [row for row in rows if row["pass"] == way and part in (row["part"], "all")]
+    parts = set(PARTS.values()) if part == ALL else {part}
+    chosen = [row for row in rows if row["pass"] == way and row["part"] in parts]
     count, size = (sum(row[key] for row in chosen) for key in ("count", "bytes"))
     return f"{count}, {size / 2**20:.0f}"

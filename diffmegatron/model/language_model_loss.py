@@ -1,5 +1,7 @@
 """The loss of a network on the next token: cross-entropy, in chunks of the sequence."""
 
+import importlib.util
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -70,4 +72,14 @@ class LanguageModel(GPTModel):
             first = max(self.vocab_size - self.vocab_padding - rank * share, 0)
             # In place, as nothing before it needs the logits: they are the largest tensor.
             logits[..., first:] = -torch.inf
-        return super().compute_language_model_loss(labels, logits)
+        if not _has_kernel(logits):
+            return super().compute_language_model_loss(labels, logits)
+        from diffmegatron.model.cross_entropy import cross_entropy
+
+        losses = cross_entropy(logits.flatten(0, 1), labels.T.flatten(), self.pg_collection.tp)
+        return losses.view(logits.shape[:2]).T.contiguous()
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    """Whether Triton's cross-entropy can run where the logits are; else it is Megatron-core's."""
+    return logits.is_cuda and importlib.util.find_spec("triton") is not None

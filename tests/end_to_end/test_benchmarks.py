@@ -96,6 +96,10 @@ def test_layer_operations(tmp_path):
             ("backward", "aten::mm", 8),
         ]
         assert [row["bytes"] for row in products] == [read_and_written, 2 * read_and_written]
+        loss = [row for row in rows if row["operation"] == "cross_entropy"]
+        assert [(row["pass"], row["count"]) for row in loss] == [("forward", 1), ("backward", 1)]
+        # Read once forward; read and written over backward, beside a value per token.
+        assert [row["bytes"] for row in loss] == [2 * 32 * 128 + 64, 2 * 2 * 32 * 128 + 64]
     between = {
         name: {row["operation"]: row["count"] for row in rows if row["pass"] == "forward"
                and row["part"].startswith("between the attention")}

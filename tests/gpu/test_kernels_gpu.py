@@ -216,6 +216,25 @@ def test_the_subtraction(ratio, width, dtype):
         assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-3, name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("words", [1000, 100_288])
+def test_the_cross_entropy(words, dtype):
+    from diffmegatron.model.cross_entropy import cross_entropy
+
+    logits = (4 * torch.randn(512, words, device="cuda")).to(dtype).requires_grad_()
+    labels = torch.randint(0, words, (512,), device="cuda")
+    (out, (grad,)), (right, (wanted,)) = (
+        value_and_grads(function, [logits])
+        for function in (
+            # A copy, as the gradient is written over it.
+            lambda x: cross_entropy(x.clone(), labels),
+            lambda x: torch.nn.functional.cross_entropy(x.float(), labels, reduction="none"),
+        )
+    )
+    assert_close(out, right, 1e-5, "losses")
+    assert_close(grad, wanted, {torch.bfloat16: 1e-2, torch.float32: 1e-5}.get(dtype, 1e-3), "grad")
+
+
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 5, 700, 1024])}])
 @pytest.mark.parametrize("backend", ["auto", *runnable("softmax")])
 def test_v2_by_every_backend_that_runs_here(backend, options):

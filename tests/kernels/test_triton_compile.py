@@ -15,6 +15,7 @@ import triton  # after the check for it
 
 from benchmarks.compiled_kernels import (
     SHARED_LIMIT,
+    compile_cross_entropy,
     compile_launches,
     compile_subtraction,
     usage_of,
@@ -152,6 +153,25 @@ def test_the_subtraction_needs_neither_stack_nor_shared_memory_for_tiles(capabil
             usage = usage_of(kernel)
             assert usage.stack == 0
             assert usage.shared <= 1024
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_cross_entropy_needs_no_stack_and_moves_128_bits_at_once(capability, dtype):
+    launches = compile_cross_entropy(capability, dtype)
+    assert set(launches) == {"statistics", "gradient"}
+    for kernel in launches.values():
+        usage = usage_of(kernel)
+        assert usage.stack == 0
+        assert usage.shared <= 1024
+    # All of a logit's traffic: one read forward, one read and one write backward.
+    assert "ld.global.v4" in launches["statistics"].asm["ptx"]
+    assert {"ld.global.v4", "st.global.v4"} <= vectors(launches["gradient"].asm["ptx"])
+
+
+def vectors(ptx: str) -> set[str]:
+    """Kinds of accesses to global memory that move four registers at once."""
+    return set(re.findall(r"(?:ld|st)\.global\.v4", ptx))
 
 
 def test_unknown_chips_get_what_fits_all():

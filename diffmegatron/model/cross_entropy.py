@@ -1,0 +1,151 @@
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's parameters are the compiler's values: no Python type says what they are)
+"""Cross-entropy over a vocabulary that tensor-parallel ranks share, in Triton.
+
+Each logit is read twice and its gradient written over it, in the logits' dtype: 6 bytes of traffic
+in bf16, where Megatron-core's makes a float32 copy and passes over it seven times. Megatron's fused
+form is compiled at the first step and again for other shapes, Transformer Engine's needs that
+library, and Liger's knows no ranks that share a vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from diffmegatron.attention.kernels.triton.kernel_launch import accumulate, on_device
+
+BLOCK = 4096
+WARPS = 8
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, group: distributed.ProcessGroup | None = None
+) -> Tensor:
+    """-log softmax(logits)[label] of each row, computed in float32 at least.
+
+    Args:
+        logits: [rows, v], floating point, of a whole vocabulary or this rank's share of v
+            consecutive words; the backward pass writes its gradient over them, if contiguous.
+        labels: [rows] int64, of the whole vocabulary.
+        group: the tensor-parallel ranks, which share the vocabulary in their order; None: one has
+            all of it.
+
+    Returns:
+        [rows] float32 (float64 for float64), the same on every rank of the group.
+    """
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: distributed.ProcessGroup | None
+    ) -> Tensor:
+        logits = logits.contiguous()
+        rank = 0 if group is None else distributed.get_rank(group)
+        own_labels = labels.contiguous() - rank * logits.shape[1]
+        largest, total, of_label = _statistics(logits, own_labels)
+        if group is not None and distributed.get_world_size(group) > 1:
+            largest, total, of_label = _over_ranks(largest, total, of_label, group)
+        log_total = total.log() + largest
+        ctx.save_for_backward(logits, own_labels, log_total)
+        return log_total - of_label
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, own_labels, log_total = ctx.saved_tensors
+        rows, words = logits.shape
+        grid = (rows, triton.cdiv(words, BLOCK))
+        with on_device(logits):
+            gradient_kernel[grid](
+                logits, own_labels, log_total, grad.contiguous(), words,
+                BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
+            )  # fmt: skip
+        # So that autograd refuses a second backward pass, whose logits these no longer are.
+        increment_version(logits)
+        return logits, None, None
+
+
+def _statistics(logits: Tensor, own_labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the largest logit, the sum of exp(logit - largest), the label's logit or 0."""
+    rows, words = logits.shape
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    largest, total, of_label = (
+        torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(3)
+    )
+    with on_device(logits):
+        statistics_kernel[(rows,)](
+            logits, own_labels, largest, total, of_label, words,
+            BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
+        )  # fmt: skip
+    return largest, total, of_label
+
+
+def _over_ranks(
+    largest: Tensor, total: Tensor, of_label: Tensor, group: distributed.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the whole vocabulary, from each rank's share of it."""
+    of_all = largest.clone()
+    distributed.all_reduce(of_all, op=distributed.ReduceOp.MAX, group=group)
+    sums = torch.stack([total * (largest - of_all).exp(), of_label])
+    distributed.all_reduce(sums, group=group)
+    return of_all, sums[0], sums[1]
+
+
+@triton.jit
+def statistics_kernel(
+    logits_ptr,
+    labels_ptr,
+    largest_ptr,
+    total_ptr,
+    of_label_ptr,
+    words,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One row, block by block: the sum is rescaled where a larger logit is found."""
+    row = tl.program_id(0)
+    first = logits_ptr + row.to(tl.int64) * words
+    largest = tl.full([], -float("inf"), ACCUMULATE)
+    total = tl.zeros([], ACCUMULATE)
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        logits = tl.load(first + word, mask=word < words, other=-float("inf")).to(ACCUMULATE)
+        larger = tl.maximum(largest, tl.max(logits, 0))
+        # Where all were minus infinity so far, their difference would be no number.
+        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
+        largest = larger
+    label = tl.load(labels_ptr + row)
+    is_own = (label >= 0) & (label < words)
+    of_label = tl.load(first + label, mask=is_own, other=0.0).to(ACCUMULATE)
+    tl.store(largest_ptr + row, largest)
+    tl.store(total_ptr + row, total)
+    tl.store(of_label_ptr + row, of_label)
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr,
+    labels_ptr,
+    log_total_ptr,
+    grad_ptr,
+    words,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """grad (softmax - 1 at the label), over the logits of one block of one row."""
+    row = tl.program_id(0)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointers = logits_ptr + row.to(tl.int64) * words + word
+    logits = tl.load(pointers, mask=word < words, other=-float("inf")).to(ACCUMULATE)
+    softmax = tl.exp(logits - tl.load(log_total_ptr + row))
+    at_label = (word == tl.load(labels_ptr + row)).to(ACCUMULATE)
+    tl.store(pointers, tl.load(grad_ptr + row) * (softmax - at_label), mask=word < words)

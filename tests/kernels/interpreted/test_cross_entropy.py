@@ -1,0 +1,120 @@
+"""The vocabulary's cross-entropy in the interpreter, beside torch's in float64."""
+
+import pytest
+import torch
+from torch import distributed
+
+from diffmegatron.model import cross_entropy as module
+from diffmegatron.model.cross_entropy import cross_entropy
+
+ROWS, WORDS = 5, 44
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 16)
+
+
+def made(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    logits = 8 * torch.randn(ROWS, WORDS, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 15, 16, 43, 21])
+    weights = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), labels, weights
+
+
+def expected(logits, labels, weights):
+    """Torch's losses and gradient, in float64."""
+    exact = logits.detach().double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    (losses * weights).sum().backward()
+    return losses.detach(), exact.grad
+
+
+def computed(logits, labels, weights, group=None):
+    # A copy, as the gradient is written over the logits; not a leaf, as they never are.
+    given = logits.detach().clone().requires_grad_()
+    losses = cross_entropy(given * 1, labels, group)
+    (losses * weights).sum().backward()
+    return losses.detach(), given.grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
+)
+def test_losses_and_gradients_are_torchs(dtype, tolerance):
+    logits, labels, weights = made(dtype)
+    losses, gradient = computed(logits, labels, weights)
+    exact_losses, exact_gradient = expected(logits, labels, weights)
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    assert gradient.dtype == dtype
+    # Rounded once, the gradient to the logits' dtype: the losses of bf16 are those of float32.
+    torch.testing.assert_close(
+        losses.double(), exact_losses, rtol=min(tolerance, 2e-6), atol=min(tolerance, 2e-6)
+    )
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_words_without_a_logit_have_no_part():
+    logits, labels, weights = made()
+    labels = labels.clamp(max=30)
+    logits[:, 32:] = -torch.inf
+    losses, gradient = computed(logits, labels, weights)
+    exact_losses, exact_gradient = expected(logits[:, :32], labels, weights)
+    torch.testing.assert_close(losses, exact_losses, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradient[:, :32], exact_gradient, rtol=1e-13, atol=1e-13)
+    assert not gradient[:, 32:].any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(bad):
+    logits, labels, weights = made()
+    logits[2, 7] = bad
+    losses, _ = computed(logits, labels, weights)
+    assert losses.isfinite().tolist() == [True, True, False, True, True]
+
+
+def reduction_with(statistics):
+    """An all-reduce whose only other rank has these."""
+    largest, total, of_label = statistics
+    found = []
+
+    def all_reduce(tensor, op=distributed.ReduceOp.SUM, group=None):
+        if op == distributed.ReduceOp.MAX:
+            found.append(tensor.copy_(torch.maximum(tensor, largest)))
+        else:
+            tensor += torch.stack([total * (largest - found.pop()).exp(), of_label])
+
+    return all_reduce
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_share_the_vocabulary(monkeypatch, padded):
+    """Each of two ranks by itself, with what the other would give it."""
+    logits, labels, weights = made()
+    if padded:
+        # The second rank has no word at all.
+        logits[:, 22:], labels = -torch.inf, labels.clamp(max=21)
+    shares = [share.contiguous() for share in logits.chunk(2, dim=1)]
+    monkeypatch.setattr(distributed, "get_world_size", lambda _: 2)
+    exact_losses, exact_gradient = expected(logits, labels, weights)
+    statistics = [
+        module._statistics(share, labels - rank * share.shape[1])
+        for rank, share in enumerate(shares)
+    ]
+    for rank, share in enumerate(shares):
+        monkeypatch.setattr(distributed, "get_rank", lambda _, rank=rank: rank)
+        monkeypatch.setattr(distributed, "all_reduce", reduction_with(statistics[1 - rank]))
+        losses, gradient = computed(share, labels, weights, group="both")
+        torch.testing.assert_close(losses, exact_losses, rtol=1e-13, atol=1e-13)
+        part = exact_gradient.chunk(2, dim=1)[rank]
+        torch.testing.assert_close(gradient, part, rtol=1e-13, atol=1e-13)
+
+
+def test_the_logits_are_overwritten_once():
+    logits, labels, _ = made()
+    given = logits.requires_grad_() * 1
+    losses = cross_entropy(given, labels)
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
