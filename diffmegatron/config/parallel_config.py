@@ -26,6 +26,19 @@ class ParallelConfig(Section):
         default=False, description="master weights and Adam's moments in the host's memory"
     )
 
+    overlap_gradients: bool | None = Field(
+        default=None,
+        description="sum gradients over ranks during the last microbatch's backward pass; null: "
+        "where that can be, with ZeRO 1 on the device without pipeline",
+    )
+
+    @property
+    def overlaps_gradients(self) -> bool:
+        """Whether gradients are summed over the ranks while the backward pass goes on."""
+        if self.overlap_gradients is not None:
+            return self.overlap_gradients
+        return self.pipeline == 1 and self.zero_stage == 1 and not self.offload_optimizer
+
     @property
     def model_ranks(self) -> int:
         """Ranks that together hold one model and one sequence: tensor x context x pipeline."""
@@ -45,6 +58,8 @@ class ParallelConfig(Section):
                 f"would {wrong}; the nearest layouts that work are parallel.zero_stage 1, or "
                 "parallel.pipeline 1"
             )
+        if self.overlap_gradients:
+            self._check_overlap()
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves the stages of "
@@ -58,6 +73,20 @@ class ParallelConfig(Section):
                 "parallel.context of at least 2 or 'auto'"
             )
         return self
+
+    def _check_overlap(self) -> None:
+        for name, value, needed in (
+            ("pipeline", self.pipeline, 1),
+            ("zero_stage", self.zero_stage, 1),
+            ("offload_optimizer", self.offload_optimizer, False),
+        ):
+            if value != needed:
+                raise ValueError(
+                    f"parallel.overlap_gradients is on with parallel.{name} {str(value).lower()}; "
+                    "gradients can be summed during the backward pass with ZeRO 1 on the device "
+                    f"without pipeline, so give parallel.{name} {str(needed).lower()} or leave "
+                    "parallel.overlap_gradients out"
+                )
 
 
 class RecomputeConfig(Section):

@@ -110,7 +110,7 @@ class _Plain:
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         return self.network(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         loss.backward()
 
 

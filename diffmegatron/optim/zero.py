@@ -9,7 +9,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -20,11 +20,12 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
+from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.float32_parameters import ExactValues
 from diffmegatron.optim.frozen_weights import FrozenWeights
 from diffmegatron.optim.parameter_groups import parameter_groups
 from diffmegatron.optim.partition import partition_of
-from diffmegatron.optim.single_rank import FlatGradients, is_alone
+from diffmegatron.optim.reduction import GradientReduction
 from diffmegatron.optim.step_gate import (
     Gate,
     GatedAdamW,
@@ -77,9 +78,13 @@ class ZeroEngine:
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
-        self._flat = FlatGradients(self._optimizer) if is_alone(self._optimizer) else None
-        # Whether the engine reduces gradients in its step.
-        self._engine.enable_backward_allreduce = self._flat is None
+        self._reduction: GradientReduction | None = None
+        if (gradients := flat_gradients(self._optimizer)) is not None:
+            self._engine.enable_backward_allreduce = False
+            self._reduction = GradientReduction(
+                gradients, network, parallel_state.data_group, REDUCE_BUCKET
+            )
+        self._overlaps = recipe.parallel.overlaps_gradients
         self._partition = partition_of(self._optimizer)
         self._exact = ExactValues(rounded, self._partition, parallel_state.data_group)
         self._frozen = FrozenWeights(network, parallel_state.data_group)
@@ -94,6 +99,8 @@ class ZeroEngine:
         DeepSpeed's hooks keep the engine alive, and with it every group's threads: fifty of them
         a run, which together keep a processor busy.
         """
+        if self._reduction is not None:
+            self._reduction.close()
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
@@ -104,9 +111,17 @@ class ZeroEngine:
         """
         return self._engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a microbatch's loss (already divided by their number)."""
-        self._engine.backward(loss)
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a microbatch's loss (already divided by their number).
+
+        Args:
+            loss: 0-dim.
+            is_last: whether a :meth:`step` follows, so that gradients may be summed over the ranks
+                as they come.
+        """
+        reduction = self._reduction if self._overlaps and is_last else None
+        with nullcontext() if reduction is None else reduction.overlapping():
+            self._engine.backward(loss)
 
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
         """One update, if ``allow`` agrees; otherwise the gradients are dropped.
@@ -118,17 +133,18 @@ class ZeroEngine:
                 0-dim float32, infinite where a gradient is not finite (which is never applied,
                 whatever ``allow`` says).
         """
-        self._held_norms = held_norms(self._partition, self.network)
         self._sum_tied_embedding()
+        if self._reduction is None:
+            self._held_norms = held_norms(self._partition, self.network)
+        else:
+            self._held_norms = self._reduction.finish()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
         gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
         self._optimizer.optimizer.gate = gate
-        if self._flat is not None:
-            self._flat.hand_over()
         self._engine.step()
-        if self._flat is not None:
-            self._flat.reset()
+        if self._reduction is not None:
+            self._reduction.reset()
         self._exact.refresh()
         if gate.answer is None:
             # DeepSpeed dropped gradients that are not finite before it came to the optimizer.
@@ -208,8 +224,9 @@ class ZeroEngine:
 def engine_config(recipe: Recipe) -> dict[str, Any]:
     """DeepSpeed's configuration of a recipe.
 
-    The microbatches are looped by us, so accumulation is not DeepSpeed's to manage, and
-    communication does not overlap: under pipeline parallelism that is silently wrong.
+    The microbatches are looped by us, so accumulation is not DeepSpeed's to manage. Nor does its
+    communication overlap, which under pipeline parallelism is silently wrong: ZeRO 1's gradients
+    are ours to sum (:mod:`diffmegatron.optim.reduction`).
     """
     bf16 = recipe.training.precision == "bf16"
     config: dict[str, Any] = {
@@ -239,8 +256,9 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
         if recipe.parallel.zero_stage == 1:
-            # Once a step, over what all microbatches added up in float32: rounded to bf16 before
-            # the sum over hundreds of ranks, as by default, that would have been for nothing.
+            # Offloaded, once a step over what all microbatches added up in float32: rounded to
+            # bf16 before the sum over hundreds of ranks, as by default, that would have been for
+            # nothing.
             config["communication_data_type"] = "fp32"
     return config
 

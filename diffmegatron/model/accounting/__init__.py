@@ -15,6 +15,7 @@ from diffmegatron.model.accounting.hardware import (
 from diffmegatron.model.accounting.memory import (
     REDUCE_BUCKET,
     StageMemory,
+    largest_trained,
     memory_by_stage,
     peak_memory,
     rank_parameters,
@@ -41,6 +42,7 @@ __all__ = [
     "count_trained",
     "find_accelerator",
     "frozen_matrices",
+    "largest_trained",
     "memory_by_stage",
     "model_flops_utilization",
     "peak_memory",

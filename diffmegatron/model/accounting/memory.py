@@ -14,8 +14,6 @@ from diffmegatron.model.accounting.parameters import (
 
 # Elements of the bucket in which ZeRO reduces gradients (reduce_bucket_size).
 REDUCE_BUCKET = 50_000_000
-# DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py), in elements.
-ALLREDUCE_BUCKET = 500_000_000
 # DeepSpeed's stage3_max_live_parameters (runtime/zero/config.py).
 LIVE_PARAMETERS = 1_000_000_000
 FLOAT64 = 8
@@ -134,41 +132,27 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
         states = _zero_3(states, recipe, shards)
     elif recipe.parallel.zero_stage == 2:
         states = _zero_2(states, recipe, shards)
-    elif is_bf16_optimizer(recipe):
-        states = _bf16_zero_1(states, recipe)
-    elif shards == 1 and not recipe.parallel.offload_optimizer:
-        states = _lone_zero_1(states, recipe)
+    elif not recipe.parallel.offload_optimizer:
+        states = _zero_1(states, recipe, shards)
     if recipe.parallel.offload_optimizer:
         return _offloaded(states, recipe, shards)
     return states
 
 
-def is_bf16_optimizer(recipe: Recipe) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer and not its DeepSpeedZeroOptimizer."""
-    is_zero_1 = recipe.parallel.zero_stage == 1 and not recipe.parallel.offload_optimizer
-    return recipe.training.precision == "bf16" and is_zero_1
+def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
+    """Gradients flat from the start, summed in place (:mod:`diffmegatron.optim.flat_gradients`).
 
-
-def _bf16_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
-    """BF16_Optimizer (runtime/bf16_optimizer.py): all of the rank's gradients in float32.
-
-    It reduces them in float32, as it is told to. Before, the flat gradients of the parameter groups
-    are laid end to end until more than 500 million are together: a first group larger than that is
-    reduced as it is, and only a stage with the embedding has its matrices first.
+    Without a bucket. In float32 the norm is taken of each of the rank's partition in float64.
     """
+    if recipe.training.precision == "bf16":
+        return replace(states, communication=0, update=0)
+    return replace(states, communication=0, update=_float64_norm(states, recipe, shards))
+
+
+def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
+    """Bytes of the largest gradient of a rank's partition in float64."""
     elements = states.gradients // FLOAT32
-    in_place = states.stage == 0 and elements > ALLREDUCE_BUCKET
-    copied = 0 if in_place else FLOAT32 * elements
-    return replace(states, communication=0, update=copied)
-
-
-def _lone_zero_1(states: StageMemory, recipe: Recipe) -> StageMemory:
-    """Gradients that nobody shares, flat from the start (:mod:`diffmegatron.optim.single_rank`).
-
-    Without a bucket; the norm is taken of each of them in float64.
-    """
-    norm = FLOAT64 * _largest_trained(recipe, states.stage)
-    return replace(states, communication=0, update=norm)
+    return FLOAT64 * min(largest_trained(recipe, states.stage), elements // shards)
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
@@ -177,8 +161,7 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     The norm is taken of each of them in float64; what the backward pass leaves on the parameters
     of this partition stays until it ends.
     """
-    elements = states.gradients // FLOAT32
-    norm = FLOAT64 * min(_largest_trained(recipe, states.stage), elements // shards)
+    norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
     left = BYTES[recipe.training.precision] * elements // shards
     return replace(states, gradients=states.gradients // shards, update=max(update, left))
@@ -221,7 +204,7 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     if recipe.parallel.zero_stage == 3:
         host = states.optimizer + 2 * gradients
         return replace(states, optimizer=0, gradients=0, update=0, host=host)
-    buffer = element * _largest_trained(recipe, states.stage)
+    buffer = element * largest_trained(recipe, states.stage)
     bucket = element if recipe.parallel.zero_stage == 2 else FLOAT32
     return replace(
         states,
@@ -237,7 +220,7 @@ def _vocabulary_elements(recipe: Recipe) -> int:
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
-def _largest_trained(recipe: Recipe, stage: int) -> int:
+def largest_trained(recipe: Recipe, stage: int) -> int:
     """Of the largest parameter on a tensor-parallel rank that has a gradient."""
     if trains_everything(recipe):
         return _vocabulary_elements(recipe)

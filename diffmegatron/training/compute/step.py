@@ -27,8 +27,8 @@ class Engine(Protocol):
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """As :class:`~diffmegatron.model.network.Network`."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add to the gradients; ``is_last``: of the step."""
 
 
 def forward_backward(
@@ -54,10 +54,10 @@ def forward_backward(
         losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded)
     else:
         losses = []
-        for batch in microbatches:
+        for number, batch in enumerate(microbatches, 1):
             with offloaded():
                 loss = summed_loss(engine, batch)
-            engine.backward(loss * weight)
+            engine.backward(loss * weight, is_last=number == len(microbatches))
             losses.append(loss.detach())
     return _mean_over_ranks(losses, count, parallel_state)
 

@@ -383,6 +383,21 @@ def test_an_override_that_is_no_yaml_is_refused(base):
             "parallel.zero_stage 1",
         ),
         (
+            ["parallel.overlap_gradients=true", "parallel.pipeline=2"],
+            "parallel.overlap_gradients is on with parallel.pipeline 2",
+            "parallel.pipeline 1 or leave",
+        ),
+        (
+            ["parallel.overlap_gradients=true", "parallel.zero_stage=3"],
+            "parallel.overlap_gradients is on with parallel.zero_stage 3",
+            "parallel.zero_stage 1 or leave",
+        ),
+        (
+            ["parallel.overlap_gradients=true", "parallel.offload_optimizer=true"],
+            "parallel.overlap_gradients is on with parallel.offload_optimizer true",
+            "parallel.offload_optimizer false or leave",
+        ),
+        (
             ["optimizer.schedule.warmup_steps=100"],
             "warmup_steps 100 leaves nothing of the run's 100 steps",
             "at most 99",

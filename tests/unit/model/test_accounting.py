@@ -240,12 +240,12 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
             # The engine flattens the parameters into new storages and frees these.
             del before[parameter.untyped_storage().data_ptr()]
         with ZeroEngine(network, recipe, parallel_state) as engine:
-            engine.backward(run_forward(network).mean())
+            engine.backward(run_forward(network).mean(), is_last=True)
             engine.step(1e-3, allow=lambda _: True)
             network.virtual_stages[0].embedding.word_embeddings.weight.register_hook(
                 lambda _: during.extend(storages_since(before, network))
             )
-            engine.backward(run_forward(network).mean())
+            engine.backward(run_forward(network).mean(), is_last=True)
             after = storages_since(before, network)
     (counted,) = memory_by_stage(recipe, world_size=1)
     bucket_bytes = counted.communication * bucket // REDUCE_BUCKET

@@ -44,14 +44,15 @@ OF_OPTIMIZERS = [
     Attribute("_get_param_partition_rank", (3,)),
     Attribute("_reassign_or_swap_out_partitioned_parameters", (3,)),
     Attribute("persistent_parameters", (3,), list),
-    # single_rank.py
+    # flat_gradients.py
     Attribute("_build_compact_grad_partition_buffer", (1, 2)),
     Attribute("_release_ipg_buffers", (1, 2)),
     Attribute("_grad_acc_hooks", (1, 2), list),
     Attribute("real_dp_process_group", (1, 2), list),
     Attribute("partition_gradients", (1, 2), bool),
     Attribute("cpu_offload", (1, 2), bool),
-    Attribute("use_grad_accum_attribute", (1, 2), bool),
+    Attribute("bit16_groups", (1, 2), list),
+    Attribute("bit16_groups_flat", (1, 2), list),
     Attribute("check_grad_overflow", (1, 2), bool),
     # zero.py and step_gate.py
     Attribute("optimizer", (1, 2, 3), torch.optim.Optimizer),
@@ -119,6 +120,25 @@ def test_a_mapping_of_a_parameter_has(name, engines):
 
 def test_a_compiled_operator_can_be_declared_missing():
     assert "deepspeed_shm_comm" in import_deepspeed().ops.__compatible_ops__
+
+
+def test_the_optimizer_of_bf16_has_flat_gradients():
+    from deepspeed.runtime import bf16_optimizer
+
+    source = inspect.getsource(bf16_optimizer)
+    assert "self.fp32_groups_gradients_flat" in source
+    assert "self.bf16_groups" in source
+
+
+def test_a_partition_of_gradients_can_lie_in_another_tensor():
+    from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+    first, other = torch.zeros(6), torch.arange(6.0)
+    group = GradPartitionBufferGroup([first[:4].view(2, 2), first[4:]], first)
+    group.flat_partition = other
+    group.move_flat_partition(other.device)
+    assert [view.tolist() for view in group] == [[[0, 1], [2, 3]], [4, 5]]
+    assert group[0].data_ptr() == group.flat_partition.data_ptr() == other.data_ptr()
 
 
 def test_padding_among_the_gradients_is_marked():

@@ -21,7 +21,7 @@ class PlainEngine:
     def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self.network(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         loss.backward()
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a lone rank, against DeepSpeed's own reduction of them."""
+"""Flat gradients of a lone rank, against DeepSpeed's own reduction of them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 LENGTH, VOCABULARY = 8, 64
 
 
-def make_recipe() -> Recipe:
+def make_recipe(precision: str) -> Recipe:
     return Recipe.model_validate(
         {
             "run_dir": "unused",
@@ -29,26 +29,27 @@ def make_recipe() -> Recipe:
                 "global_batch_size": 4,
                 "micro_batch_size": 2,
                 "steps": 10,
-                "precision": "fp32",
+                "precision": precision,
             },
             "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5},
         }
     )
 
 
-def trained(steps: list[str]) -> tuple[list[float], dict[str, torch.Tensor], bool]:
+def trained(precision: str, steps: list[str]) -> tuple[list[float], dict[str, torch.Tensor], bool]:
     """Norms and weights after steps of two microbatches: applied, refused or with a NaN."""
-    recipe, norms = make_recipe(), []
+    recipe, norms = make_recipe(precision), []
     generator = torch.Generator().manual_seed(0)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
         with ZeroEngine(network, recipe, parallel_state) as engine:
             for step in steps:
-                for _ in range(2):
+                for is_last in (False, True):
                     tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
                     positions = torch.arange(LENGTH).expand(2, -1)
                     losses = engine(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-                    engine.backward(losses.mean() * (torch.nan if step == "nan" else 1.0))
+                    factor = torch.nan if step == "nan" else 1.0
+                    engine.backward(losses.mean() * factor, is_last=is_last)
 
                 def allow(norm: torch.Tensor, step: str = step) -> bool:
                     norms.append(float(norm))
@@ -56,19 +57,20 @@ def trained(steps: list[str]) -> tuple[list[float], dict[str, torch.Tensor], boo
 
                 engine.step(1e-2, allow)
             weights = {name: p.detach().clone() for name, p in network.named_parameters()}
-            return norms, weights, engine._flat is not None
+            return norms, weights, engine._reduction is not None
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "steps",
     [["applied"] * 3, ["applied", "refused", "applied"], ["nan", "applied", "nan", "applied"]],
     ids=["applied", "refused", "not finite"],
 )
-def test_weights_and_norms_are_deepspeeds_to_the_last_bit(steps, monkeypatch):
-    own_norms, own, is_flat = trained(steps)
+def test_weights_and_norms_are_deepspeeds_to_the_last_bit(steps, precision, monkeypatch):
+    own_norms, own, is_flat = trained(precision, steps)
     assert is_flat
-    monkeypatch.setattr(zero, "is_alone", lambda _: False)
-    norms, weights, is_flat = trained(steps)
+    monkeypatch.setattr(zero, "flat_gradients", lambda _: None)
+    norms, weights, is_flat = trained(precision, steps)
     assert not is_flat
     assert own_norms == norms
     assert own.keys() == weights.keys()
