@@ -1,12 +1,15 @@
 """How long a step takes: a roofline with every assumption in one place, and an estimate only."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import (
+    REDUCE_BUCKET,
     Accelerator,
     count_flops,
     frozen_matrices,
+    largest_trained,
     model_flops_utilization,
     trained_parameters,
 )
@@ -51,7 +54,8 @@ class Assumptions:
             f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
             f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
             f"collectives reach {self.links:.0%} of links and network (optimistic)",
-            "overlap: of ring attention's communication alone",
+            "overlap: of ring attention's communication, and of the sum of ZeRO 1's gradients "
+            "without pipeline, with the last microbatch's backward pass",
             "data loading, checkpoints and stragglers take no time (optimistic)",
         )
 
@@ -93,11 +97,9 @@ def estimate_time(
         UserError: the ranks do not fill the layout, or the batch does not divide over them.
     """
     microbatches = recipe.num_microbatches(world_size)
-    compute, attention = _compute(recipe, accelerator, assumed)
-    compute *= microbatches
-    in_pipeline, at_the_end = _communication(
-        recipe, world_size, accelerator, assumed, attention * microbatches
-    )
+    each = _compute(recipe, accelerator, assumed)
+    compute = each.total * microbatches
+    in_pipeline, at_the_end = _communication(recipe, world_size, accelerator, assumed, each)
     bubble = bubble_share(recipe, microbatches)
     idle = bubble * (compute + in_pipeline)
     optimizer = _optimizer(recipe, world_size, accelerator, assumed)
@@ -124,8 +126,19 @@ def bubble_share(recipe: Recipe, microbatches: int) -> float:
     return (parallel.pipeline - 1) / (microbatches * parallel.virtual_pipeline)
 
 
-def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> tuple[float, float]:
-    """Seconds of a microbatch on the busiest stage, and of its attention alone."""
+class Compute(NamedTuple):
+    """Seconds of a microbatch on the busiest stage.
+
+    ``backward`` is what of the ``total`` follows the loss, recomputation included; ``attention``
+    what attention alone takes of it.
+    """
+
+    total: float
+    backward: float
+    attention: float
+
+
+def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     tokens = local_tokens(recipe) / parallel.tensor
     passes = forward_passes(recipe)
@@ -138,11 +151,14 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> tuple[fl
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
     products = model.attention.products()
     again = 2 if recipe.recompute.granularity != "none" else 1
-    pairs = layers * training.seq_length / 2
-    attention_flops = 2 * tokens * pairs * (again * products.forward + products.backward)
-    attention = attention_flops / (assumed.attention * gpu.peak_flops)
+    pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
+    attention = pair * (again * products.forward + products.backward)
     elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
-    return matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise, attention
+    total = matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise
+    weights = layers * layer_weights + _vocabulary(recipe)
+    forward = 2 * tokens * weights / (assumed.matmul * gpu.peak_flops)
+    forward += pair * products.forward + elementwise / (passes + 1)
+    return Compute(total, total - forward, attention)
 
 
 def _vocabulary(recipe: Recipe) -> int:
@@ -166,7 +182,7 @@ def _elementwise_bytes(recipe: Recipe) -> float:
 
 
 def _communication(
-    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions, attention: float
+    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions, compute: Compute
 ) -> tuple[float, float]:
     """Seconds per step that nothing hides: within the pipeline's schedule, and after it.
 
@@ -183,10 +199,23 @@ def _communication(
 
     communication = seconds(traffic.context, inner)
     if context_communication(recipe) == "ring":
+        attention = compute.attention * recipe.num_microbatches(world_size)
         communication = max(0.0, communication - attention)
-    zero = seconds(traffic.gradients + traffic.weights, data)
+    gradients = seconds(traffic.gradients, data)
+    if parallel.overlaps_gradients:
+        gradients = max(gradients - compute.backward, gradients * _last_share(recipe))
+    zero = gradients + seconds(traffic.weights, data)
     in_pipeline = seconds(traffic.tensor, parallel.tensor) + communication
     return in_pipeline + seconds(traffic.pipeline, world_size), zero
+
+
+def _last_share(recipe: Recipe) -> float:
+    """Of all gradients the share that is complete only when the backward pass is: a bucket.
+
+    It has the embedding, which may be larger.
+    """
+    trained = sum(trained_parameters(recipe, 0))
+    return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:

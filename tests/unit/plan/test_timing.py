@@ -2,10 +2,13 @@
 
 import pytest
 
+from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import ACCELERATORS
+from diffmegatron.model.accounting import ACCELERATORS, trained_parameters
+from diffmegatron.plan.search import search
 from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
 from diffmegatron.plan.traffic import count_traffic
+from tests.paths import CONFIGS
 
 LAYERS, HIDDEN, LENGTH, BATCH = 8, 512, 1024, 32
 # bf16: a microbatch's hidden state.
@@ -139,3 +142,57 @@ def test_offloading_the_optimizer_costs_time():
         estimate(make_recipe(parallel={"offload_optimizer": each}), 1) for each in (False, True)
     )
     assert away.optimizer > 10 * plain.optimizer
+
+
+def hidden(*overrides: str, ranks: int = 64) -> float:
+    """Seconds of communication that summing gradients in the backward pass saves."""
+    on, off = (
+        estimate(load_recipe(CONFIGS / "diff_3b_1t.yaml", [*overrides, *more]), ranks)
+        for more in ([], ["parallel.overlap_gradients=false"])
+    )
+    assert on.compute == off.compute
+    assert off.step - on.step == pytest.approx(off.communication - on.communication)
+    return off.communication - on.communication
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
+    """Which takes two of three passes, or three of four; attention's a little more than that."""
+    overrides = [f"training.micro_batch_size={size}", f"recompute.granularity={recompute}"]
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
+    one = estimate(recipe, 64).compute / recipe.num_microbatches(64)
+    share = 2 / 3 if recompute == "none" else 3 / 4
+    assert hidden(*overrides) == pytest.approx(share * one, rel=0.05)
+
+
+def test_what_comes_with_the_embedding_hides_behind_nothing():
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", ["training.micro_batch_size=16"])
+    parameters = sum(trained_parameters(recipe, 0))
+    embedding = recipe.model.vocab_size * recipe.model.hidden_size
+    gradients = count_traffic(recipe, 64).gradients / (0.7 * 50e9)
+    expected = gradients * (1 - embedding / parameters)
+    assert hidden("training.micro_batch_size=16") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pipeline=2"],
+        ["parallel.zero_stage=2"],
+        ["parallel.zero_stage=3"],
+        ["parallel.offload_optimizer=true"],
+    ],
+)
+def test_gradients_hide_in_zero_1_without_pipeline_alone(overrides):
+    assert hidden(*overrides) == 0
+
+
+def test_the_search_takes_larger_microbatches_to_hide_more():
+    recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml")
+    best = search(recipe, 64, "H100")[0]
+    after = search(
+        load_recipe(CONFIGS / "diff_3b_1t.yaml", ["parallel.overlap_gradients=false"]), 64, "H100"
+    )[0]
+    assert best.time.step < after.time.step
+    assert best.layout.micro_batch_size > after.layout.micro_batch_size
