@@ -14,6 +14,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
+from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.progress import say
@@ -49,7 +50,8 @@ def train(
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()
-    from diffmegatron.training.training_stages import train_stages
+    with importing_engines():
+        from diffmegatron.training.training_stages import train_stages
 
     opener: OpenEvaluators | None = None
     if any(stage.training.evaluate for stage in stages):
@@ -79,7 +81,8 @@ def export(
         directory = newest
         say(f"exporting {directory}")
     read_manifest(directory)
-    from diffmegatron.hf.export_checkpoint import export_checkpoint
+    with importing_engines():
+        from diffmegatron.hf.export_checkpoint import export_checkpoint
 
     return export_checkpoint(directory, Path(out), verify=verify)
 
@@ -113,7 +116,8 @@ def evaluate(
             holds results of something else.
     """
     read_launch()
-    from diffmegatron.evaluation.evaluate import evaluate as run
+    with importing_engines():
+        from diffmegatron.evaluation.evaluate import evaluate as run
 
     given = {
         "data": tuple(data) or None,

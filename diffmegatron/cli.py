@@ -264,10 +264,12 @@ def import_(
 
     Example: diffmegatron import SmolLM2-135M runs/smollm2
     """
+    from diffmegatron.parallel.engine_imports import importing_engines
     from diffmegatron.parallel.launcher import read_launch
 
     read_launch()
-    from diffmegatron.hf.import_model import import_model
+    with importing_engines():
+        from diffmegatron.hf.import_model import import_model
 
     difference = import_model(folder, out, vocab_multiple=vocab_multiple, verify=verify)
     print(f"wrote {out}")

@@ -33,6 +33,7 @@ from diffmegatron.optim.step_gate import (
     decaying_rows,
     held_norms,
 )
+from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -271,7 +272,9 @@ def import_deepspeed() -> Any:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with importing_engines():
+        import deepspeed
+        import deepspeed.runtime.zero.muon.muon_optimizer  # by ZeRO's first step, of any optimizer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Its warnings are of the optimizer class below, and of skipped steps, which the guard reports.

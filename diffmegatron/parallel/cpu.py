@@ -1,10 +1,11 @@
 """Megatron-core without CUDA: redirections for the calls that would raise.
 
 Megatron-core names the device ``cuda`` in a few dozen places. Where no CUDA device exists, these
-calls go to the CPU inside :func:`without_cuda`; where one exists nothing changes. This is the only
-place of the project that changes another library. Each redirection replaces a call that would
-have raised an error, never one that works, and all end with the context: what else runs in the
-process (``transformers`` building a model on the meta device, say) must find torch as it is.
+calls go to the CPU inside :func:`without_cuda`; where one exists nothing changes. Beside
+``engine_imports.py`` this is the only place of the project that changes another library. Each
+redirection replaces a call that would have raised an error, never one that works, and all end with
+the context: what else runs in the process (``transformers`` building a model on the meta device,
+say) must find torch as it is.
 """
 
 from collections.abc import Iterator
