@@ -9,5 +9,6 @@ BENCHMARKS = {
     "data": "tokenising, parts, the loader, start-up and up-sampling",
     "layer": "whole layers of kinds of attention side by side",
     "layer_operations": "operations and bytes of a layer outside the attention kernels",
+    "startup": "from the command to the first step on a CPU, phase by phase",
     "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",
 }

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 from unittest import mock
 
 import pytest
 
-from benchmarks import compare_dex, data
+from benchmarks import compare_dex, data, startup, startup_phases
 from benchmarks.__main__ import main
 from benchmarks.data import in_process
 from benchmarks.registry import BENCHMARKS
@@ -238,3 +239,21 @@ def test_cpu_step(tmp_path):
     (row,) = json.loads(out.read_text())["lengths"]
     assert set(row["ratio"]) == {"plain", "plain, fused AdamW"}
     assert row["tokens"] == 16 and row["turns"] >= 1
+
+
+def test_startup(tmp_path, corpus, capsys, monkeypatch):
+    """Its phases in this process, which has imported what a new one would for seconds."""
+    shutil.copytree(corpus.parent, tmp_path / "start")
+    for file in (tmp_path / "start").glob(f"{corpus.name}.*"):
+        file.rename(file.with_name(f"corpus{file.suffix}"))
+    startup_phases.start("train", str(tmp_path / "start"))
+    phases = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*phases][-2:] == ["network, optimizer, held-out loss", "first step"]
+    assert phases["first step"] > 0
+    monkeypatch.setattr(startup, "time_phases", lambda *_: phases)
+    out = tmp_path / "report.json"
+    run("startup", "--turns", 1, "--out", out)
+    report = json.loads(out.read_text())
+    assert report["ratio"] == 1 and report["help_cpu_seconds"] > 0
+    total = report["cpu_seconds"]["train"]["total"]
+    assert total == pytest.approx(sum(phases.values()), abs=0.01)
