@@ -13,6 +13,7 @@ from diffmegatron.files import reason, shown
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
 # In a run_dir and in each checkpoint.
 RECIPE = "recipe.yaml"
 _UNFINISHED = ".unfinished"
@@ -24,7 +25,7 @@ class CheckpointStore:
     """``run_dir/checkpoints``: what is complete there, and how a new one becomes so."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.directory = run_dir / "checkpoints"
+        self.directory = run_dir / CHECKPOINTS
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or will be."""

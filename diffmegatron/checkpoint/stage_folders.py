@@ -1,11 +1,11 @@
 """The folders of a recipe's stages in its ``run_dir``, for whoever is given that ``run_dir``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
+from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS, RECIPE, CheckpointStore
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import reason, shown
@@ -29,25 +29,29 @@ class StageFolder:
         return CheckpointStore(self.run_dir)
 
 
-def stage_folders(run_dir: Path) -> list[StageFolder]:
+def stage_folders(run_dir: Path, having: str = CHECKPOINTS) -> list[StageFolder]:
     """The runs of a ``run_dir``: each stage after the one that it started from, or the one run.
 
     The order is that of ``checkpoint.start_from`` in the stages' own recipes, and of their names
     where several started from one.
 
+    Args:
+        run_dir: of a recipe.
+        having: what each run has in its folder to be one.
+
     Raises:
         UserError: there is no run in it.
     """
     try:
-        if (run_dir / "checkpoints").is_dir():
+        if (run_dir / having).exists():
             return [StageFolder(None, run_dir)]
-        begun = sorted(path for path in run_dir.iterdir() if (path / "checkpoints").is_dir())
+        begun = sorted(path for path in run_dir.iterdir() if (path / having).exists())
     except OSError as error:
         raise UserError(
-            f"{shown(run_dir)} has no checkpoints ({reason(error)}); give the run_dir of a recipe"
+            f"{shown(run_dir)} has no {having} ({reason(error)}); give the run_dir of a recipe"
         ) from None
     if not begun:
-        raise UserError(f"{shown(run_dir)} has no checkpoints; give the run_dir of a recipe")
+        raise UserError(f"{shown(run_dir)} has no {having}; give the run_dir of a recipe")
     starts = {path.name: _start(path) for path in begun}
     return [StageFolder(name, run_dir / name) for name in _in_order(starts)]
 
@@ -61,11 +65,22 @@ def last_stage(run_dir: Path) -> StageFolder:
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
         raise UserError(f"{shown(run_dir)} has no finished checkpoint yet")
-    starts = {_start(folder.run_dir) for folder in begun}
-    ends = [folder for folder in begun if folder.name is None or folder.name not in starts]
+    return one_end(begun)
+
+
+def one_end(folders: Sequence[StageFolder]) -> StageFolder:
+    """The one of some stages of a ``run_dir`` from which none of them has started.
+
+    Raises:
+        UserError: there are several.
+    """
+    starts = {_start(folder.run_dir) for folder in folders}
+    ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
     if len(ends) > 1:
         listed = ", ".join(shown(folder.run_dir) for folder in ends)
-        raise UserError(f"{shown(run_dir)} has several last stages; give one of {listed}")
+        raise UserError(
+            f"{shown(ends[0].run_dir.parent)} has several last stages; give one of {listed}"
+        )
     return ends[0]
 
 

@@ -59,7 +59,9 @@ def evaluate(
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR", help="Of runs of any recipes, finished or not"),
+        typer.Argument(
+            metavar="RUN_DIR", help="Of runs of any recipes, finished or not; with stages, of all"
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Directory of table and picture")],
 ) -> None:

@@ -4,10 +4,12 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.checkpoint.checkpoint_format import RECIPE
+from diffmegatron.checkpoint.checkpoint_store import RECIPE
+from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -22,30 +24,70 @@ _LAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class RecordedRun:
-    """What a run left of itself: the resolved recipe and the entries of ``metrics.jsonl``."""
+class RecordedStage:
+    """What a run, or a stage of one, left of itself: the resolved recipe and its metrics."""
 
     recipe: Recipe
     entries: Sequence[Entry]
 
+    @property
+    def last_step(self) -> int:
+        """The last one of which anything was recorded."""
+        return int(max(entry["step"] for entry in self.entries))
+
+    @property
+    def tokens(self) -> int:
+        """Seen up to the last step."""
+        return self.last_step * self.recipe.training.tokens_per_step
+
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(tokens seen, value) wherever the run recorded this metric."""
+        """(tokens seen in this stage, value) wherever it recorded this metric."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
+
+    def names(self, beginning: str) -> list[str]:
+        """Of the recorded metrics that begin so, sorted."""
+        return sorted({n for entry in self.entries for n in entry if n.startswith(beginning)})
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The stages of a run that have recorded anything, in their order; one without stages."""
+
+    stages: Sequence[RecordedStage]
+
+    @property
+    def starts(self) -> list[int]:
+        """Tokens seen in this run before each stage."""
+        return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """(tokens seen, value) wherever the run recorded this metric, stage after stage."""
+        return [
+            (start + tokens, value)
+            for start, stage in zip(self.starts, self.stages, strict=True)
+            for tokens, value in stage.series(name)
+        ]
+
+    def names(self, beginning: str) -> list[str]:
+        """Of the recorded metrics that begin so, sorted."""
+        return sorted({name for stage in self.stages for name in stage.names(beginning)})
 
 
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Write ``compare.json``, ``compare.md`` and ``compare.png`` of some runs into ``out``.
 
     Args:
-        run_dirs: of runs of any recipes, finished or not; the first comes first.
+        run_dirs: of runs of any recipes, finished or not, with stages that of all of them; the
+            first comes first.
         out: directory, made if it is missing; files of an earlier comparison are replaced.
 
     Returns:
         The final figures: a row for each, a column for each run.
 
     Raises:
-        UserError: a run_dir has no recipe or recorded nothing, or is given twice.
+        UserError: a run_dir has no recipe or recorded nothing, holds stages of which several are
+            last, or is given twice.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -59,20 +101,23 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """The recipe and the metrics of a run.
+    """The recipe and the metrics of a run, with stages of all that have begun.
 
     Raises:
-        UserError: one of them is missing or cannot be read.
+        UserError: one of them is missing or cannot be read, or several stages are last.
     """
-    for name in (RECIPE, METRICS):
-        if not (run_dir / name).is_file():
-            raise UserError(
-                f"{shown(run_dir)} has no {name}; give the run_dir of a run that has begun, of a "
-                "recipe with stages that of one stage"
-            )
-    if not (entries := read_metrics(run_dir)):
-        raise UserError(f"{shown(run_dir / METRICS)} has no entries; the run has not made a step")
-    return RecordedRun(load_recipe(run_dir / RECIPE, to_plan=True), entries)
+    folders = stage_folders(run_dir, RECIPE)
+    one_end(folders)
+    stages = [_read_stage(folder.run_dir) for folder in folders]
+    if not any(stage.entries for stage in stages):
+        raise UserError(
+            f"{shown(folders[0].run_dir / METRICS)} has no entries; the run has not made a step"
+        )
+    return RecordedRun([stage for stage in stages if stage.entries])
+
+
+def _read_stage(run_dir: Path) -> RecordedStage:
+    return RecordedStage(load_recipe(run_dir / RECIPE, to_plan=True), read_metrics(run_dir))
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
@@ -98,36 +143,40 @@ def curves_of(run: RecordedRun) -> Curves:
         losses=run.series("train/loss"),
         held_out=run.series("valid/loss"),
         throughput=run.series("perf/tokens_per_second"),
-        lambdas={name: run.series(name) for name in _names(run, "attn/lambda_layer_")},
+        lambdas={name: run.series(name) for name in run.names("attn/lambda_layer_")},
+        stage_starts=run.starts[1:],
     )
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Figures of a run by their name; those that it did not record are left out.
 
-    The last training loss is the mean over the last tenth of the steps, throughput the median of
-    what was recorded; the others are the last that was recorded.
+    Steps and tokens are those of all stages; everything else is the last stage's. The last training
+    loss is the mean over the last tenth of its steps, throughput the median of what was recorded;
+    the others are the last that was recorded.
     """
-    model, last_step = run.recipe.model, max(entry["step"] for entry in run.entries)
+    last = run.stages[-1]
+    model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
     figures: dict[str, Any] = {
         "attention": model.attention.title,
         "parameters": count_parameters(model).total,
-        "steps": last_step,
-        "tokens": last_step * run.recipe.training.tokens_per_step,
+        **({"stages": ", ".join(names)} if len(names) > 1 else {}),
+        "steps": sum(stage.last_step for stage in run.stages),
+        "tokens": sum(stage.tokens for stage in run.stages),
     }
-    losses = run.series("train/loss")
-    ending = [loss for tokens, loss in losses if tokens > figures["tokens"] * (1 - _LAST_SHARE)]
+    losses = last.series("train/loss")
+    ending = [loss for tokens, loss in losses if tokens > last.tokens * (1 - _LAST_SHARE)]
     if ending:
         figures["train/loss"] = statistics.mean(ending)
     for name in ("valid/", "eval/"):
-        figures |= {each: run.series(each)[-1][1] for each in _names(run, name)}
-    lambdas = [run.series(name)[-1][1] for name in _names(run, "attn/lambda_layer_")]
+        figures |= {each: last.series(each)[-1][1] for each in last.names(name)}
+    lambdas = [last.series(name)[-1][1] for name in last.names("attn/lambda_layer_")]
     if lambdas:
         figures["lambda, mean of the layers"] = statistics.mean(lambdas)
-    speeds = [speed for _, speed in run.series("perf/tokens_per_second")]
+    speeds = [speed for _, speed in last.series("perf/tokens_per_second")]
     if speeds:
         figures["tokens per second"] = round(statistics.median(speeds))
-    memory = [peak for _, peak in run.series("mem/peak_gib")]
+    memory = [peak for _, peak in last.series("mem/peak_gib")]
     if memory:
         figures["peak memory, GiB"] = max(memory)
     return figures
@@ -138,10 +187,6 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     names = dict.fromkeys(name for run in figures.values() for name in run)
     rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
     return ["", *figures], rows
-
-
-def _names(run: RecordedRun, beginning: str) -> list[str]:
-    return sorted({name for entry in run.entries for name in entry if name.startswith(beginning)})
 
 
 def _shown(value: object) -> str:

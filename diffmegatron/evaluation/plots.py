@@ -19,12 +19,21 @@ _NAMED_LAYERS = 8
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn of a run; lambda by the layer's metric, of runs that have it."""
+    """What is drawn of a run.
+
+    Attributes:
+        losses: in training.
+        held_out: losses of held-out text.
+        throughput: in tokens per second.
+        lambdas: by the layer's metric; empty: it has none.
+        stage_starts: tokens seen where each stage but the first begins.
+    """
 
     losses: Series
     held_out: Series
     throughput: Series
     lambdas: Mapping[str, Series]
+    stage_starts: Sequence[float] = ()
 
 
 def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
@@ -45,7 +54,7 @@ def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
     if with_lambda:
         panels = lower[0].subplots(1, len(with_lambda), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, with_lambda, strict=True):
-            _plot_lambdas(axes, name, runs[name].lambdas)
+            _plot_lambdas(axes, name, runs[name])
     figure.savefig(path, dpi=130)
 
 
@@ -54,21 +63,24 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Curves]) -> None:
         (line,) = axes.plot(*_columns(curves.losses), label=f"{name}, training", alpha=0.6)
         color = line.get_color()
         axes.plot(*_columns(curves.held_out), "o--", color=color, label=f"{name}, held out")
+        _mark_stages(axes, curves, color)
     _label(axes, "Loss", "nats per token")
     axes.legend()
 
 
 def _plot_throughput(axes: Axes, runs: Mapping[str, Curves]) -> None:
     for name, curves in runs.items():
-        axes.plot(*_columns(curves.throughput), label=name)
+        (line,) = axes.plot(*_columns(curves.throughput), label=name)
+        _mark_stages(axes, curves, line.get_color())
     _label(axes, "Throughput", "tokens per second")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend()
 
 
-def _plot_lambdas(axes: Axes, run: str, lambdas: Mapping[str, Series]) -> None:
-    colors = colormaps["viridis"]
+def _plot_lambdas(axes: Axes, run: str, curves: Curves) -> None:
+    colors, lambdas = colormaps["viridis"], curves.lambdas
+    _mark_stages(axes, curves, "gray")
     for number, (name, series) in enumerate(lambdas.items()):
         layer = int(name.rpartition("_")[2])
         is_named = number % -(-len(lambdas) // _NAMED_LAYERS) == 0
@@ -76,6 +88,11 @@ def _plot_lambdas(axes: Axes, run: str, lambdas: Mapping[str, Series]) -> None:
         axes.plot(*_columns(series), color=color, label=f"layer {layer}" if is_named else None)
     _label(axes, f"{run}: $\\lambda$ per layer", "$\\lambda$")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _mark_stages(axes: Axes, curves: Curves, color: str) -> None:
+    for start in curves.stage_starts:
+        axes.axvline(start, color=color, linestyle=":", linewidth=1)
 
 
 def _label(axes: Axes, title: str, values: str) -> None:

@@ -10,17 +10,22 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.compare import short_names
+from diffmegatron.evaluation.compare import curves_of, read_run, short_names
 from tests.conftest import TINY
 
 STEPS = 40
 
 
-def write_run(run_dir: Path, lambdas: int = 0) -> list[dict[str, float]]:
+def write_run(
+    run_dir: Path, lambdas: int = 0, start_from: Path | None = None, batch: int = 8
+) -> list[dict[str, float]]:
     """A run of 40 steps of 8 x 64 tokens that has recorded every second one; its entries."""
     draw = random.Random(str(run_dir))
     kind = "diff_v1" if lambdas else "softmax"
     text = TINY.format(run_dir=run_dir, corpus="corpus").replace("kind: diff_v1", f"kind: {kind}")
+    text = text.replace("global_batch_size: 8", f"global_batch_size: {batch}")
+    if start_from is not None:
+        text = text.replace("checkpoint:\n", f"checkpoint:\n  start_from: {start_from}\n")
     run_dir.mkdir(parents=True)
     (run_dir / "recipe.yaml").write_text(text)
     entries: list[dict[str, float]] = []
@@ -69,6 +74,30 @@ def test_the_final_figures_are_those_of_the_entries(tmp_path):
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_stages_follow_one_another_by_tokens(tmp_path):
+    run_dir = tmp_path / "run"
+    first = write_run(run_dir / "z", lambdas=1)
+    second = write_run(run_dir / "a", lambdas=1, start_from=run_dir / "z", batch=16)
+    # Begun, and no more.
+    write_run(run_dir / "b", start_from=run_dir / "a")
+    (run_dir / "b" / "metrics.jsonl").unlink()
+    curves = curves_of(read_run(run_dir))
+    losses = [(e["step"] * 8 * 64, e["train/loss"]) for e in first if "train/loss" in e]
+    after = 40 * 8 * 64
+    losses += [(after + e["step"] * 16 * 64, e["train/loss"]) for e in second if "train/loss" in e]
+    assert (list(curves.losses), list(curves.stage_starts)) == (losses, [after])
+    assert compare(tmp_path / "out", run_dir)
+    (figures,) = json.loads((tmp_path / "out" / "compare.json").read_text()).values()
+    assert (figures["stages"], figures["steps"]) == ("z, a", 80)
+    assert figures["tokens"] == after + 40 * 16 * 64
+    last = [e["train/loss"] for e in second if "train/loss" in e and e["step"] > 36]
+    assert figures["train/loss"] == pytest.approx(statistics.mean(last))
+    write_run(run_dir / "c", start_from=run_dir / "z")
+    with pytest.raises(UserError, match="run has several last stages; give one of "):
+        read_run(run_dir)
+    assert len(read_run(run_dir / "a").stages) == 1
+
+
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
     assert short_names(paths[1:]) == ["run", "c"]
@@ -81,7 +110,7 @@ def test_what_is_no_run_is_one_sentence_and_nothing_is_written(tmp_path):
     write_run(tmp_path / "good")
     write_run(tmp_path / "begun")
     (tmp_path / "begun" / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"none has no recipe\.yaml; give the run_dir of a run"):
+    with pytest.raises(UserError, match=r"none has no recipe\.yaml \(No such file"):
         compare(tmp_path / "out", tmp_path / "good", tmp_path / "none")
     with pytest.raises(UserError, match=r"metrics.jsonl has no entries; the run has not made"):
         compare(tmp_path / "out", tmp_path / "good", tmp_path / "begun")
