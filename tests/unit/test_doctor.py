@@ -2,8 +2,10 @@
 
 import io
 import platform
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 
 import pytest
@@ -14,6 +16,7 @@ from diffmegatron import doctor
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.layer_specs import available_host
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
+from tests.paths import ROOT
 
 
 def find(report: doctor.Report, name: str) -> doctor.Finding:
@@ -62,6 +65,19 @@ def test_a_missing_package_is_named(name, monkeypatch):
     report = doctor.examine()
     assert find(report, name).value == "not installed"
     assert [s for s in report.missing if s.startswith(f"{name} is not installed")]
+
+
+def test_every_extra_that_a_user_can_install_has_rows():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    asked = {
+        re.match(r"[\w-]+", package)[0]
+        for extra, packages in extras.items()
+        if extra != "dev"
+        for package in packages
+    }
+    assert asked <= doctor.OPTIONAL.keys()
 
 
 def test_nothing_installed_is_reported_missing(monkeypatch):
