@@ -209,8 +209,10 @@ def list_configs() -> None:
     """Each with the first line of what it says about itself."""
     from diffmegatron.operations import recipes
 
-    for name in recipes.names():
-        print(f"{name:<38}{recipes.described(name)}".rstrip())
+    for number, (title, names) in enumerate(recipes.groups().items()):
+        print(f"{chr(10) * (number > 0)}{title}")
+        for name in names:
+            print(f"  {name:<38}{recipes.described(name)}".rstrip())
 
 
 @configs.command("copy")

@@ -1,5 +1,6 @@
 """``diffmegatron configs``: the recipes and launch scripts that the package carries, as files."""
 
+import difflib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,30 @@ from diffmegatron.files import clipped, reason, shown
 
 CONFIGS = Path(diffmegatron.__file__).parent / "configs"
 LAUNCH = "launch"
-_CLUSTERS = "clusters"
+_BASE, _CLUSTERS = "base", "clusters"
+
+
+def groups() -> dict[str, list[str]]:
+    """All that can be copied, by what it is: what can be trained, and what cannot.
+
+    The name of a recipe is its path in ``configs/`` without ``.yaml``.
+    """
+    paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
+    of_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
+    for path in paths:
+        folder = path.parts[0] if path.parts[0] in of_folder else ""
+        of_folder[folder].append(str(path.with_suffix("")))
+    return {
+        "recipes": of_folder[""],
+        "what recipes extend, none by itself": of_folder[_BASE],
+        "clusters, for diffmegatron launch": of_folder[_CLUSTERS],
+        "scripts": [LAUNCH],
+    }
 
 
 def names() -> list[str]:
-    """The recipes by name, their paths in ``configs/`` without ``.yaml``; ``launch`` comes last."""
-    paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
-    return [*(str(path.with_suffix("")) for path in paths), LAUNCH]
+    """Those of all :func:`groups`."""
+    return [name for group in groups().values() for name in group]
 
 
 def described(name: str) -> str:
@@ -32,7 +50,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     """Copy a recipe with all that it extends, or the launch scripts.
 
     Args:
-        name: of :func:`names`.
+        name: of :func:`groups`.
         folder: takes the place of ``configs/``, or of ``launch/``.
 
     Returns:
@@ -42,8 +60,10 @@ def copy(name: str, folder: Path) -> list[Path]:
         UserError: there is no such recipe, or a file is there with other content.
     """
     if name.removesuffix(".yaml") not in names():
+        near = difflib.get_close_matches(clipped(name.removesuffix(".yaml")), names(), n=1)
         raise UserError(
-            f"{clipped(repr(name))} is not one of the recipes; see diffmegatron configs list"
+            f"{clipped(repr(name))} is not one of the recipes; "
+            + (f"did you mean {near[0]}?" if near else "see diffmegatron configs list")
         )
     sources = dict(_sources(name.removesuffix(".yaml")))
     targets = {folder / relative: source for relative, source in sources.items()}

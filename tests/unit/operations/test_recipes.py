@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
-from diffmegatron.operations.recipes import CONFIGS, copy, names
+from diffmegatron.operations.recipes import CONFIGS, copy, groups, names
 from tests.paths import ROOT
 
 
@@ -46,6 +46,18 @@ def test_a_name_that_is_none(tmp_path: Path) -> None:
     for name in ("nope", "../pyproject", "/etc/passwd"):
         with pytest.raises(UserError, match=r"is not one of the recipes; .* configs list"):
             copy(name, tmp_path)
+
+
+def test_the_nearest_name_is_given(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'diff_3b_lt\.yaml' .*; did you mean diff_3b_1t\?"):
+        copy("diff_3b_lt.yaml", tmp_path)
+
+
+def test_what_cannot_be_trained_is_listed_apart() -> None:
+    recipes, *others = groups().values()
+    assert "quickstart" in recipes and not any(n.startswith(("base", "clu")) for n in recipes)
+    assert "base/3b" in others[0] and others[1:] == [["clusters/example"], ["launch"]]
+    assert len(names()) == sum(1 for _ in CONFIGS.rglob("*.yaml")) + 1
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
