@@ -31,6 +31,8 @@ class Watchdog:
         # The launcher's word for it: the clock runs while the ranks still meet.
         self._path = folder / STACKS / f"rank_{read_launch().rank:05d}.txt"
         self._limit = config.startup_seconds
+        # Of the file when it was opened; None: there is none.
+        self._size: int | None = None
 
     def __enter__(self) -> Self:
         if self._config.enabled:
@@ -40,17 +42,22 @@ class Watchdog:
             self._arm()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._config.enabled:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
+            if error is None and self._size is not None:
+                # The stacks of a signal that the run has answered by a save say nothing.
+                os.ftruncate(self._file, self._size)
             self._close()
 
     def _open(self) -> int:
         with dispensable(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-            return os.open(self._path, flags, 0o666)
+            descriptor = os.open(self._path, flags, 0o666)
+            self._size = os.fstat(descriptor).st_size
+            return descriptor
         return os.dup(_STANDARD_ERROR)
 
     def _close(self) -> None:

@@ -20,6 +20,7 @@ def a_step_that_hangs():
     {hang}
 
 threading.Thread(target=a_thread_of_the_loader, daemon=True).start()
+{handler}
 config = WatchdogConfig(startup_seconds={startup}, step_seconds={step})
 with Watchdog(config, Path(sys.argv[1])) as watchdog:
     {before}
@@ -28,7 +29,7 @@ with Watchdog(config, Path(sys.argv[1])) as watchdog:
 
 
 def run(folder: Path, **parts: object) -> tuple[int, float, str]:
-    script = SCRIPT.format(**({"hang": "time.sleep(60)", "before": "pass"} | parts))
+    script = SCRIPT.format(**({"hang": "time.sleep(60)", "before": "pass", "handler": ""} | parts))
     started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", script, str(folder)],
@@ -65,6 +66,25 @@ def test_progress_and_patience_keep_it_quiet(tmp_path):
     status, _, stacks = run(tmp_path, startup=50, step=1, before=before, hang="pass")
     assert (status, stacks) == (0, "")
     assert not (tmp_path / "stacks").exists()
+
+
+@pytest.mark.parametrize("earlier", ["", "of an earlier hang\n"], ids=["new", "there"])
+def test_a_stop_that_is_answered_leaves_no_stacks(earlier, tmp_path):
+    path = tmp_path / "stacks" / "rank_00000.txt"
+    if earlier:
+        path.parent.mkdir()
+        path.write_text(earlier)
+    # The run's handler is there before the watchdog's, which calls it.
+    status, _, _ = run(
+        tmp_path,
+        startup=50,
+        step=50,
+        handler="import os, signal; signal.signal(signal.SIGTERM, lambda *_: None)",
+        hang="os.kill(os.getpid(), signal.SIGTERM)",
+    )
+    assert status == 0
+    assert path.is_file() == bool(earlier)
+    assert not earlier or path.read_text() == earlier
 
 
 def test_stacks_go_to_standard_error_where_no_file_can_be_made(tmp_path):
