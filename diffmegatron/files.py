@@ -7,8 +7,10 @@ nesting may be is decided here, once.
 
 import os
 import stat
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from diffmegatron.errors import UserError
@@ -171,6 +173,20 @@ def sync_folder(folder: Path) -> None:
 def shown(path: Path) -> str:
     """A path for a sentence: never longer than a few lines, without bytes that are no text."""
     return clipped(str(path).encode(errors="backslashreplace").decode())
+
+
+def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
+    """Names of paths: of each the shortest end that no other has, or all of it."""
+    every = Counter(end for path in paths for end in _ends(path))
+    return [
+        str(PurePath(*next((end for end in _ends(path) if every[end] == 1), path.parts)))
+        for path in paths
+    ]
+
+
+def _ends(path: PurePath) -> list[tuple[str, ...]]:
+    """The parts from each one on, the shortest first."""
+    return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
 def clipped(text: str) -> str:

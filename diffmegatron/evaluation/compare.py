@@ -15,7 +15,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.plots import Curves, plot_runs
 from diffmegatron.evaluation.report_pages import Table, markdown_table
-from diffmegatron.files import shown, write_durably
+from diffmegatron.files import shortest_ends, shown, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 
@@ -126,15 +126,11 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
     Raises:
         UserError: two are the same folder.
     """
-    parts = [path.absolute().resolve().parts for path in run_dirs]
-    if len(set(parts)) < len(parts):
-        twice = next(path for n, path in enumerate(run_dirs) if parts[n] in parts[:n])
+    paths = [path.absolute().resolve() for path in run_dirs]
+    if len(set(paths)) < len(paths):
+        twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
         raise UserError(f"{shown(twice)} is given twice; give runs that differ")
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
+    return shortest_ends(paths)
 
 
 def curves_of(run: RecordedRun) -> Curves:

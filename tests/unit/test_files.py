@@ -1,12 +1,20 @@
 """Files of any kind and content: a value, or one sentence; never a wait, never a traceback."""
 
 import os
+from pathlib import PurePath
 
 import pytest
 from pydantic import BaseModel
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_bytes, read_json, read_text, shown, write_durably
+from diffmegatron.files import (
+    read_bytes,
+    read_json,
+    read_text,
+    shortest_ends,
+    shown,
+    write_durably,
+)
 
 
 class Point(BaseModel):
@@ -95,6 +103,20 @@ def test_paths_are_shown_short_and_on_one_line(tmp_path):
     assert shown(tmp_path / "a\nb").endswith("a\\nb")
     assert "\\udcff" in shown(tmp_path / "x\udcff")
     assert len(shown(tmp_path / ("n" * 5_000))) < 200
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["corpora/web", "corpora/code"], ["web", "code"]),
+        (["a/web", "b/web", "c/d/code"], ["a/web", "b/web", "code"]),
+        (["web", "a/web"], ["web", "a/web"]),
+        (["/web", "web", "/a/code"], ["/web", "web", "code"]),
+        (["/a/x", "/b/x", "a/x"], ["/a/x", "b/x", "a/x"]),
+    ],
+)
+def test_paths_are_called_by_what_tells_them_apart(paths, names):
+    assert shortest_ends([PurePath(path) for path in paths]) == names
 
 
 def test_a_fifo_is_not_waited_for_by_who_writes(tmp_path):
