@@ -25,6 +25,8 @@ class Batch:
         position_ids: int64 ``[b, s]``.
         document_ids: int32 ``[b, s]``, the number within its row of the document that each token
             belongs to; None where attention crosses documents.
+        sources: int64 ``[b]``, the place in ``data.sources`` of the source that each row comes
+            from; None where there is one source.
     """
 
     tokens: torch.Tensor
@@ -32,6 +34,7 @@ class Batch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     document_ids: torch.Tensor | None
+    sources: torch.Tensor | None = None
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -72,6 +75,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
         loss_mask=loss_mask,
         position_ids=positions,
         document_ids=document_ids if config.reset_attention_mask else None,
+        sources=_sources(samples, config),
     )
 
 
@@ -83,6 +87,13 @@ def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.
         numbers.append(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
         starts.append(np.repeat(sample.starts, lengths))
     return torch.from_numpy(np.stack(numbers)), torch.from_numpy(np.stack(starts))
+
+
+def _sources(samples: list[Sample], config: DataConfig) -> torch.Tensor | None:
+    if len(config.sources) == 1:
+        return None
+    paths = [source.path for source in config.sources]
+    return torch.tensor([paths.index(sample.source) for sample in samples])
 
 
 class Loader:

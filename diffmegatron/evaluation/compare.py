@@ -18,6 +18,7 @@ from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.files import shortest_ends, shown, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
+from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
 # Of the end of a run, over which its last training loss is averaged: one batch says little.
 _LAST_SHARE = 0.1
@@ -148,8 +149,8 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
     """Figures of a run by their name; those that it did not record are left out.
 
     Steps and tokens are those of all stages; everything else is the last stage's. The last training
-    loss is the mean over the last tenth of its steps, throughput the median of what was recorded;
-    the others are the last that was recorded.
+    losses, of all and of each source, are the means over the last tenth of its steps, throughput is
+    the median of what was recorded; the others are the last that was recorded.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -164,6 +165,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
     ending = [loss for tokens, loss in losses if tokens > last.tokens * (1 - _LAST_SHARE)]
     if ending:
         figures["train/loss"] = statistics.mean(ending)
+    figures |= _source_losses(last, last.last_step * (1 - _LAST_SHARE))
     for name in ("valid/", "eval/"):
         figures |= {each: last.series(each)[-1][1] for each in last.names(name)}
     lambdas = [last.series(name)[-1][1] for name in last.names("attn/lambda_layer_")]
@@ -176,6 +178,21 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
     if memory:
         figures["peak memory, GiB"] = max(memory)
     return figures
+
+
+def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
+    """The mean loss of each source's tokens of the later steps."""
+    losses = {}
+    for loss in stage.names(SOURCE_LOSS):
+        tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)
+        ending = [
+            entry
+            for entry in stage.entries
+            if entry["step"] > after_step and {loss, tokens} <= entry.keys()
+        ]
+        if total := sum(entry[tokens] for entry in ending):
+            losses[loss] = sum(entry[tokens] * entry[loss] for entry in ending) / total
+    return losses
 
 
 def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -28,6 +28,7 @@ from diffmegatron.training.fault_tolerance.watchdog import Watchdog
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, say
 from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.monitoring.stragglers import PhaseClock
 from diffmegatron.training.monitoring.wandb_writer import WandbWriter
 from diffmegatron.training.saving.resume import load_snapshot, mixture_change, starting_checkpoint
@@ -92,6 +93,7 @@ class Run:
             say(change)
         self.metrics = self._open_metrics(exits)
         self.wandb = self._open_wandb(exits)
+        self.source_losses = SourceLosses(recipe.data, parallel_state)
         self.clock = PhaseClock()
         self.progress = self._new_progress()
 
@@ -146,9 +148,10 @@ class Run:
                 writer.write(self.step, values)
 
     def rewind_metrics(self) -> None:
-        """Drop what was recorded of later steps than this one, and measure speed from here."""
+        """Drop what was recorded of later steps than this one, and measure from here."""
         if self.metrics is not None:
             self.metrics.rewind(self.step)
+        self.source_losses.clear()
         self.progress = self._new_progress()
 
     def close_save(self) -> None:

@@ -93,6 +93,7 @@ def train_step(run: Run) -> None:
             microbatches,
             run.parallel_state,
             offload_activations=training.offload_activations,
+            observe=run.source_losses.add,
         )
     deciding = AgreedDecision(run.guard, lambda norm: run.agree(loss, norm))
     with run.clock("update"):
@@ -101,6 +102,7 @@ def train_step(run: Run) -> None:
     run.clock.step_done()
     run.watchdog.progress()
     run.agreed, run.decision = deciding.result
+    run.source_losses.step_done(finite=run.decision.finite)
     run.unsound = None if run.decision.finite else run.decision.reason
     # After a step that is not finite the run goes on: what it ends with must be sound.
     run.stopping = run.agreed.stop and run.decision.finite

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
+
+# Of a batch, what has a value for each token, [b, s].
+_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def verify_sources(
@@ -102,20 +105,17 @@ def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -
     Context-parallel ranks hold the zigzag parts of each sequence; documents stay whole and on the
     CPU, where the kernels read them.
     """
-    return [
-        replace(
-            batch,
-            **{
-                field.name: _part(value, parallel_state).to(
-                    parallel_state.device, non_blocking=True
-                )
-                for field in fields(batch)
-                if field.name != "document_ids"
-                and (value := getattr(batch, field.name)) is not None
-            },
-        )
-        for batch in microbatches
-    ]
+    return [_on_this_rank(batch, parallel_state) for batch in microbatches]
+
+
+def _on_this_rank(batch: Batch, parallel_state: ParallelState) -> Batch:
+    parts = {name: _part(getattr(batch, name), parallel_state) for name in _BY_TOKEN}
+    if batch.sources is not None:
+        parts["sources"] = batch.sources
+    device = parallel_state.device
+    return replace(
+        batch, **{name: part.to(device, non_blocking=True) for name, part in parts.items()}
+    )
 
 
 def _part(whole: Tensor, parallel_state: ParallelState) -> Tensor:

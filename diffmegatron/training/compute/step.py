@@ -17,6 +17,8 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
+# Is given each microbatch with the losses of its tokens, [b, s], on the ranks that have them.
+Observer = Callable[[Batch, Tensor], None]
 
 
 class Engine(Protocol):
@@ -37,11 +39,19 @@ def forward_backward(
     parallel_state: ParallelState,
     *,
     offload_activations: bool = False,
+    observe: Observer | None = None,
 ) -> Tensor:
     """Accumulate the gradients of a step.
 
     Every token that counts weighs the same, whichever microbatch or rank it is on: packed
     fine-tuning data has microbatches with few of them, or none.
+
+    Args:
+        engine: takes the gradients.
+        microbatches: of this data-parallel rank, its part of them.
+        parallel_state: where this rank stands.
+        offload_activations: what the backward pass needs waits in the host's memory.
+        observe: sees the losses of the tokens, detached.
 
     Returns:
         0-dim float32: mean loss of the global batch, the same on every rank.
@@ -51,12 +61,12 @@ def forward_backward(
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if parallel_state.pipeline_size > 1:
-        losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded)
+        losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded, observe)
     else:
         losses = []
         for number, batch in enumerate(microbatches, 1):
             with offloaded():
-                loss = summed_loss(engine, batch)
+                loss = summed_loss(engine, batch, observe)
             engine.backward(loss * weight, is_last=number == len(microbatches))
             losses.append(loss.detach())
     return _mean_over_ranks(losses, count, parallel_state)
@@ -142,9 +152,11 @@ def _on_all_ranks(
     return whole
 
 
-def summed_loss(network: Callable[..., Tensor], batch: Batch) -> Tensor:
+def summed_loss(
+    network: Callable[..., Tensor], batch: Batch, observe: Observer | None = None
+) -> Tensor:
     """Summed loss of the tokens that count; 0-dim float32."""
-    return _masked_sum(batch.loss_mask, _token_losses(network, batch))
+    return _masked_sum(batch, _token_losses(network, batch), observe)
 
 
 def _token_losses(network: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -184,8 +196,10 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     )
 
 
-def _masked_sum(mask: Tensor, losses: Tensor) -> Tensor:
-    return torch.sum(losses.float() * mask)
+def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tensor:
+    if observe is not None:
+        observe(batch, losses.detach())
+    return torch.sum(losses.float() * batch.loss_mask)
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
@@ -201,6 +215,7 @@ def _pipeline(
     parallel_state: ParallelState,
     weight: Tensor | None,
     forward_context: ForwardContext,
+    observe: Observer | None = None,
 ) -> list[Tensor]:
     """Megatron's 1F1B schedule, interleaved where the network has several virtual stages.
 
@@ -217,7 +232,7 @@ def _pipeline(
     # multiplies it by the context-parallel size, by which it divides the length of a sequence.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
-    step = partial(_forward_step, scale, forward_context)
+    step = partial(_forward_step, scale, forward_context, observe)
     outputs = _scheduled(network, microbatches, parallel_state, step, forward_only=weight is None)
     return [output["loss"] for output in outputs]
 
@@ -247,18 +262,22 @@ def _scheduled(
 
 
 def _forward_step(  # type: ignore[no-untyped-def]
-    scale: Tensor | None, forward_context: ForwardContext, microbatches, stage: VirtualStage
+    scale: Tensor | None,
+    forward_context: ForwardContext,
+    observe: Observer | None,
+    microbatches,
+    stage: VirtualStage,
 ):
     batch: Batch = next(microbatches)
     with forward_context():
         losses = _token_losses(stage, batch)
-    return losses, partial(_scheduled_loss, batch.loss_mask, scale)
+    return losses, partial(_scheduled_loss, batch, scale, observe)
 
 
 def _scheduled_loss(
-    mask: Tensor, scale: Tensor | None, losses: Tensor
+    batch: Batch, scale: Tensor | None, observe: Observer | None, losses: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = _masked_sum(mask, losses)
+    loss = _masked_sum(batch, losses, observe)
     # The schedule divides in place what it is given.
     return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 

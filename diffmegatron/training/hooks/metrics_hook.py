@@ -24,6 +24,7 @@ class MetricsHook(Hook):
             lambdas(run.network, run.parallel_state)
             | run.guard.metrics()
             | run.clock.report(run.parallel_state)
+            | run.source_losses.report()
         )
         run.rank_record.reported(run.clock.slow_ranks)
         run.write_metrics(values | others)

@@ -33,6 +33,8 @@ def write_run(
         entry = {
             "step": step,
             "train/loss": 5 * draw.random(),
+            "train/loss_tokens/web": draw.randrange(1, 1000),
+            "train/loss/web": 5 * draw.random(),
             "perf/tokens_per_second": 1000 * draw.random(),
         }
         for layer in range(1, lambdas + 1):
@@ -61,6 +63,8 @@ def test_the_final_figures_are_those_of_the_entries(tmp_path):
     # The steps 38 and 40 lie in the last tenth: after step 36.
     last = [entry["train/loss"] for entry in entries[-4:] if entry["step"] > 36 and len(entry) > 2]
     assert found["train/loss"] == pytest.approx(statistics.mean(last))
+    web = [(e["train/loss/web"], e["train/loss_tokens/web"]) for e in entries if len(e) > 2]
+    assert found["train/loss/web"] == pytest.approx(statistics.fmean(*zip(*web[-2:], strict=True)))
     assert found["valid/loss"] == [e["valid/loss"] for e in entries if "valid/loss" in e][-1]
     speeds = [e["perf/tokens_per_second"] for e in entries if len(e) > 2]
     assert found["tokens per second"] == round(statistics.median(speeds))
