@@ -169,7 +169,8 @@ def _elementwise_bytes(recipe: Recipe) -> float:
     """Norms, rotation, SwiGLU, residuals and the loss, per microbatch and stage.
 
     Each layer reads and writes the residual stream about 12 times forward and as often backward,
-    and SwiGLU's three tensors twice.
+    and SwiGLU's three tensors twice. The loss reads the logits forward, and backward again to write
+    their gradient over them; in chunks it goes forward twice.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -177,7 +178,8 @@ def _elementwise_bytes(recipe: Recipe) -> float:
     stream = 12 * model.hidden_size / shards
     swiglu = 3 * model.ffn_hidden_size / parallel.tensor
     layers = model.num_layers / parallel.pipeline
-    logits = 6 * FLOAT32 * tokens * model.vocab_size / parallel.tensor
+    passes = 4 if recipe.training.loss_chunk else 3
+    logits = passes * element * tokens * model.vocab_size / parallel.tensor
     return element * tokens * layers * (forward_passes(recipe) + 1) * (stream + swiglu) + logits
 
 

@@ -86,19 +86,16 @@ class Softmax(Variant):
         return projected, core
 
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
-        """One float32 per query and key, and the queries as they were before.
+        """One float32 per query and key, which are views of the fused projection.
 
-        Of several that share a key these are a copy, the keys a view of the fused projection.
         Unfused also float32 of the normalised ones, and in bf16 of the input.
         """
-        heads, shares = self.heads, self.num_heads > self.num_kv_heads
-        queries, keys = heads.query_channels, heads.key_channels
+        heads = self.heads
         kept = FLOAT32 * (heads.queries + heads.keys)
         if kernels.device == "cpu":
-            kept += FLOAT32 * (queries + keys)
-            if kernels.element < FLOAT32:
-                return kept + FLOAT32 * (queries + keys)
-        return kept + (kernels.element * queries if shares else 0)
+            copies = 1 if kernels.element == FLOAT32 else 2
+            kept += copies * FLOAT32 * (heads.query_channels + heads.key_channels)
+        return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
         """The norm's float32 input and one float32 per head; on a CPU the normalised input as well.

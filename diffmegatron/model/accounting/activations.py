@@ -68,17 +68,20 @@ def layer_backward(recipe: Recipe, device: Device) -> int:
     return round(local_tokens(recipe) * hidden_states + weight_gradient + again)
 
 
-def logits_bytes(recipe: Recipe) -> int:
+def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Bytes at the loss: the logits of a chunk of tokens, or the gradient of the output layer.
 
-    Vocabulary-parallel cross-entropy makes float32 probabilities of the logits, in bf16 beside
-    them; then the output layer's weight gradient is held beside the gradient of the logits.
+    On a GPU the cross-entropy writes their gradient over the logits; Megatron-core's, elsewhere,
+    makes float32 probabilities of them, in bf16 beside them. Then the output layer's weight
+    gradient is held beside the gradient of the logits.
     """
     model, training = recipe.model, recipe.training
     element = BYTES[training.precision]
     tokens = min(local_tokens(recipe), training.loss_chunk or local_tokens(recipe))
     vocabulary = model.vocab_size / recipe.parallel.tensor
-    per_logit = FLOAT32 if training.precision == "fp32" else FLOAT32 + element
+    per_logit = element
+    if device == "cpu" and training.precision == "bf16":
+        per_logit += FLOAT32
     hidden_state = element * model.hidden_size * tokens
     weight_gradient = element * vocabulary * model.hidden_size
     backward = element * tokens * vocabulary + weight_gradient + hidden_state

@@ -99,7 +99,7 @@ def _stage_memory(
     return replace(
         states,
         activations=kept - waiting,
-        logits=activations.logits_bytes(recipe) if is_last else 0,
+        logits=activations.logits_bytes(recipe, device) if is_last else 0,
         layer=activations.layer_backward(recipe, device),
         host=states.host + waiting,
     )

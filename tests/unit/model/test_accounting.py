@@ -235,6 +235,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
     during: list[int] = []
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)
+        run_forward(network)  # what libraries keep from their first call on is not the engine's
         before = live_storages(network)
         for parameter in network.parameters():
             # The engine flattens the parameters into new storages and frees these.
@@ -372,11 +373,13 @@ def bytes_kept_for_backward(network: torch.nn.Module) -> int:
 
 def test_logits_and_the_output_layers_gradient_by_hand():
     tokens, weight = BATCH * LENGTH, VOCABULARY * 64
-    # bf16: the float32 probabilities beside the logits.
-    assert memory_by_stage(make_recipe(), 1)[0].logits == 6 * tokens * VOCABULARY
-    # float32: the probabilities in the logits' place; then their gradient beside the weight's.
-    in_float32 = memory_by_stage(make_recipe(None, {"precision": "fp32"}), 1)[0].logits
-    assert in_float32 == 4 * (tokens * VOCABULARY + weight + tokens * 64)
+    # On a CPU in bf16: the float32 probabilities beside the logits.
+    assert memory_by_stage(make_recipe(), 1, "cpu")[0].logits == 6 * tokens * VOCABULARY
+    # Else the gradient in the logits' place, or the probabilities', beside the weight's.
+    for precision, element, device in (("bf16", 2, "gpu"), ("fp32", 4, "gpu"), ("fp32", 4, "cpu")):
+        recipe = make_recipe(None, {"precision": precision})
+        gradients = element * (tokens * VOCABULARY + weight + tokens * 64)
+        assert memory_by_stage(recipe, 1, device)[0].logits == gradients
 
 
 def test_a_chunked_loss_has_the_logits_of_a_chunk():
