@@ -1,11 +1,11 @@
 """Try other block sizes for the Triton kernels: time them on a GPU, or see what they would take.
 
-Every combination of rows M, keys N, warps and stages is compiled for one kernel at a time. Those
-that do not compile, need more shared memory than the chip has, or serialise wgmma are left out. On
-a GPU the rest are timed beside the default, and their results compared with it; without one, what
-the compiler says of a chip is listed, with an estimate of a Hopper's tensor-core cycles. Best
-first. Writes NAME.json to benchmarks/results/; `triton/block_sizes.py` is where a better choice
-goes.
+Every combination of rows M, keys N, warps, stages and loop-invariant code motion is compiled for
+one kernel at a time. Those that do not compile, need more shared memory than the chip has, or
+serialise wgmma are left out. On a GPU the rest are timed beside the default, and their results
+compared with it; without one, what the compiler says of a chip is listed, with an estimate of a
+Hopper's tensor-core cycles. Best first. Writes NAME.json to benchmarks/results/;
+`triton/block_sizes.py` is where a better choice goes.
 
     python -m benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
     python -m benchmarks tune_attention --listed benchmarks/results/tune_sm_90_d128.json --best 8
@@ -62,6 +62,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keys", type=int, nargs="+", default=[32, 64, 128], help="N to try")
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--licm",
+        type=int,
+        nargs="+",
+        choices=[0, 1],
+        default=[0, 1],
+        help="loop-invariant code motion to try: without (0), with (1)",
+    )
     parser.add_argument("--listed", type=Path, help="an earlier result: try its best blocks alone")
     parser.add_argument("--best", type=int, default=8, help="how many of the listed, per kernel")
     parser.add_argument("--name", help="name of the result file; default the chip and d")
@@ -169,7 +177,8 @@ def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
     if arguments.listed is not None:
         rows = json.loads(arguments.listed.read_text())["kernels"].get(kernel, [])
         return [Blocks(*(row[name] for name in Blocks._fields)) for row in rows[: arguments.best]]
-    sizes = (arguments.rows, arguments.keys, arguments.warps, arguments.stages)
+    licm = map(bool, arguments.licm)
+    sizes = (arguments.rows, arguments.keys, arguments.warps, arguments.stages, licm)
     return [Blocks(*combination) for combination in itertools.product(*sizes)]
 
 
@@ -201,14 +210,14 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
 
 
 def _badness(row: dict) -> tuple:
-    """Time beside the default where it was measured; else spills, then overlap, then cycles.
+    """Time beside the default where it was measured; else many spills, overlap, cycles, spills.
 
     With fewer than three stages a block's loads are waited for as soon as they are issued.
     """
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])
     many_spills, overlaps = row["spills_in_loops"] > 20, row["num_stages"] >= 3
-    return (1, many_spills, not overlaps, row["estimated_cycles"])
+    return (1, many_spills, not overlaps, row["estimated_cycles"], row["spills_in_loops"])
 
 
 def main(argv: Sequence[str]) -> None:

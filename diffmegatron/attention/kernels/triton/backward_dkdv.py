@@ -60,6 +60,7 @@ def _key_block_gradients(
     MAPS: tl.constexpr,
     ONE_PASS: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -69,7 +70,7 @@ def _key_block_gradients(
     of a product with D rows or more two warpgroups each take a part, and both of its operands lie
     in shared memory.
     """
-    for first_row in range(row_begin, row_end, M):
+    for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
         visible = (rows[:, None] >= query_start[None, :]) & (rows[:, None] < query_stop[None, :])
         grad = load_tile(
@@ -300,6 +301,7 @@ def dkdv_kernel(
     DOCUMENTS: tl.constexpr,
     ONE_PASS: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -346,8 +348,8 @@ def dkdv_kernel(
             lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, dq1_ptr, dq2_ptr, lambda_,
             row_begin, row_end, query_start, query_stop, batch, head, heads,
             query_length, stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-            scale_log2, width, value_width, M, N, D, DV, MAPS, ONE_PASS, TMA, ACCUMULATE,
-            INTERPRETED,
+            scale_log2, width, value_width, M, N, D, DV, MAPS, ONE_PASS, TMA, LICM,
+            ACCUMULATE, INTERPRETED,
         )  # fmt: skip
     if TMA:
         dk1, dk2, dv = tl.trans(dk1), tl.trans(dk2), tl.trans(dv)

@@ -45,11 +45,12 @@ def _dq_of_block(
     MAPS: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add what the keys [key_begin, key_end) contribute; maps are `[M, N]`."""
-    for first_key in range(key_begin, key_end, N):
+    for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
         keys = first_key + tl.arange(0, N)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
         v = load_tile(
@@ -127,6 +128,7 @@ def dq_kernel(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -170,13 +172,13 @@ def dq_kernel(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
             key_begin, unmasked_end, row_start, row_stop, batch, kv_head, key_length,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, N, D, DV, MAPS, False, TMA, ACCUMULATE, INTERPRETED,
+            width, value_width, N, D, DV, MAPS, False, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
     dq1, dq2 = _dq_of_block(
         dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,
         unmasked_end, key_end, row_start, row_stop, batch, kv_head, key_length,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, N, D, DV, MAPS, True, TMA, ACCUMULATE, INTERPRETED,
+        width, value_width, N, D, DV, MAPS, True, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     store_tile(dq1_ptr, dq1 * scale, batch, head, first_row, query_length, heads, width, M, D)
     if MAPS == 2:

@@ -16,12 +16,17 @@ class Blocks(NamedTuple):
 
     With tensor descriptors it takes three stages for loads to overlap with products: a block's
     loads are issued when its products are, and with two stages the next block waits for them.
+
+    Attributes:
+        licm: loop-invariant code motion: what does not change in the loops is computed before them
+            and kept in registers, of which descriptors of shared tiles take several a tile.
     """
 
     M: int
     N: int
     num_warps: int
     num_stages: int
+    licm: bool = True
 
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -56,17 +61,19 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:
-        return Blocks(128, 64, 8, 3)
+        return Blocks(128, 64, 8, 3, licm=False)
     return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Blocks of `dkdv_kernel`."""
+def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
+    """Blocks of `dkdv_kernel` in one of its forms."""
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3)
+        # At d = 128 dQ does not fit beside dK and dV, whatever is kept.
+        is_full = one_pass and head_dim > 64
+        return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:
         return Blocks(32, 32, 4, 1)
     return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
@@ -77,5 +84,5 @@ def dq_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:
-        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3)
+        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3, licm=False)
     return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)

@@ -41,11 +41,12 @@ def _attend(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Online softmax over the keys [key_start, key_stop), continued from what is passed in."""
-    for first_key in range(key_start, key_stop, N):
+    for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(
             k_source, batch, kv_head, first_key, key_length,
             stride_kb, stride_ks, stride_kh, width, N, D, TMA,
@@ -108,6 +109,7 @@ def _one_map(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -133,13 +135,13 @@ def _one_map(
             accumulator, largest, total, q, k_source, v_source,
             key_start, unmasked_stop, row_start, row_stop, batch, kv_head, key_length,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, N, D, DV, False, TMA, ACCUMULATE, INTERPRETED,
+            width, value_width, N, D, DV, False, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
     accumulator, largest, total = _attend(
         accumulator, largest, total, q, k_source, v_source,
         unmasked_stop, key_stop, row_start, row_stop, batch, kv_head, key_length,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, N, D, DV, True, TMA, ACCUMULATE, INTERPRETED,
+        width, value_width, N, D, DV, True, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     empty = total == 0.0
     store_rows(
@@ -194,6 +196,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TMA: tl.constexpr,
+    LICM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -213,7 +216,7 @@ def forward_kernel(
             query_length, key_length, shift, row_start_ptr, row_stop_ptr,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
             stride_vb, stride_vs, stride_vh, scale_log2,
-            width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, ACCUMULATE, INTERPRETED,
+            width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
         )  # fmt: skip
         store_tile(out2_ptr, out2, batch, head, first_row, query_length, heads, value_width, M, DV)
         first_row = opaque(first_row, INTERPRETED)
@@ -222,7 +225,7 @@ def forward_kernel(
         query_length, key_length, shift, row_start_ptr, row_stop_ptr,
         stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
         stride_vb, stride_vs, stride_vh, scale_log2,
-        width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, ACCUMULATE, INTERPRETED,
+        width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     if MAPS == 2:
         tl.debug_barrier()  # other threads of this program wrote parts of what is read next

@@ -152,7 +152,7 @@ def launch_backward(
         problem.softmax_scale, problem.softmax_scale * LOG2_E,
     )  # fmt: skip
     with on_device(q1):
-        blocks = dkdv_blocks(width, q1.dtype, problem.target)
+        blocks = dkdv_blocks(width, q1.dtype, problem.target, problem.one_pass)
         summed = [*dqs, *absent] if problem.one_pass else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources((*inputs, grad), blocks, problem.tma), lambda_, *lses, *deltas,
@@ -205,6 +205,7 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
         "CAUSAL": problem.mask.causal,
         "DOCUMENTS": problem.mask.cu_seqlens is not None,
         "TMA": problem.tma,
+        "LICM": blocks.licm,
         "ACCUMULATE": accumulate(q),
         "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": blocks.num_warps,
