@@ -24,3 +24,7 @@ class UnfitNodeError(MachineError):
     """This machine is not fit for a run that the others are fit for (EX_OSERR of sysexits.h)."""
 
     exit_status = 71
+
+
+class NotFiniteError(Exception):
+    """A model gave NaN or infinity; the message says where."""

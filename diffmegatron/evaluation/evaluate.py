@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.errors import UserError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, joined
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.result_file import (
@@ -20,7 +20,7 @@ from diffmegatron.evaluation.result_file import (
     digest,
 )
 from diffmegatron.evaluation.results import REPORT, make_outcome, write_outcome
-from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
+from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
 from diffmegatron.file_lock import FileLock

@@ -21,10 +21,9 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from diffmegatron.errors import UserError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.multiple_choice import Row
-from diffmegatron.evaluation.suite import NotFiniteError
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 

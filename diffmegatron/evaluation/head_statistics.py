@@ -13,9 +13,9 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor, nn
 
+from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import NotFiniteError
 
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"

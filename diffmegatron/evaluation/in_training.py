@@ -20,9 +20,9 @@ from diffmegatron.config.evaluate_config import EvaluateConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
-from diffmegatron.errors import UserError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, NotFiniteError, Suite
+from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped

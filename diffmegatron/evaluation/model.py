@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from diffmegatron.errors import UserError
-from diffmegatron.evaluation.suite import NotFiniteError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 from diffmegatron.hf.modeling import register

@@ -64,10 +64,6 @@ class Published(NamedTuple):
     of: str
 
 
-class NotFiniteError(Exception):
-    """A model gave NaN or infinity; the message says where."""
-
-
 class Suite(Section, ABC):
     """The settings of a suite, and what it does.
 

@@ -24,8 +24,6 @@ from diffmegatron.section import Section, SizeOrNone, divisors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diffmegatron.attention.variants.softmax import Softmax
-
 FLOAT32 = 4
 # The one parameter that a projection holds itself, by the name that a variant declares it under.
 QKV_BIAS = "linear_qkv.bias"
@@ -238,7 +236,7 @@ class Variant(Section, ABC):
         """How the heads lie in the projections."""
 
     @abstractmethod
-    def baseline(self) -> "Softmax":
+    def baseline(self) -> "Variant":
         """The Transformer of the pair: as wide, and with as many keys and values."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

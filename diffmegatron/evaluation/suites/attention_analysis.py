@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation import head_statistics as heads
 from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, NotFiniteError, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import first_texts
 from diffmegatron.section import Count, Size

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import (
     Item,
     Mean,
-    NotFiniteError,
     Published,
     Record,
     Records,

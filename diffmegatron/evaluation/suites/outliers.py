@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks, watched
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import (
     Item,
-    NotFiniteError,
     Published,
     Record,
     Records,
