@@ -1,22 +1,19 @@
 """Whether a model and its batches divide over a layout; what does not names what would."""
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from diffmegatron.attention.kernels.registry import whole_sequence_backends
+from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 from diffmegatron.section import divisors
-
-if TYPE_CHECKING:
-    from diffmegatron.config.schema import Recipe
-
 
 # Ten times what has been run; a search over divisors of any number up to it is quick.
 MAX_WORLD_SIZE = 2**20
 
 
-def check_layout(recipe: "Recipe") -> None:
+def check_layout(recipe: RecipeSections) -> None:
     """Check what the recipe alone tells.
 
     Raises:
@@ -29,7 +26,7 @@ def check_layout(recipe: "Recipe") -> None:
     _check_recompute(recipe)
 
 
-def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
+def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     """Data-parallel size on ``world_size`` ranks.
 
     Raises:
@@ -72,7 +69,7 @@ def data_parallel_size(recipe: "Recipe", world_size: int) -> int:
     return data
 
 
-def context_communication(recipe: "Recipe") -> Literal["ring", "all_gather", "ulysses"]:
+def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
     """How context-parallel ranks communicate: as the recipe says, or by a rule of this function.
 
     Ulysses moves the least (each rank's own queries, keys, values and outputs, once) and leaves the
@@ -98,7 +95,7 @@ def check_ranks(world_size: int) -> None:
         )
 
 
-def _check_tensor(recipe: "Recipe") -> None:
+def _check_tensor(recipe: RecipeSections) -> None:
     tensor = recipe.parallel.tensor
     model = recipe.model
     sharded = {
@@ -119,7 +116,7 @@ def _check_tensor(recipe: "Recipe") -> None:
             )
 
 
-def _check_context(recipe: "Recipe") -> None:
+def _check_context(recipe: RecipeSections) -> None:
     """Every rank holds one chunk from each half of the sequence, and shards it over tensor."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
@@ -146,7 +143,7 @@ def _check_context(recipe: "Recipe") -> None:
         )
 
 
-def _check_ring(recipe: "Recipe") -> None:
+def _check_ring(recipe: RecipeSections) -> None:
     """The chunks of a ring need a backend that attends chunk by chunk."""
     backend = recipe.training.attention_backend
     if (
@@ -162,7 +159,7 @@ def _check_ring(recipe: "Recipe") -> None:
         )
 
 
-def _check_pipeline(recipe: "Recipe") -> None:
+def _check_pipeline(recipe: RecipeSections) -> None:
     parallel, layers = recipe.parallel, recipe.model.num_layers
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     if layers % parallel.pipeline:
@@ -180,7 +177,7 @@ def _check_pipeline(recipe: "Recipe") -> None:
         )
 
 
-def _check_recompute(recipe: "Recipe") -> None:
+def _check_recompute(recipe: RecipeSections) -> None:
     """Megatron-core's ``uniform`` goes beyond the last layer if its groups do not come out even."""
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)

@@ -7,7 +7,8 @@ from os.path import realpath
 from typing import Any
 
 from diffmegatron.attention.variants import Variant
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 

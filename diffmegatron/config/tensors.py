@@ -7,10 +7,9 @@ network as it is built.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.recipe_sections import RecipeSections
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -45,7 +44,7 @@ class NamedTensor:
         return ("q", "k", "v") if fused else ()
 
 
-def layer_tensors(model: "ModelConfig") -> list[NamedTensor]:
+def layer_tensors(model: ModelConfig) -> list[NamedTensor]:
     """Those of one layer."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.attention.heads
     attention = "self_attention."
@@ -66,7 +65,7 @@ def layer_tensors(model: "ModelConfig") -> list[NamedTensor]:
     return [*norms, *declared, *projections, *_lora(model, projections)]
 
 
-def _lora(model: "ModelConfig", projections: list[NamedTensor]) -> Iterator[NamedTensor]:
+def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedTensor]:
     """Of a projection that shards its rows B is sharded, of one that shards its columns A."""
     if model.lora is None:
         return
@@ -81,7 +80,7 @@ def _lora(model: "ModelConfig", projections: list[NamedTensor]) -> Iterator[Name
             yield NamedTensor(f"{place}.{LORA_B}", (rows, rank), not is_row_parallel)
 
 
-def outer_tensors(model: "ModelConfig") -> list[NamedTensor]:
+def outer_tensors(model: ModelConfig) -> list[NamedTensor]:
     """Those outside the layers, in the order of the forward pass."""
     vocabulary = (model.vocab_size, model.hidden_size)
     output = [] if model.tied_embeddings else [NamedTensor(OUTPUT, vocabulary, sharded=True)]
@@ -92,7 +91,7 @@ def outer_tensors(model: "ModelConfig") -> list[NamedTensor]:
     ]
 
 
-def stage_outer_tensors(recipe: "Recipe", stage: int) -> list[NamedTensor]:
+def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]:
     """Those outside the layers that a pipeline stage holds; a tied embedding is on both ends."""
     last = recipe.parallel.pipeline - 1
     first_has = {EMBEDDING}
@@ -101,7 +100,7 @@ def stage_outer_tensors(recipe: "Recipe", stage: int) -> list[NamedTensor]:
     return [each for each in outer_tensors(recipe.model) if each.name in held]
 
 
-def stage_layers(recipe: "Recipe", stage: int) -> Iterator[int]:
+def stage_layers(recipe: RecipeSections, stage: int) -> Iterator[int]:
     """The numbers of a pipeline rank's layers, from 0; of each of its virtual stages in turn."""
     ranks, virtual = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     size = recipe.model.num_layers // (ranks * virtual)
@@ -115,7 +114,7 @@ def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 
-def stage_tensors(recipe: "Recipe", stage: int) -> Iterator[NamedTensor]:
+def stage_tensors(recipe: RecipeSections, stage: int) -> Iterator[NamedTensor]:
     """All that a pipeline stage holds."""
     yield from stage_outer_tensors(recipe, stage)
     of_a_layer = layer_tensors(recipe.model)
@@ -124,7 +123,7 @@ def stage_tensors(recipe: "Recipe", stage: int) -> Iterator[NamedTensor]:
             yield in_layer(tensor, layer)
 
 
-def network_tensors(model: "ModelConfig") -> Iterator[NamedTensor]:
+def network_tensors(model: ModelConfig) -> Iterator[NamedTensor]:
     """All of the whole network."""
     yield from outer_tensors(model)
     of_a_layer = layer_tensors(model)

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.optimizer_config import OptimizerConfig
+from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.config.tensors import (
     LORA_A,
     LORA_B,
@@ -19,19 +20,16 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import clipped
 
-if TYPE_CHECKING:
-    from diffmegatron.config.schema import ModelConfig, Recipe
-
 # More than any network of this kind has; a pattern is compared with every name.
 MAX_LAYERS = 1024
 
 
-def trains_everything(recipe: "Recipe") -> bool:
+def trains_everything(recipe: RecipeSections) -> bool:
     """Whether no tensor is frozen."""
     return recipe.optimizer.trainable is None and recipe.model.lora is None
 
 
-def trained_parts(tensor: NamedTensor, recipe: "Recipe") -> tuple[str, ...]:
+def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
     """What of a tensor is trained: of its parts, or ("",) for one that has none; () is frozen."""
     parts = _parts(tensor)
     if trains_everything(recipe) or is_lora(tensor.name):
@@ -45,7 +43,7 @@ def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...])
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
 
 
-def frozen_parts(tensor: NamedTensor, recipe: "Recipe") -> tuple[str, ...]:
+def frozen_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
     """The parts of a tensor that stay as they are while others of it are trained."""
     trained = trained_parts(tensor, recipe)
     return tuple(part for part in tensor.parts if part not in trained) if trained else ()
@@ -56,13 +54,13 @@ def is_lora(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-def learning_rate_factor(name: str, recipe: "Recipe") -> float:
+def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
     """The multiple of the learning rate that a tensor is trained at."""
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
 
-def of_the_pair(optimizer: OptimizerConfig, model: "ModelConfig") -> OptimizerConfig:
+def of_the_pair(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     """Without the patterns that name only what ``model.baseline`` has taken away.
 
     So a recipe and its Transformer differ in ``model.baseline`` alone. A pattern that neither has a
@@ -84,7 +82,7 @@ def of_the_pair(optimizer: OptimizerConfig, model: "ModelConfig") -> OptimizerCo
     return optimizer.model_copy(update={**changed, "trainable": trainable})
 
 
-def check_trainable(recipe: "Recipe") -> None:
+def check_trainable(recipe: RecipeSections) -> None:
     """Check that every pattern means something, and that every pipeline stage trains something.
 
     Raises:
@@ -120,7 +118,7 @@ def check_trainable(recipe: "Recipe") -> None:
     _check_multipliers([each for stage in trained for each in stage], recipe)
 
 
-def _check_multipliers(trained: Iterable[NamedTensor], recipe: "Recipe") -> None:
+def _check_multipliers(trained: Iterable[NamedTensor], recipe: RecipeSections) -> None:
     unused = dict(recipe.optimizer.lr_multipliers)
     for tensor in trained:
         matching = [p for p in recipe.optimizer.lr_multipliers if fnmatchcase(tensor.name, p)]
@@ -148,7 +146,7 @@ def _parts(tensor: NamedTensor) -> tuple[str, ...]:
     return tensor.parts or ("",)
 
 
-def _no_match(key: str, pattern: str, recipe: "Recipe") -> ValueError:
+def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
     of_layers = [in_layer(each, "*") for each in layer_tensors(recipe.model)]
     tensors = [*outer_tensors(recipe.model), *of_layers]
     names = [each.name for each in tensors]

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
 from diffmegatron.attention.variants import VARIANTS, Variant
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown
 from diffmegatron.hf.modeling import register

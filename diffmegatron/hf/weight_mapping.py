@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffmegatron.attention.variants.hugging_face import Rearrange, Shapes, WeightRule, same
-from diffmegatron.config.schema import ModelConfig
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]

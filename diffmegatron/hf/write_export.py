@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_NAME, AutoModelForCausalLM, GenerationConfig
 
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json

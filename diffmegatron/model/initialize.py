@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diffmegatron.attention.variants.base import Constant, Identity
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import LORA_B
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.model.network import Network, declared_parameter

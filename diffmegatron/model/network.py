@@ -8,8 +8,8 @@ from torch import Tensor, distributed
 
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.rope_config import RopeScaling
-from diffmegatron.config.schema import ModelConfig
 from diffmegatron.model.language_model_loss import LanguageModel
 from diffmegatron.model.rope import scaled_frequencies
 

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, layer_tensors, network_tensors
 from diffmegatron.config.trainable_patterns import is_lora, trained_parts, trains_everything
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from diffmegatron.config.load import load_recipe, load_stages
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.tensors import network_tensors
 from diffmegatron.config.trainable_patterns import learning_rate_factor, trained_parts

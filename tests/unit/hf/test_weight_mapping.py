@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.attention.variants.hugging_face import Rearrange, WeightRule
-from diffmegatron.config.schema import ModelConfig, Recipe
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf import weight_mapping as layout
 from diffmegatron.hf.configuration import to_hf_config

@@ -1,0 +1,114 @@
+"""The ``model`` section of a recipe: the network and its initial weights."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from diffmegatron.attention.variants import Variant, read_variant
+from diffmegatron.config.lora_config import LoraConfig
+from diffmegatron.config.rope_config import RopeScaling
+from diffmegatron.section import Section, Size, SizeOrNone
+
+
+class Initialization(Section):
+    """Initial weights: normal with ``std``.
+
+    ``scaled`` (default) divides the standard deviation of the two projections that write into the
+    residual stream by sqrt(2 num_layers), so that its variance does not grow with depth
+    (GPT-2; Megatron-core's own default); ``normal`` uses ``std`` everywhere. Norm weights start
+    at 1, what a kind of attention has of its own as that kind says.
+
+    The paper names no scheme. Embeddings start at N(0, 1): the headwise norm makes the output of
+    every differential head as large as a trained one from the first step, and embeddings of 0.02
+    are small beside it (docs/recipes.md shows the loss). Where the output layer is the same matrix
+    it would make logits of that size, so tied embeddings start with ``std``.
+    """
+
+    scheme: Literal["scaled", "normal"] = "scaled"
+    std: float = Field(default=0.02, gt=0)
+    embedding_std: float | None = Field(
+        default=None, gt=0, description="null: 1, or std where the embedding is also the output"
+    )
+
+
+class ModelConfig(Section):
+    """The network. ``attention`` is a section of its kind's own, with the heads of that kind.
+
+    ``baseline`` puts the Transformer of the pair in its place: as wide, with as many keys and
+    values, so that nobody halves or doubles heads by hand. The resolved recipe has its numbers.
+    """
+
+    num_layers: Size
+    hidden_size: Annotated[Size, Field(ge=2)]
+    baseline: bool = Field(default=False, exclude=True, description="the Transformer of the pair")
+    attention: SerializeAsAny[Variant]
+    ffn_hidden_size: Size
+    vocab_size: Size = Field(description="padded size of the embedding")
+    vocab_padding: SizeOrNone = Field(
+        default=0, description="rows at the end that no token has: out of the loss and of an export"
+    )
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = Field(default=1e-5, gt=0)
+    tied_embeddings: bool = False
+    lora: LoraConfig | None = None
+    initialization: Initialization = Initialization()
+    _replaced: Variant | None = PrivateAttr(default=None)
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _of_its_kind(cls, section: object) -> Variant:
+        return read_variant(section)
+
+    @field_validator("attention", mode="after")
+    @classmethod
+    def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
+        """Fill in what follows from other keys, so that the saved recipe shows every number."""
+        if "hidden_size" not in others.data or "baseline" not in others.data:
+            return attention
+        sized = attention.sized(others.data["hidden_size"])
+        if "num_layers" in others.data:
+            sized.check_layers(others.data["num_layers"])
+        return sized
+
+    @model_validator(mode="after")
+    def _of_the_pair(self) -> Self:
+        if not self.baseline or self._replaced is not None:
+            return self
+        pair = self.model_copy(update={"attention": self.attention.baseline()})
+        pair._replaced = self.attention
+        return pair
+
+    @model_validator(mode="after")
+    def _padding_leaves_tokens(self) -> Self:
+        if self.vocab_padding >= self.vocab_size:
+            raise ValueError(
+                f"model.vocab_padding {self.vocab_padding} leaves no token of model.vocab_size "
+                f"{self.vocab_size}; it counts the rows at its end that pad it"
+            )
+        return self
+
+    @property
+    def replaced(self) -> Variant | None:
+        """The attention in whose place ``baseline`` has put its Transformer's."""
+        return self._replaced
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the embedding that a token may have."""
+        return self.vocab_size - self.vocab_padding
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of the embedding's initial values."""
+        given = self.initialization.embedding_std
+        if given is not None:
+            return given
+        return self.initialization.std if self.tied_embeddings else 1.0

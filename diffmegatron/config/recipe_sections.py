@@ -1,0 +1,24 @@
+"""The sections of a recipe side by side, each checked by itself."""
+
+from diffmegatron.config.data_config import DataConfig
+from diffmegatron.config.model_config import ModelConfig
+from diffmegatron.config.optimizer_config import OptimizerConfig
+from diffmegatron.config.parallel_config import ParallelConfig, RecomputeConfig
+from diffmegatron.config.recovery_config import CheckpointConfig, GuardConfig, WatchdogConfig
+from diffmegatron.config.training_config import TrainingConfig
+from diffmegatron.section import PathText, Section
+
+
+class RecipeSections(Section):
+    """What the checks between sections look at; those that pass them are a ``Recipe``."""
+
+    run_dir: PathText
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()

@@ -1,0 +1,81 @@
+"""The ``training`` section of a recipe: length, batch and precision, and what is measured."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.config.evaluate_config import EvaluateConfig
+from diffmegatron.config.tracking_config import ProfileConfig, WandbConfig
+from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size
+
+
+def _check_backend(name: str) -> str:
+    if name != "auto" and name not in DIFFERENTIAL:
+        raise PydanticCustomError(
+            "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(DIFFERENTIAL)}
+        )
+    return name
+
+
+class TrainingConfig(Section):
+    """Length, batch and precision of a run. Batch sizes count sequences."""
+
+    seq_length: Annotated[Size, Field(ge=2)]
+    global_batch_size: Size
+    micro_batch_size: Size = 1
+    steps: Count | None = None
+    tokens: Count | None = Field(default=None, description="instead of steps")
+    precision: Literal["bf16", "fp32"] = "bf16"
+    attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
+        default="auto", description="what computes differential attention; doctor says what can run"
+    )
+    loss_chunk: Size | None = Field(
+        default=None, description="tokens whose logits exist at once; null: all"
+    )
+    offload_activations: bool = Field(
+        default=False, description="what the backward pass needs waits in the host's memory"
+    )
+    seed: Seed = 1234
+    log_interval: Count = 10
+    eval_interval: Count = 1000
+    eval_batches: int = Field(
+        default=10, ge=0, le=MAX_SIZE, description="global batches; 0: no evaluation"
+    )
+    evaluate: tuple[EvaluateConfig, ...] = Field(
+        default=(), max_length=16, description="suites that run within training"
+    )
+    profile: ProfileConfig | None = None
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError(
+                f"training.steps is {self.steps} and training.tokens is {self.tokens}; "
+                "give exactly one of them (null unsets a key)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profile_is_of_the_run(self) -> Self:
+        if self.profile is not None and self.profile.start > self.total_steps:
+            raise ValueError(
+                f"training.profile.start {self.profile.start} is past the run's "
+                f"{self.total_steps} steps; give one of them"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; ``tokens`` rounds up to whole batches."""
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return -(-self.tokens // self.tokens_per_step)
