@@ -35,8 +35,8 @@ def inspect(
 ) -> None:
     """Show what a recipe feeds the model. Decoded samples, mixture, lengths of documents.
 
-    Text that is a label of the loss is plain, text that is masked out of it dim; a bar marks where
-    a document begins.
+    Text that is a label of the loss is plain, ⟦text that is masked out of it⟧ dim; a bar marks
+    where a document begins.
 
     Example: diffmegatron data inspect configs/quickstart.yaml --from-step 1000 --samples 4
     """

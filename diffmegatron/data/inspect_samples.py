@@ -13,6 +13,9 @@ from diffmegatron.data.sampling.sampling_report import length_table, mixture_tab
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 
+# Around what carries no loss: a pipe or a file has no dim text.
+_MASKED = "⟦", "⟧"
+
 
 def inspect(
     recipe: Recipe,
@@ -56,19 +59,23 @@ def inspect(
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
-    """One sample as text, cut after ``max_tokens``; what carries no loss is dim."""
+    """One sample as text, cut after ``max_tokens``; what carries no loss is dim, in brackets."""
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
     starts = {*sample.starts.tolist()[1:]}
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    labels = [True, *counted][: min(max_tokens, len(sample.tokens))]
+    # The first token is nobody's label; it is shown as the one after it.
+    labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
         if at_end or position in starts or labels[position] != labels[run]:
             part = tokenizer.decode(sample.tokens[run:position])
-            text.append(part, style="not bold" if labels[run] else "not bold dim")
+            if labels[run]:
+                text.append(part, style="not bold")
+            else:
+                text.append(f"{_MASKED[0]}{part}{_MASKED[1]}", style="not bold dim")
             run = position
             if position in starts and not at_end:
                 text.append("\n┃ ", style="bold cyan")

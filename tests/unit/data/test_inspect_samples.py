@@ -40,6 +40,21 @@ def test_samples_are_decoded(sources: list[dict[str, object]]) -> None:
     assert "75.000%" in output
 
 
+def test_what_carries_no_loss_is_marked_in_plain_text(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    prepare(
+        [tmp_path / "chat.jsonl"], tmp_path / "chat", "bytes", layout="chat", show_progress=False
+    )
+    sources = json.dumps([{"path": str(tmp_path / "chat")}])
+    output = inspect(
+        f"data.sources={sources}",
+        "data.packing=best_fit",
+    )
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert f"\n⟦{prompt}⟧Hello<|im_end|><|endoftext|>" in output
+
+
 def test_the_lengths_are_drawn(sources: list[dict[str, object]], tmp_path: Path) -> None:
     picture = tmp_path / "lengths.png"
     output = inspect(f"data.sources={json.dumps(sources)}", "--samples=0", f"--lengths={picture}")
