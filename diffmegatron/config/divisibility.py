@@ -37,7 +37,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     parallel, training = recipe.parallel, recipe.training
     if world_size % parallel.model_ranks:
         raise UserError(
-            f"{world_size} ranks do not fill parallel.tensor {parallel.tensor} x parallel.context "
+            f"{'1 rank does' if world_size == 1 else f'{world_size} ranks do'} not fill "
+            f"parallel.tensor {parallel.tensor} x parallel.context "
             f"{parallel.context} x parallel.pipeline {parallel.pipeline}; start a multiple of "
             f"{parallel.model_ranks}, the nearest is "
             f"{max(1, round(world_size / parallel.model_ranks)) * parallel.model_ranks}"

@@ -1,6 +1,6 @@
 """A plan for a person: tables that fit 80 columns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from rich.console import Console
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.model.accounting import StageMemory
-from diffmegatron.plan.rank_layout import GIB, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 TRAFFIC = {
@@ -78,11 +78,12 @@ def _memory_table(plan: Plan) -> Table:
     title = "Memory per rank"
     if len(plan.memory) > 1:
         title += f", stage {heaviest.stage + 1} of {len(plan.memory)}"
-    rows = [(name, f"{size / GIB:.2f}") for name, size in _memory_rows(heaviest)]
-    totals = [("peak (estimate)", f"{heaviest.total / GIB:.2f}")]
+    unit, scale = _unit(heaviest.total, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
+    rows = [(name, _figure(size / scale)) for name, size in _memory_rows(heaviest)]
+    totals = [("peak (estimate)", _figure(heaviest.total / scale))]
     if heaviest.host:
-        totals.append(("in the host's memory", f"{heaviest.host / GIB:.2f}"))
-    return _table(title, ("part", "GiB"), rows, totals)
+        totals.append(("in the host's memory", _figure(heaviest.host / scale)))
+    return _table(title, ("part", unit), rows, totals)
 
 
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
@@ -100,21 +101,38 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
 
 
 def _traffic_table(plan: Plan) -> Table:
-    rows = [(TRAFFIC[name], _gigabytes(size)) for name, size in asdict(plan.traffic).items()]
-    total = [("total", _gigabytes(plan.traffic.total))]
-    return _table("Sent per step and rank", ("kind", "GB"), rows, total)
+    unit, scale = _unit(plan.traffic.total, {"GB": 1e9, "MB": 1e6, "kB": 1e3})
+    rows = [(TRAFFIC[name], _figure(size / scale)) for name, size in asdict(plan.traffic).items()]
+    total = [("total", _figure(plan.traffic.total / scale))]
+    return _table("Sent per step and rank", ("kind", unit), rows, total)
+
+
+def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
+    """Of a table by its total: the largest unit that it fills, else the smallest; of 0 the first.
+
+    Args:
+        total: in bytes.
+        units: bytes of each, from the largest down.
+    """
+    fitting = [each for each in units.items() if each[1] <= total]
+    return fitting[0] if fitting else [*units.items()][-1 if total else 0]
+
+
+def _figure(value: float) -> str:
+    """What is there never reads as nothing."""
+    return "<0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
 def _time_table(plan: Plan) -> Table:
     time = plan.time
     rows = [
-        ("computing, recomputation included", f"{time.compute:.3f} s"),
-        ("communication that nothing hides", f"{time.communication:.3f} s"),
-        (f"pipeline bubble ({time.bubble:.1%})", f"{time.idle:.3f} s"),
-        ("optimizer", f"{time.optimizer:.3f} s"),
+        ("computing, recomputation included", _seconds(time.compute)),
+        ("communication that nothing hides", _seconds(time.communication)),
+        (f"pipeline bubble ({time.bubble:.1%})", _seconds(time.idle)),
+        ("optimizer", _seconds(time.optimizer)),
     ]
     totals = [
-        ("step", f"{time.step:.3f} s"),
+        ("step", _seconds(time.step)),
         ("tokens per second", f"{time.tokens_per_second:,.0f}"),
         ("model FLOPs utilization", f"{time.utilization:.0%}"),
         ("the run", _duration(time.days)),
@@ -166,11 +184,13 @@ def _baseline(plan: Plan) -> str:
 
 
 def _duration(days: float) -> str:
-    return f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours"
+    if days >= 2:
+        return f"{days:.1f} days"
+    return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(86400 * days)
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f}"
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.0005 or not seconds else f"{1e6 * seconds:.1f} µs"
 
 
 def _words(name: str) -> str:

@@ -175,7 +175,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(recipe, tmp_path, r
 
 
 def test_ranks_that_do_not_fill_the_layout_are_refused(recipe, refused_here):
-    assert "1 ranks do not fill parallel.tensor 2" in refused_here(
+    assert "1 rank does not fill parallel.tensor 2" in refused_here(
         "train", recipe, "parallel.tensor=2"
     )
 
@@ -214,7 +214,7 @@ def test_a_stage_that_does_not_fit_the_ranks_is_refused_before_the_first(
 ):
     stages = "stages: [{name: a}, {name: b, parallel: {tensor: 2}}]"
     Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
-    assert "1 ranks do not fill parallel.tensor 2" in refused_here("train", recipe)
+    assert "1 rank does not fill parallel.tensor 2" in refused_here("train", recipe)
     assert not (tmp_path / "run").exists()
 
 

@@ -147,6 +147,24 @@ def test_the_table_shows_every_number():
     assert f"{plan.heaviest.total / 2**30:.2f}" in text
 
 
+def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
+    plan = plan_recipe(
+        load_recipe(
+            CONFIGS / "quickstart.yaml",
+            ["model.num_layers=1", "parallel.tensor=1", "training.micro_batch_size=1"],
+        )
+    )
+    memory, sent = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")
+    assert "MiB" in memory and f"{plan.heaviest.total / 2**20:.2f}" in memory
+    (weights,) = (line for line in memory.splitlines() if "weights" in line)
+    assert f"{plan.heaviest.weights / 2**20:.2f}" in weights
+    # Nothing is sent by one rank; a step takes microseconds.
+    assert "GB" in sent and "0.00" in sent
+    assert "µs" in sent
+    large = plan_recipe(load("parallel.pipeline=2"), 8)
+    assert "GiB" in printed(large)
+
+
 # The 3B shape with each kind: h, key-value heads, d, and heads of the baseline; then what a layer
 # has beside the baseline's parameters and FLOPs of a token's forward pass at 4K.
 PAIRS = {
