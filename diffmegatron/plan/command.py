@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.text import Text
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.stage_order import rotary_changes
 from diffmegatron.plan.search import print_search, search, search_to_json
-from diffmegatron.plan.summary import DEFAULT_HARDWARE, plan_recipe
+from diffmegatron.plan.summary import DEFAULT_HARDWARE, Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
 
 
@@ -34,9 +35,29 @@ def run(
         _print_json([plan.to_json() for plan in plans])
         return
     console = Console()
-    for plan in plans:
+    previous: Plan | None = None
+    for recipe, plan in zip(stages, plans, strict=True):
         _say_stage(stages, plan.run_dir, console)
-        print_plan(plan, console)
+        if before := _stage_before(recipe, stages):
+            _say_changes(before, recipe, console)
+        print_plan(plan, console, previous)
+        previous = plan
+
+
+def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
+    """The stage whose weights one starts with."""
+    start = recipe.checkpoint.start_from
+    return next((stage for stage in stages if stage.run_dir == start), None)
+
+
+def _say_changes(before: Recipe, now: Recipe, console: Console) -> None:
+    """What a stage changes of the sequences that its weights were trained on."""
+    changes = rotary_changes(before, now)
+    lengths = (before.training.seq_length, now.training.seq_length)
+    if lengths[0] != lengths[1]:
+        changes.append(f"training.seq_length {lengths[0]} -> {lengths[1]}")
+    if changes:
+        console.print(Text(f"changes of {before.run_dir}: {', '.join(changes)}"), soft_wrap=True)
 
 
 def run_search(

@@ -19,16 +19,49 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
+# Parts that a stage may share with the one before.
+_NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
+_ASSUMPTIONS = "assumptions"
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print a plan for a person."""
-    console.print(f"[bold]{plan.attention}[/bold] attention: {_heads(plan)}", highlight=False)
-    console.print(f"Its Transformer: {_baseline(plan)}", highlight=False)
-    console.print(_parameter_table(plan), _run_table(plan), _memory_table(plan))
-    console.print(_traffic_table(plan), _time_table(plan))
-    print_assumptions(plan.assumptions, console)
+
+def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> None:
+    """Print a plan for a person.
+
+    Args:
+        plan: to print.
+        console: to print it on.
+        previous: printed just before, as that of another stage: what is the same is left out.
+    """
+    same = [] if previous is None else _same(plan, previous)
+    if same and previous is not None:
+        names = Text(f"as of {previous.run_dir}: {', '.join(same)}", style="dim")
+        console.print(names, soft_wrap=True)
+    if _NETWORK not in same:
+        console.print(f"[bold]{plan.attention}[/bold] attention: {_heads(plan)}", highlight=False)
+        console.print(f"Its Transformer: {_baseline(plan)}", highlight=False)
+        console.print(_parameter_table(plan))
+    console.print(_run_table(plan))
+    if _MEMORY not in same:
+        console.print(_memory_table(plan))
+    if _TRAFFIC not in same:
+        console.print(_traffic_table(plan))
+    console.print(_time_table(plan))
+    if _ASSUMPTIONS not in same:
+        print_assumptions(plan.assumptions, console)
     for warning in plan.warnings:
-        console.print(Text.assemble(("warning: ", "yellow"), warning))
+        if previous is None or warning not in previous.warnings:
+            console.print(Text.assemble(("warning: ", "yellow"), warning))
+
+
+def _same(plan: Plan, previous: Plan) -> list[str]:
+    """The parts of a plan that are as in the one before."""
+    parts = {
+        _NETWORK: lambda p: (p.attention, _heads(p), p.parameters, p.trained_parameters),
+        _MEMORY: lambda p: p.memory,
+        _TRAFFIC: lambda p: p.traffic,
+        _ASSUMPTIONS: lambda p: p.assumptions,
+    }
+    return [name for name, part in parts.items() if part(plan) == part(previous)]
 
 
 def print_assumptions(assumptions: Iterable[str], console: Console) -> None:

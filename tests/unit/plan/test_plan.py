@@ -306,6 +306,22 @@ def test_stages_are_planned_on_ranks_that_fill_each_of_them(capsys):
     assert [value["layout"]["data"] for value in values] == [7, 2]
 
 
+def test_a_stage_prints_what_it_changes(tmp_path, capsys):
+    recipe = tmp_path / "stages.yaml"
+    recipe.write_text(
+        f"extends: {CONFIGS}/quickstart.yaml\nrun_dir: r\nstages:\n  - name: a\n  - name: b\n"
+        "    model: {rope_theta: 5.0e+5}\n    training: {seq_length: 512}\n"
+        "    data: {packing: best_fit}\n"
+    )
+    run(load_stages(recipe))
+    first, second = capsys.readouterr().out.split("r/b ")
+    assert "Parameters" in first and "changes of" not in first
+    assert "changes of r/a: model.rope_theta 10000.0 -> 500000.0" in second
+    assert "training.seq_length 256 -> 512" in second
+    assert "as of r/a: the network, " in second and "Parameters" not in second
+    assert "Memory per rank" in second and "tokens per step" in second
+
+
 def test_a_run_dir_is_printed_as_it_is(capsys):
     stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
     run(stages)
