@@ -85,7 +85,8 @@ class ZeroEngine:
             self._reduction = GradientReduction(
                 gradients, network, parallel_state.data_group, REDUCE_BUCKET
             )
-        self._overlaps = recipe.parallel.overlaps_gradients
+        has_peers = parallel_state.data_group.size() > 1
+        self._overlaps = has_peers and recipe.parallel.overlaps_gradients
         self._partition = partition_of(self._optimizer)
         self._exact = ExactValues(rounded, self._partition, parallel_state.data_group)
         self._frozen = FrozenWeights(network, parallel_state.data_group)
