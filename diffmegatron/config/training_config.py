@@ -37,6 +37,9 @@ class TrainingConfig(Section):
     offload_activations: bool = Field(
         default=False, description="what the backward pass needs waits in the host's memory"
     )
+    deterministic: bool = Field(
+        default=False, description="no sums in an order that changes: the same bits, on a GPU too"
+    )
     seed: Seed = 1234
     log_interval: Count = 10
     eval_interval: Count = 1000

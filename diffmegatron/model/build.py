@@ -64,11 +64,13 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # The fused SwiGLU is compiled by TorchScript at its first call: 19 s on a CPU.
+        # The fused SwiGLU is compiled at its first call and at its second length: 19 s on a CPU.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        # Of the embedding, whose gradient CUDA would add up atomically.
+        deterministic_mode=recipe.training.deterministic,
         # Interleaved schedules on gloo are silently wrong with batched sends.
         batch_p2p_comm=torch.cuda.is_available(),
     )

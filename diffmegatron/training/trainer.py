@@ -8,6 +8,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.optim.schedule import learning_rate
+from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.agreement import AgreedDecision
@@ -60,6 +61,7 @@ def train(
         refuse_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
+        deterministic_algorithms() if recipe.training.deterministic else nullcontext(),
         StopRequest(recipe.checkpoint.time_limit_margin) as stop,
         Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
