@@ -5,7 +5,8 @@ FlashAttention has no CPU build: a stand-in with its signature and its documente
 """
 
 import sys
-from functools import partial
+from collections.abc import Iterator
+from functools import cache, partial
 from types import ModuleType
 
 import pytest
@@ -126,31 +127,50 @@ def test_flex_tables_made_in_inference_serve_training():
     assert not any(x.is_inference() for x in kept)
 
 
-def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(monkeypatch):
-    compilations = CompileCounter()
-    compile_with_counter = partial(torch.compile, backend=compilations)
-    monkeypatch.setattr(torch, "compile", compile_with_counter)
-    kinds = torch._dynamo.config.recompile_limit + 1
-    monkeypatch.setattr(flex, "MOST_COMPILATIONS", kinds)
-    flex._flex_attention.cache_clear()
-    compiled = flex._flex_attention("cuda")
-    flex._flex_attention.cache_clear()
-    monkeypatch.setattr(flex, "_flex_attention", lambda _device: compiled)
-    mask = build_mask(4, 4, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
-
-    def attend(width):
-        inputs = [x.detach() for x in make_inputs(rows=4, width=width, dtype=torch.float32)]
-        flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
-
+@pytest.fixture
+def flex_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Counts how often FlexAttention is compiled, as for CUDA but to no code."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    compile_for = cache(flex._flex_attention.__wrapped__)
+    monkeypatch.setattr(flex, "_flex_attention", lambda _device: compile_for("cuda"))
     torch.compiler.reset()
-    try:
+    yield counter
+    torch.compiler.reset()
+
+
+def flex_attend(rows: int, width: int, ends: list[int] | None = None) -> None:
+    inputs = [x.detach() for x in make_inputs(rows=rows, width=width, dtype=torch.float32)]
+    documents = None if ends is None else torch.tensor([0, *ends], dtype=torch.int32)
+    mask = build_mask(
+        rows, rows, causal=True, cu_seqlens=documents, query_offset=None, key_offset=0
+    )
+    flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+
+
+def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(
+    monkeypatch, flex_compilations
+):
+    kinds = 3
+    monkeypatch.setattr(flex, "MOST_COMPILATIONS", kinds)
+    with torch._dynamo.config.patch(recompile_limit=kinds - 1):
         for width in range(1, kinds + 1):
-            attend(width)
-        assert compilations.frame_count == kinds
+            flex_attend(4, width)
+        assert flex_compilations.frame_count == kinds
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            attend(kinds + 1)
-    finally:
-        torch.compiler.reset()
+            flex_attend(4, kinds + 1)
+
+
+def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_compilations):
+    """For the first length, then for any; once more where one block of keys holds all."""
+    for rows in (256, 384, 300, 512):
+        flex_attend(rows, 2)
+    for ends in ([256], [100, 256], [1, 7, 200, 256]):
+        flex_attend(256, 2, ends)
+    assert flex_compilations.frame_count == 2
+    flex_attend(100, 2)
+    flex_attend(70, 2, [30, 70])
+    assert flex_compilations.frame_count == 3
 
 
 @pytest.mark.parametrize("target", Target)

@@ -141,7 +141,11 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel."""
+    """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel.
+
+    Once for the first length, then for any: torch takes a size that has changed for one that
+    changes. Documents are data, and compile nothing.
+    """
     if device != "cuda":
         return flex_attention
     compiled = torch.compile(flex_attention, fullgraph=True)
