@@ -9,6 +9,8 @@ either way.
 Writes NAME.json, which has every operation, and NAME.md, by part of the layer, to
 benchmarks/results/.
 
+The last column is the Transformer with Megatron-core's own rotary embedding and loss.
+
     python -m benchmarks layer_operations
     python -m benchmarks layer_operations --attention diff_v1 --attention grouped
 """
@@ -17,19 +19,21 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.command_line import RESULTS, make_parser
+from diffmegatron.attention import self_attention
 from diffmegatron.attention.context_parallel import attend
 from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
@@ -40,6 +44,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "Transformer"
+MEGATRON = "Transformer, Megatron-core's own"
 ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
 # Parts of a layer by the module that calls them.
@@ -83,6 +88,7 @@ def main(argv: Sequence[str]) -> None:
     }
     recipes[BASELINE] = load_recipe(arguments.recipe, [*arguments.overrides, "model.baseline=true"])
     counted = {name: count_layer(recipe) for name, recipe in recipes.items()}
+    counted[MEGATRON] = count_layer(recipes[BASELINE], _megatrons())
     shape = recipes[BASELINE]
     report = {
         "command": "python -m benchmarks layer_operations",
@@ -148,8 +154,13 @@ class Work(TorchDispatchMode):
         ]
 
 
-def count_layer(recipe: Recipe) -> Work:
-    """The work of one layer between others, forward and backward."""
+def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None = None) -> Work:
+    """The work of one layer between others, and of the loss, forward and backward.
+
+    Args:
+        recipe: whose layer it is.
+        instead: within it other functions stand in the place of ours.
+    """
     model = recipe.model.model_copy(update={"num_layers": 3})
     training = recipe.training.model_copy(update={"attention_backend": "blocked"})
     recipe = recipe.model_copy(update={"model": model, "training": training})
@@ -159,7 +170,7 @@ def count_layer(recipe: Recipe) -> Work:
         stage.rotary_pos_emb.inv_freq = stage.rotary_pos_emb.inv_freq.to("meta")
         shape = (training.micro_batch_size, training.seq_length)
         tokens = torch.zeros(shape, dtype=torch.long, device="meta")
-        with Work() as work, _stand_ins(work):
+        with Work() as work, _stand_ins(work), instead or nullcontext():
             _name_parts(stage.decoder.layers[1], work)
             stage.output_layer.register_forward_hook(lambda *_: work.enter(LOSS))
             network(tokens, tokens, None, labels=tokens).float().mean().backward()
@@ -212,6 +223,24 @@ def _stand_ins(work: Work) -> Iterator[None]:
         mock.patch.object(attend, "softmax_attention", attention),
         mock.patch.object(api, "subtract_noise", subtraction),
         mock.patch.object(torch.nn.functional, "rms_norm", norm),
+    ):
+        yield
+
+
+@contextmanager
+def _megatrons() -> Iterator[None]:
+    """Megatron-core's rotary embedding and loss in place of ours, as it has them by default."""
+
+    def rotated(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = (
+            _apply_rotary_pos_emb_bshd(x.flatten(2, -2), angles, rotary_interleaved=False)
+            for x in (query, key)
+        )
+        return query, key
+
+    with (
+        mock.patch.object(language_model_loss, "_has_kernel", lambda _: False),
+        mock.patch.object(self_attention, "rotate", rotated),
     ):
         yield
 

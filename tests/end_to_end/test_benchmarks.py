@@ -90,7 +90,7 @@ def test_layer_operations(tmp_path):
     # Inputs, weight and outputs in bf16: q, k, v and the attention's output are 64 wide.
     weights = [(64, 192), (64, 64), (64, 192), (96, 64)]
     read_and_written = sum(2 * (tokens * (i + o) + i * o) for i, o in weights)
-    for rows in counted.values():
+    for name, rows in counted.items():
         products = [row for row in rows if row["part"] == "projections"]
         assert [(row["pass"], row["operation"], row["count"]) for row in products] == [
             ("forward", "aten::mm", 4),
@@ -98,6 +98,9 @@ def test_layer_operations(tmp_path):
         ]
         assert [row["bytes"] for row in products] == [read_and_written, 2 * read_and_written]
         loss = [row for row in rows if row["operation"] == "cross_entropy"]
+        if name.endswith("own"):
+            assert not loss
+            continue
         assert [(row["pass"], row["count"]) for row in loss] == [("forward", 1), ("backward", 1)]
         # Read once forward; read and written over backward, beside a value per token.
         assert [row["bytes"] for row in loss] == [2 * 32 * 128 + 64, 2 * 2 * 32 * 128 + 64]
