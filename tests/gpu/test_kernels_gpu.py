@@ -158,6 +158,22 @@ def test_every_backend_that_runs_here(backend):
     assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
 
 
+@pytest.mark.parametrize("backend", runnable("differential"))
+def test_documents_by_every_backend_that_runs_here(backend):
+    options = {"cu_seqlens": torch.tensor([0, 5, 700, 701, 1024])}
+    assert_equals_blocked(
+        draw_inputs(1024, batch=2),
+        lambda *x: diff_attention(*x, backend=backend, **options),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("backend", runnable("differential"))
+def test_fewer_queries_than_keys_by_every_backend_that_runs_here(backend):
+    inputs = draw_inputs(300, batch=2, keys=1037)
+    assert_equals_blocked(inputs, lambda *x: diff_attention(*x, backend=backend))
+
+
 @pytest.mark.parametrize(
     "options",
     [

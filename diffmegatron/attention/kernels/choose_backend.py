@@ -10,7 +10,7 @@ from .registry import BACKENDS, FEATURES, Call, Op
 
 # By operation and device, as on a CPU where a device is not named: the first that can run is taken.
 # Attention in "triton" is not among them until tests/gpu has passed on a GPU: its kernels are
-# proven in the interpreter and by the compiler alone.
+# proven in the interpreter and by the compiler alone. Nor is "cudnn_2call", which ran nowhere yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),

@@ -23,7 +23,7 @@ OPS: dict[Op, str] = {
     "subtraction": "subtraction of noise heads",
 }
 
-LIBRARIES = ("triton", "flash_attn", "flex_head_fa")
+LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 # What a call may need beyond plain causal or full attention.
@@ -140,6 +140,17 @@ DIFFERENTIAL = {
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
         library="flash_attn",
+        lacks=CHUNKS | {"offsets"},
+    ),
+    "cudnn_2call": Backend(
+        "wrappers.cudnn_2call",
+        "two calls of cuDNN's attention with V whole: 6d forward, 14d backward",
+        work=costs.per_head((3, 3), (7, 7)),
+        saved=costs.two_calls,
+        devices=("cuda",),
+        dtypes=SIXTEEN_BITS,
+        head_dims=tuple(range(8, 129, 8)),
+        library="cudnn",
         lacks=CHUNKS | {"offsets"},
     ),
     "sdpa_4call": Backend(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .choose_backend import choose_backend, why_not
 from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op
-from .wrappers.flash import load_library
+from .wrappers import cudnn_graphs, flash
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,11 @@ def _complaint(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # A flash library built for another torch or CUDA is found, but does not load.
-        load_library(library)
+        # A library built for another torch or CUDA is found, but does not load.
+        if library == "cudnn":
+            cudnn_graphs.load_library()
+        else:
+            flash.load_library(library)
     except (ImportError, OSError, ValueError) as error:
         return str(error)
     return None

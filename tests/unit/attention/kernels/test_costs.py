@@ -100,6 +100,7 @@ def test_work_per_pair_is_that_of_the_papers():
         "triton": (6, 10),
         "flash_2call": (6, 14),
         "flash_4call": (8, 20),
+        "cudnn_2call": (6, 14),
         "sdpa_4call": (8, 20),
         "flex": (6, 14),
     }

@@ -1,0 +1,383 @@
+"""Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
+
+torch's own cuDNN attention asks for a V of at most 128 columns in the backward pass, cuDNN for 256
+on Hopper. Which shapes, masks and chips it takes only cuDNN knows: a graph that it refuses is an
+error with its reason. Names and arguments are those of the frontend 1.32.
+
+Tensors are contiguous `[b, length, heads, width]`, which a graph calls `[b, heads, length, width]`
+with these strides. Packed documents are its *ragged* layout: every document a batch row of the
+longest's length, of which an offset says where it starts and a length where it ends.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..first_order import first_order
+from ..masks import AttentionMask
+from .two_map_calls import Attend
+
+# By torch's dtype, the frontend's name.
+DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
+# Each holds a compiled plan, a forward's or a backward's.
+MOST_GRAPHS = 64
+# Offsets into a ragged tensor are counted in 32 bits.
+MOST_ELEMENTS = 2**31
+
+
+class Problem(NamedTuple):
+    """What one plan is compiled for: one map's attention.
+
+    Attributes:
+        batch: rows, or of packed documents how many there are, rounded up.
+        rows, keys: lengths, or of the longest document, rounded up.
+        is_packed: whether rows are documents of their own lengths.
+        causal: hide later keys, aligned at the last query and key.
+        deterministic: let no atomic additions order the gradients' sums.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+    softmax_scale: float
+    causal: bool
+    is_packed: bool
+    deterministic: bool
+
+
+class Graph(NamedTuple):
+    """A compiled plan.
+
+    Attributes:
+        tensors: the graph's own, by the names in which their data are given.
+        workspace: bytes.
+    """
+
+    graph: Any
+    tensors: Mapping[str, Any]
+    workspace: int
+
+
+class Documents(NamedTuple):
+    """Packed documents on the device, int32 `[number (+ 1), 1, 1, 1]`.
+
+    Attributes:
+        lengths: tokens of each.
+        starts: first token of each, and their end.
+        longest: at least the largest length.
+    """
+
+    lengths: Tensor
+    starts: Tensor
+    longest: int
+
+
+def load_library() -> ModuleType:
+    """The frontend, once it was seen to have attention and to find a cuDNN library.
+
+    Raises:
+        ValueError: it does not.
+    """
+    library = import_module("cudnn")
+    version = getattr(library, "__version__", "unknown")
+    if not hasattr(getattr(library, "pygraph", None), "sdpa_backward"):
+        raise ValueError(
+            f"nvidia-cudnn-frontend {version} has no pygraph.sdpa_backward; "
+            "it must be 1.32 or later"
+        )
+    try:
+        library.backend_version()
+    except RuntimeError as error:
+        raise ValueError(
+            f"nvidia-cudnn-frontend {version} finds no usable libcudnn.so.9: {error}"
+        ) from error
+    return library
+
+
+def plain_attention(softmax_scale: float, mask: AttentionMask) -> Attend:
+    """A function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
+
+    Every batch row has the same documents.
+    """
+    if mask.cu_seqlens is None:
+        return partial(_attend_aligned, softmax_scale, mask.causal)
+    return partial(_attend_documents, softmax_scale, mask.causal, mask.cu_seqlens)
+
+
+def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
+    # cuDNN takes no rows that see no key: they come first, and get zeros.
+    out = _attend(scale, causal, q[:, blind:], k, v, None)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
+
+
+def _attend_documents(
+    scale: float, causal: bool, bounds: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    q_row, k_row, v_row = (x.flatten(0, 1)[None] for x in (q, k, v))
+    documents = documents_of(bounds, q.shape[0], q.device)
+    return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
+
+
+# Both maps and every layer of a batch ask for the same ones.
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
+    """Those of all rows, one row after the other.
+
+    Their number and `longest` are rounded up to a power of two, so that few graphs serve all
+    batches: documents without tokens fill up.
+    """
+    row = torch.tensor(bounds)
+    lengths = row.diff().repeat(batch)
+    filling = _power_of_two(len(lengths)) - len(lengths)
+    lengths = torch.nn.functional.pad(lengths, (0, filling))
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Documents(
+        lengths.to(device, torch.int32).view(-1, 1, 1, 1),
+        starts.to(device, torch.int32).view(-1, 1, 1, 1),
+        _power_of_two(int(lengths.max())),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _attend(
+    scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
+) -> Tensor:
+    """One map, whose tokens may be those of documents, all in one row."""
+    batch, rows, heads, width = q.shape
+    keys = k.shape[1]
+    if documents is not None:
+        batch, rows, keys = len(documents.lengths), documents.longest, documents.longest
+        largest = q.shape[1] * heads * v.shape[3]
+        if largest >= MOST_ELEMENTS:
+            raise ValueError(
+                f"the output of {q.shape[1]} packed tokens, {heads} heads and width {v.shape[3]} "
+                f"has {largest} elements; cuDNN's offsets of documents take less than "
+                f"{MOST_ELEMENTS}"
+            )
+    problem = Problem(
+        batch, heads, k.shape[2], rows, keys, width, v.shape[3], q.dtype, q.device, scale, causal,
+        documents is not None, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    out: Tensor = _Attention.apply(q, k, v, problem, documents)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        problem: Problem,
+        documents: Documents | None,
+    ) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3].numel(), dtype=torch.float32)
+        data = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
+        _run(forward_graph(problem), data | _of_documents(problem, documents), problem.device)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.problem, ctx.documents = problem, documents
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        data = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "do": grad.contiguous()}
+        data |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        data |= _of_documents(ctx.problem, ctx.documents)
+        _run(backward_graph(ctx.problem), data, q.device)
+        return *grads, None, None
+
+
+def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
+    """Their lengths, and where they start in each ragged tensor, in elements."""
+    if documents is None:
+        return {}
+    starts = {
+        f"{name}_starts": documents.starts * size for name, size in _token_sizes(problem).items()
+    }
+    return {"lengths": documents.lengths, **starts}
+
+
+def _token_sizes(problem: Problem) -> dict[str, int]:
+    """Elements of a token in each tensor; a gradient has those of what it belongs to."""
+    return {
+        "q": problem.heads * problem.width,
+        "k": problem.kv_heads * problem.width,
+        "v": problem.kv_heads * problem.value_width,
+        "o": problem.heads * problem.value_width,
+        "lse": problem.heads,
+    }
+
+
+def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
+    workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=device)
+    given = {graph.tensors[name]: x for name, x in data.items()}
+    graph.graph.execute(given, workspace, handle=_handle_on_stream(device))
+
+
+def _handle_on_stream(device: torch.device) -> Any:
+    """cuDNN's handle of this device, set to torch's current stream."""
+    handle = _handle(device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    load_library().set_stream(handle=handle, stream=stream)
+    return handle
+
+
+@lru_cache
+def _handle(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return load_library().create_handle()
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def forward_graph(problem: Problem) -> Graph:
+    """Attention that writes its output and log-sum-exps.
+
+    Raises:
+        ValueError: cuDNN does not take it.
+    """
+    builder = _Builder(problem)
+    inputs = {name: builder.tensor(name) for name in ("q", "k", "v")}
+    out, lse = builder.graph.sdpa(
+        **inputs, name="attention", generate_stats=True, **builder.options()
+    )
+    builder.output("o", out)
+    builder.output("lse", lse)
+    return builder.compiled()
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def backward_graph(problem: Problem) -> Graph:
+    """Its gradients of q, k and v.
+
+    Raises:
+        ValueError: cuDNN does not take it.
+    """
+    builder = _Builder(problem)
+    inputs = {name: builder.tensor(name) for name in ("q", "k", "v", "o")}
+    grads = builder.graph.sdpa_backward(
+        **inputs,
+        dO=builder.tensor("do"),
+        stats=builder.tensor("lse"),
+        name="attention_backward",
+        use_deterministic_algorithm=problem.deterministic,
+        **builder.options(),
+    )
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        builder.output(name, grad)
+    return builder.compiled()
+
+
+class _Builder:
+    """A graph under construction, and its tensors by name."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.library = load_library()
+        types = self.library.data_type
+        self.problem = problem
+        self.dtype = getattr(types, DATA_TYPES[problem.dtype])
+        self.tensors: dict[str, Any] = {}
+        self.graph = self.library.pygraph(
+            io_data_type=self.dtype,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=_handle_on_stream(problem.device),
+        )
+
+    def tensor(self, name: str) -> Any:
+        """An input."""
+        dims, strides, dtype = self._layout(name)
+        tensor = self.graph.tensor(name=name, dim=dims, stride=strides, data_type=dtype)
+        return self._placed(name, tensor)
+
+    def output(self, name: str, tensor: Any) -> None:
+        """Say where and how an operation's result is written."""
+        dims, strides, dtype = self._layout(name)
+        tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)
+        self._placed(name, tensor)
+
+    def options(self) -> dict[str, Any]:
+        """What the operation of either direction is told."""
+        problem = self.problem
+        is_square = problem.rows == problem.keys
+        options: dict[str, Any] = {
+            "attn_scale": problem.softmax_scale,
+            "use_causal_mask": problem.causal and is_square,
+            "use_causal_mask_bottom_right": problem.causal and not is_square,
+        }
+        if problem.is_packed:
+            lengths = self._table("lengths", problem.batch)
+            options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+        return options
+
+    def compiled(self) -> Graph:
+        """The plan that cuDNN's heuristics put first."""
+        library, graph = self.library, self.graph
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([library.heur_mode.A, library.heur_mode.FALLBACK])
+            graph.check_support()
+            graph.build_plans()
+        except (library.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"cuDNN {library.backend_version()} does not take {self.problem}: {reason}"
+            ) from error
+        return Graph(graph, self.tensors, graph.get_workspace_size())
+
+    def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
+        """Dimensions `[b, heads, length, width]`, strides and dtype."""
+        of = self.problem
+        if name == "lse":
+            dims = [of.batch, of.heads, of.rows, 1]
+            strides = [of.heads * of.rows, of.rows, 1, 1]
+            if of.is_packed:
+                strides = [of.heads * of.rows, 1, of.heads, 1]
+            return dims, strides, self.library.data_type.FLOAT
+        kind = name.removeprefix("d")
+        is_key = kind in "kv"
+        heads = of.kv_heads if is_key else of.heads
+        length = of.keys if is_key else of.rows
+        width = of.value_width if kind in "vo" else of.width
+        strides = [length * heads * width, width, heads * width, 1]
+        return [of.batch, heads, length, width], strides, self.dtype
+
+    def _placed(self, name: str, tensor: Any) -> Any:
+        self.tensors[name] = tensor
+        if self.problem.is_packed:
+            kind = name if name == "lse" else name.removeprefix("d")
+            tensor.set_ragged_offset(self._table(f"{kind}_starts", self.problem.batch + 1))
+        return tensor
+
+    def _table(self, name: str, length: int) -> Any:
+        """An int32 of every document, made once."""
+        if name not in self.tensors:
+            self.tensors[name] = self.graph.tensor(
+                name=name,
+                dim=[length, 1, 1, 1],
+                stride=[1, 1, 1, 1],
+                data_type=self.library.data_type.INT32,
+            )
+        return self.tensors[name]
