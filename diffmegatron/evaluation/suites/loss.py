@@ -119,6 +119,8 @@ class Loss(Suite):
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """The mean over the tokens up to a position, as positions go on."""
+        from matplotlib.ticker import StrMethodFormatter
+
         axes = figure.subplots()
         for name, of_target in records.items():
             sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -129,7 +131,10 @@ class Loss(Suite):
                     part[1] += share.weight
             points = [(n, nats / tokens) for n, (nats, tokens) in sorted(sums.items())]
             axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set(xlabel="n", ylabel=TOKEN, title="Mean loss of tokens 1 to n", xscale="log")
+        axes.set(xlabel="n", ylabel=TOKEN, title="Mean loss of tokens 1 to n")
+        # The powers of two that are measured: those of ten leave a narrow range without a number.
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.grid(alpha=0.3)
         axes.legend()
         return True
