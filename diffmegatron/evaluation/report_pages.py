@@ -20,6 +20,10 @@ _NOTE = (
     "items that both have, drawn alike for both."
 )
 
+# Of fewer items an interval is too narrow to be called 95%: of n normal ones the bootstrap's ends
+# lie at 1.96 sqrt((n - 1) / n) standard errors, and Student's t has less than 90% between them.
+_FEW_ITEMS = 10
+
 
 def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     """The report; pictures lie beside it as ``SUITE.png``."""
@@ -27,6 +31,7 @@ def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> st
     for name, suite in outcome["suites"].items():
         parts.append(f"## {suite['title']} (`{name}`)")
         parts += [markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
+        parts += _of_few_items(suite)
         if name in pictures:
             parts.append(f"![{suite['title']}]({name}.png)")
         parts.append(f"Settings: `{_settings(suite)}`")
@@ -41,6 +46,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
         title = html.escape(suite["title"])
         parts.append(f"<h2>{title} (<code>{name}</code>)</h2>")
         parts += [_html_table(table) for table in _tables(suite, list(outcome["targets"]))]
+        parts += [f"<p>{html.escape(line)}</p>" for line in _of_few_items(suite)]
         if name in pictures:
             data = base64.b64encode(pictures[name]).decode()
             parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">')
@@ -86,6 +92,24 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
             row.append(_published(published.get(measure)))
         rows.append(row)
     return header, rows
+
+
+def _of_few_items(suite: Mapping[str, Any]) -> list[str]:
+    """A sentence where intervals are of so few items that they say little; else none."""
+    counts = {
+        measure: min(each["items"] for each in found["targets"].values() if each is not None)
+        for measure, found in suite["measures"].items()
+        if any(found["targets"].values())
+    }
+    few = {measure: items for measure, items in counts.items() if items < _FEW_ITEMS}
+    if not few:
+        return []
+    which = "All measures" if len(few) == len(counts) else ", ".join(few)
+    fewest = min(few.values())
+    return [
+        f"{which}: of fewer than {_FEW_ITEMS} items ({fewest} at the fewest), whose intervals "
+        "are too narrow and say little; measure more items."
+    ]
 
 
 def _totals(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
