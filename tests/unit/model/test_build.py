@@ -1,6 +1,11 @@
 """What building a network refuses before any step."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
 
 from diffmegatron.errors import UserError
 from diffmegatron.model.build import build_model, needed_features
@@ -52,3 +57,52 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
         pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"),
     ):
         build_model(recipe, parallel_state)
+
+
+@pytest.fixture
+def mlp(tiny_recipe) -> Iterator[MLP]:
+    """Of a layer in float32."""
+    recipe = tiny_recipe("training.precision=fp32")
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        (stage,) = build_model(recipe, parallel_state).virtual_stages
+        yield stage.decoder.layers[0].mlp
+
+
+def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
+    """[result, gradients of tokens and weights], and the bytes kept beside these two."""
+    weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
+    given = {x.untyped_storage().data_ptr() for x in (tokens, *weights)}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out, _ = mlp(tokens)
+    direction = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return [out, *torch.autograd.grad(out, [tokens, *weights], direction)], sum(kept.values())
+
+
+def exact_value_and_gradients(mlp: MLP, tokens: Tensor) -> list[Tensor]:
+    """In float64, as the equation has it."""
+    inputs = [tokens, mlp.linear_fc1.weight, mlp.linear_fc2.weight]
+    x, w1, w2 = (each.detach().double().requires_grad_() for each in inputs)
+    gate, up = (x @ w1.T).chunk(2, dim=-1)
+    out = (gate * gate.sigmoid() * up) @ w2.T
+    direction = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return [out, *torch.autograd.grad(out, [x, w1, w2], direction.double())]
+
+
+@pytest.mark.parametrize(("fused", "factors"), [(True, 3), (False, 5)])
+def test_swiglu_is_exact_and_keeps_what_plan_counts(fused, factors, mlp, monkeypatch):
+    """Fused is the GPU's; on a CPU the functions it would compile, for 19 s, run as they are."""
+    monkeypatch.setattr(mlp.config, "bias_activation_fusion", fused)
+    tokens = torch.randn(6, 2, mlp.config.hidden_size, requires_grad=True)
+    with torch.compiler.set_stance("force_eager"):
+        found, kept = value_and_gradients(mlp, tokens)
+    for actual, exact in zip(found, exact_value_and_gradients(mlp, tokens), strict=True):
+        assert (actual - exact).norm() < 1e-6 * exact.norm()
+    assert kept == 6 * 2 * factors * mlp.config.ffn_hidden_size * 4
