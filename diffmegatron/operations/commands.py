@@ -76,7 +76,7 @@ def status(
 
     Exit status 0: it runs, or is finished.
 
-    1: it waits for its next attempt, or has disappeared.
+    1: it waits for its next attempt, or has disappeared; unfinished, where no launcher started it.
 
     2: it is over and unfinished, or there is no such job.
     """
@@ -88,7 +88,9 @@ def status(
     while True:
         found = examine(run_dir)
         print_status(found, console)
-        if watch is None or found.attempts[-1].is_over:
+        if watch is None or (
+            found.attempts[-1].is_over if found.attempts else not found.exit_status
+        ):
             raise typer.Exit(found.exit_status)
         time.sleep(watch)
         console.clear()

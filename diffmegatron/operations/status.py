@@ -14,7 +14,10 @@ from rich.text import Text
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
-from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
+from diffmegatron.checkpoint.stage_folders import stage_folders
+from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
@@ -36,7 +39,7 @@ class Status:
         seconds_left: of the run or stage, at the speed of the newest metrics; None: not known.
         values: the newest of every metric.
         checkpoint: the newest one of the run or stage; None: there is none.
-        attempts: the ledger.
+        attempts: the ledger; empty: no launcher has started the run.
         suspects: hosts, and how many of the last attempts they failed or slowed down.
         stragglers: hosts that slow down the newest attempt.
     """
@@ -53,23 +56,24 @@ class Status:
     suspects: dict[str, int]
     stragglers: tuple[str, ...]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows by itself; a run without a ledger may go on until it is done."""
+        return self.attempts[-1].is_over if self.attempts else self.exit_status == 0
+
 
 def examine(run_dir: Path) -> Status:
     """Read all of it from ``run_dir``; nothing is asked of Slurm.
 
     Raises:
-        UserError: there has been no attempt.
+        UserError: there has been no attempt, and there is no run.
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
         raise UserError(f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that")
     if not attempts:
-        raise UserError(
-            f"{shown(ledger.directory)} has no attempts; give the run_dir of a job that "
-            "'diffmegatron launch' or a script of launch/ has started, and any other to "
-            "'diffmegatron checkpoint list'"
-        )
+        return _without_ledger(run_dir)
     last = attempts[-1]
     heartbeat = read_heartbeat(ledger.folder(last.number))
     stage = _present_stage(last, heartbeat)
@@ -91,6 +95,36 @@ def examine(run_dir: Path) -> Status:
         attempts=tuple(attempts),
         suspects=suspects(attempts),
         stragglers=last.hosts_of(heartbeat.stragglers) if heartbeat is not None else (),
+    )
+
+
+def _without_ledger(run_dir: Path) -> Status:
+    """What a run that plain ``train`` has started says of itself; of its newest stage.
+
+    Raises:
+        UserError: there is no run.
+    """
+    folder = stage_folders(run_dir, RECIPE)[-1].run_dir
+    entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
+    steps = load_resolved(folder / RECIPE).training.total_steps
+    values = {name: value for entry in entries for name, value in entry.items()}
+    step = int(values["step"]) if "step" in values else None
+    is_finished = checkpoint is not None and read_manifest(checkpoint).step == steps
+    state = "finished" if is_finished else "unfinished"
+    if not is_finished and "time" in values:
+        state += f": last recorded {_duration(time.time() - values['time'])} ago"
+    return Status(
+        state=state,
+        exit_status=0 if is_finished else 1,
+        run_dir=str(folder),
+        step=step,
+        steps=steps,
+        seconds_left=_seconds_left(entries, step, steps),
+        values=values,
+        checkpoint=checkpoint,
+        attempts=(),
+        suspects={},
+        stragglers=(),
     )
 
 
@@ -146,6 +180,9 @@ def print_status(status: Status, console: Console) -> None:
     console.print(Text(f"{status.run_dir}: {status.state}"), soft_wrap=True)
     for name, text in _lines(status):
         console.print(Text(f"  {name:<16}{text}"), soft_wrap=True)
+    if not status.attempts:
+        console.print("  no ledger of attempts, as no launcher has started it", highlight=False)
+        return
     table = Table("attempt", "began", "took", "nodes", "steps", "saved", "cause", "why")
     for attempt in status.attempts[-_SHOWN_ATTEMPTS:]:
         steps = "" if attempt.last_step is None else f"{attempt.first_step}-{attempt.last_step}"
@@ -170,25 +207,31 @@ def _lines(status: Status) -> list[tuple[str, str]]:
         progress = f"{status.step} of {status.steps} ({share:.1f}%)"
     left = status.seconds_left
     checkpoint = "none" if status.checkpoint is None else str(status.checkpoint)
-    last = status.attempts[-1]
-    stages = [*last.stages]
-    place = f"{Path(status.run_dir).name}, {stages.index(status.run_dir) + 1} of {len(stages)}"
     lines = [
-        *([("stage", place)] if len(stages) > 1 else []),
+        *_stage_lines(status),
         ("step", progress),
         ("left", "not known" if left is None else f"{_duration(left)} of running"),
         ("tokens/s", _value(values, "perf/tokens_per_second", ",.0f")),
         ("loss", _value(values, "train/loss", ".4f")),
         ("held-out loss", _value(values, "valid/loss", ".4f")),
         ("checkpoint", checkpoint),
-        ("faults in a row", f"{last.faults} of {MAX_FAULTS}"),
     ]
+    if status.attempts:
+        lines.append(("faults in a row", f"{status.attempts[-1].faults} of {MAX_FAULTS}"))
     if status.suspects:
         hosts = ", ".join(f"{host} ({count})" for host, count in status.suspects.items())
         lines.append(("blamed hosts", hosts))
     if status.stragglers:
         lines.append(("slow hosts", ", ".join(status.stragglers)))
     return lines
+
+
+def _stage_lines(status: Status) -> list[tuple[str, str]]:
+    stages = [*status.attempts[-1].stages] if status.attempts else []
+    if len(stages) < 2:
+        return []
+    place = stages.index(status.run_dir) + 1
+    return [("stage", f"{Path(status.run_dir).name}, {place} of {len(stages)}")]
 
 
 def _value(values: dict[str, float], name: str, form: str) -> str:

@@ -11,6 +11,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import MAX_FAULTS
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
+from diffmegatron.config.load import dump_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.operations.status import examine, print_status
 from tests.launch.conftest import checkpoint
@@ -31,8 +32,25 @@ def text(run_dir: Path, capsys) -> str:
 
 
 def test_no_attempt(tmp_path):
-    with pytest.raises(UserError, match="has no attempts; give the run_dir of a job"):
+    with pytest.raises(UserError, match=r"has no recipe\.yaml; give the run_dir"):
         examine(tmp_path)
+
+
+def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
+    recipe = tiny_recipe(f"run_dir={tmp_path}/plain")
+    run_dir = tmp_path / "plain"
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe))
+    metrics(run_dir, {1: 100, 2: 102, 3: 104})
+    checkpoint(run_dir, 2)
+    found = examine(run_dir)
+    assert (found.step, found.steps, found.exit_status) == (3, 20, 1)
+    assert found.seconds_left == pytest.approx(34)
+    said = text(run_dir, capsys)
+    assert "unfinished: last recorded " in said and "step            3 of 20" in said
+    assert "no ledger of attempts, as no launcher has started it" in said
+    checkpoint(run_dir, 20)
+    assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
 
 
 def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
