@@ -3,9 +3,9 @@
 One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
 nothing, for the recipe's attention and for the Transformer of the pair. Every operation of aten
 that is no view counts as one: on a GPU each launches a kernel. Its bytes are those of the tensors
-that it is given and gives back. The attention kernels are left out; RMSNorm, the subtraction of
-V2's noise heads and the cross-entropy, which have kernels of their own on a GPU, count as one
-either way.
+that it is given and gives back. The attention kernels are left out; RMSNorm, SwiGLU, the
+subtraction of V2's noise heads and the cross-entropy, each of which is one kernel on a GPU, count
+as one either way.
 Writes NAME.json, which has every operation, and NAME.md, by part of the layer, to
 benchmarks/results/.
 
@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.transformer import mlp
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,6 +168,7 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
     with process_groups(recipe.parallel, training.seed) as parallel_state:
         network = build_model(recipe, parallel_state, initial_weights=False).to("meta")
         stage = network.virtual_stages[0]
+        stage.config.bias_activation_fusion = True
         stage.rotary_pos_emb.inv_freq = stage.rotary_pos_emb.inv_freq.to("meta")
         shape = (training.micro_batch_size, training.seq_length)
         tokens = torch.zeros(shape, dtype=torch.long, device="meta")
@@ -213,6 +215,10 @@ def _stand_ins(work: Work) -> Iterator[None]:
         shape = (*lambda_.shape, heads.shape[-1])
         return _stand_in(partial(work.count, "subtract_noise"), shape, heads, lambda_)
 
+    def swiglu(projections: Tensor, *_: object) -> Tensor:
+        shape = (*projections.shape[:-1], projections.shape[-1] // 2)
+        return _stand_in(partial(work.count, "swiglu"), shape, projections)
+
     def loss(logits: Tensor, labels: Tensor, _: object) -> Tensor:
         return _stand_in(partial(work.count, "cross_entropy"), labels.shape, logits)
 
@@ -222,6 +228,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
         mock.patch.object(attend, "diff_attention", attention),
         mock.patch.object(attend, "softmax_attention", attention),
         mock.patch.object(api, "subtract_noise", subtraction),
+        mock.patch.object(mlp, "bias_swiglu_impl", swiglu),
         mock.patch.object(torch.nn.functional, "rms_norm", norm),
     ):
         yield
