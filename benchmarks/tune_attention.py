@@ -216,7 +216,7 @@ def _badness(row: dict) -> tuple:
     """
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])
-    many_spills, overlaps = row["spills_in_loops"] > 20, row["num_stages"] >= 3
+    many_spills, overlaps = row["spills_in_loops"] > 50, row["num_stages"] >= 3
     return (1, many_spills, not overlaps, row["estimated_cycles"], row["spills_in_loops"])
 
 

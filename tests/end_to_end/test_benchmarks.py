@@ -135,7 +135,7 @@ def test_tune_attention(tmp_path):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     run(
         "tune_attention", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
-        "--warps", 8, "--stages", 2, "--name", tmp_path / "report",
+        "--warps", 8, "--stages", 2, "--licm", 0, "--name", tmp_path / "report",
     )  # fmt: skip
     (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["dq"]
     assert row["work"] == 1
@@ -143,7 +143,7 @@ def test_tune_attention(tmp_path):
     listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "dq")
     run("tune_attention", *listed, "--name", tmp_path / "again")
     (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["dq"]
-    assert [again[name] for name in ("M", "N")] == [128, 64]
+    assert [again[name] for name in ("M", "N", "licm")] == [128, 64, False]
 
 
 def test_data(tmp_path, monkeypatch):
