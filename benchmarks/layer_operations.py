@@ -160,7 +160,7 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
 
     Args:
         recipe: whose layer it is.
-        instead: within it other functions stand in the place of ours.
+        instead: within it other functions replace ours.
     """
     model = recipe.model.model_copy(update={"num_layers": 3})
     training = recipe.training.model_copy(update={"attention_backend": "blocked"})
