@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import compare_dex, data, startup, startup_phases
+from benchmarks import attention, compare_dex, data, startup, startup_phases
 from benchmarks.__main__ import main
 from benchmarks.data import in_process
 from benchmarks.registry import BENCHMARKS
@@ -62,6 +62,18 @@ def test_attention(tmp_path):
         assert all(row["both_s"] > 0 for row in rows.values())
     assert "| 128 | blocked |" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_attention_is_compared_with_the_fastest_of_the_transformers(tmp_path):
+    measured = {"forward_s": 1.0, "backward_s": 2.0, "peak_gib": 0.0, "both_tflops": 1.0}
+    measured |= {"share_of_matmul": 0.1, "both_gb_per_s": 1.0}
+    seconds = {"transformer_sdpa": 3, "transformer_cudnn": 2, "triton_split": 4}
+    rows = {name: {**measured, "both_s": both} for name, both in seconds.items()}
+    report = {"settings": "", "machine": {}, "matmul_tflops": 1.0}
+    for lengths in ({2048: rows}, {2048: {"triton_split": rows["triton_split"]}}):
+        attention.write_table(tmp_path / "table.md", {**report, "lengths": lengths})
+        *_, line = (tmp_path / "table.md").read_text().splitlines()
+        assert line.split(" | ")[5] == ("2.00" if len(lengths[2048]) > 1 else "nan")
 
 
 def test_chunks(tmp_path):
