@@ -1,4 +1,4 @@
-"""``diffmegatron checkpoint``: look at, verify and remove the checkpoints of a run."""
+"""``diffmegatron checkpoint``: look at, verify, average and remove the checkpoints of a run."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from diffmegatron.checkpoint.stage_folders import StageFolder
 
 app = typer.Typer(
-    help="List, verify, prune and inspect the checkpoints of a run.", no_args_is_help=True
+    help="List, verify, prune, inspect and average checkpoints.", no_args_is_help=True
 )
 RunDir = Annotated[
     Path,
@@ -136,6 +136,21 @@ def inspect(
     for name in sorted(opened.tensors.names()):
         table.add_row(Text(clipped(name)), str(list(opened.tensors.shape(name))))
     Console().print(table)
+
+
+@app.command()
+def average(
+    run_dir: RunDir,
+    last: Annotated[int, typer.Option(min=2, help="How many of the newest checkpoints")],
+    out: Annotated[Path, typer.Option(help="Folder that gets checkpoints/ with the mean")],
+) -> None:
+    """Write the mean of the weights of the last checkpoints.
+
+    For export, evaluate and checkpoint.start_from. With stages it is that of the last one.
+    """
+    from diffmegatron.checkpoint.average import average_checkpoints
+
+    print(f"wrote {shown(average_checkpoints(run_dir, last, out))}")
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Weights without a run: into a checkpoint of step 0, and from any checkpoint into a network."""
+"""Weights without a run: into a checkpoint, and from any checkpoint into a network."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ from diffmegatron.checkpoint.checkpoint_format import (
     BEGINNING,
     WEIGHT,
     Checkpoint,
+    Position,
     finish_checkpoint,
     rank_file,
 )
@@ -32,9 +33,10 @@ def write_checkpoint(
     recipe: Recipe,
     run_dir: Path,
     *,
+    position: Position = BEGINNING,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write whole weights as the checkpoint of step 0 of a run, which others start from.
+    """Write whole weights as the checkpoint of a run, which others start from.
 
     It needs no process group and no engine, and holds one file's weights at a time.
 
@@ -42,6 +44,7 @@ def write_checkpoint(
         weights: name and value of every tensor of the network; stored in float32.
         recipe: of the network.
         run_dir: where its ``checkpoints`` stand.
+        position: of a run that has trained them; otherwise step 0.
         max_file_bytes: of a file, unless one tensor is larger.
 
     Returns:
@@ -51,16 +54,16 @@ def write_checkpoint(
         UserError: it cannot be written.
     """
     store = CheckpointStore(run_dir)
-    directory = store.begin(0)
+    directory = store.begin(position.step)
     try:
         entries: list[FileEntry] = []
         for pieces in _filled(weights, max_file_bytes):
             path = directory / rank_file(len(entries))
             entries.append(write_pieces(path, *named_tensors(pieces, {})))
-        finish_checkpoint(store, BEGINNING, recipe, entries, "weights")
+        finish_checkpoint(store, position, recipe, entries, "weights")
     except OSError as error:
         raise UserError(f"cannot write {shown(directory)}: {reason(error)}") from None
-    return store.path(0)
+    return store.path(position.step)
 
 
 def _filled(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[Piece]]:
