@@ -1,5 +1,8 @@
 """Every layout is the same run: initial weights, losses, gradients, saved weights."""
 
+import json
+import math
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -37,6 +40,22 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layo
 
 def named(name: str) -> Layout:
     return next(layout for layout in LAYOUTS if layout.name == name)
+
+
+def sharing(layout: Layout) -> int:
+    """Ranks that hold the same shard of the model, and sum its gradients."""
+    model = [int(size) for size in re.findall(r"(?:TP|PP)(\d)", layout.words)]
+    return layout.ranks // math.prod(model)
+
+
+def overlaps(layout: Layout) -> bool:
+    """Whether they do so while the backward pass goes on."""
+    others = ("PP", "ZeRO 2", "ZeRO 3", "offload")
+    return sharing(layout) > 1 and not any(word in layout.words for word in others)
+
+
+def reductions(run_dir: Path) -> dict:
+    return json.loads((run_dir / "reductions.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +140,32 @@ def test_saved_weights_are_the_same(layout, run, models):
         torch.testing.assert_close(
             saved.whole("weight", name), expected.whole("weight", name), rtol=0, atol=5e-4
         )
+
+
+OVERLAPPING = [layout for layout in LAYOUTS if overlaps(layout)]
+each_overlapping = pytest.mark.parametrize("layout", OVERLAPPING, ids=lambda layout: layout.name)
+
+
+@each_overlapping
+def test_gradients_summed_in_the_backward_pass_are_the_same_bits_as_after_it(layout, run):
+    weights = reductions(run(layout))["weights"]
+    assert len(weights["overlapping"]) == layout.ranks
+    assert weights["overlapping"] == weights["after"]
+    # Two terms have one sum; of more, DeepSpeed's buckets add up the same ones in another order.
+    if sharing(layout) == 2:
+        assert weights["overlapping"] == weights["deepspeed"]
+
+
+@each_overlapping
+def test_sums_begin_in_the_backward_pass(layout, run):
+    events = reductions(run(layout))["events"]
+    during, after = events["overlapping"], events["after"]
+    assert sorted(during) == sorted(after)
+    for late in (after, events["deepspeed"]):
+        assert late.endswith("s")
+        assert late.rstrip("s").count("s") == 0
+    # All but those that wait for the embedding, the last to have its gradient, and the layer above.
+    assert during.rstrip("s").count("s") > during.count("s") / 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -2,11 +2,15 @@
 
 Started through :mod:`tests.ranks` by :mod:`tests.parallel.matrix`, with the arguments
 ``RECIPE OUT NAME override ...``; the run goes to OUT/NAME, and the hash of its gathered initial
-weights to OUT/NAME/initial.txt.
+weights to OUT/NAME/initial.txt. What :mod:`tests.parallel.reductions` finds of its first batches
+goes to OUT/NAME/reductions.json.
 """
 
 import hashlib
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -15,11 +19,13 @@ from torch import distributed
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training import run
+from diffmegatron.training import run, trainer
 from diffmegatron.training.trainer import train
+from tests.parallel.reductions import STEPS, compare
 
 
 def train_hashing(recipe: Recipe) -> str:
@@ -54,9 +60,33 @@ def _hash(network: torch.nn.Module, parallel_state: ParallelState) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def recorded() -> Iterator[list[list[Batch]]]:
+    """The microbatches that this rank trains on in the first steps."""
+    steps: list[list[Batch]] = []
+    forward_backward = trainer.forward_backward
+
+    def record(engine, microbatches, *args, **kwargs):
+        if len(steps) < STEPS:
+            steps.append(list(microbatches))
+        return forward_backward(engine, microbatches, *args, **kwargs)
+
+    with mock.patch.object(trainer, "forward_backward", record):
+        yield steps
+
+
 def main() -> None:
     """Run the layout named on the command line."""
     recipe_file, out, name, *overrides = sys.argv[1:]
     recipe = load_recipe(recipe_file, [*overrides, f"run_dir={out}/{name}"])
-    digest = train_hashing(recipe)
-    (Path(out) / name / "initial.txt").write_text(digest)
+    folder = Path(out) / name
+    distributed.init_process_group("gloo")
+    with recorded() as batches:
+        digest = train_hashing(recipe)
+    (folder / "initial.txt").write_text(digest)
+    shards = recipe.data_parallel(distributed.get_world_size()) * recipe.parallel.context
+    if recipe.parallel.overlaps_gradients and shards > 1:
+        found = compare(recipe, batches)
+        if distributed.get_rank() == 0:
+            (folder / "reductions.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
