@@ -219,7 +219,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
         shape = (*projections.shape[:-1], projections.shape[-1] // 2)
         return _stand_in(partial(work.count, "swiglu"), shape, projections)
 
-    def loss(logits: Tensor, labels: Tensor, _: object) -> Tensor:
+    def loss(logits: Tensor, labels: Tensor, *_: object) -> Tensor:
         return _stand_in(partial(work.count, "cross_entropy"), labels.shape, logits)
 
     with (

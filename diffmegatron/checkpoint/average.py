@@ -12,6 +12,7 @@ from diffmegatron.checkpoint.checkpoint_format import (
     Position,
     open_checkpoint,
 )
+from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS
 from diffmegatron.checkpoint.stage_folders import last_stage
 from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.config.stage_order import model_keys
@@ -36,7 +37,7 @@ def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
         UserError: there are too few checkpoints, one is damaged or of another network, or ``out``
             cannot be used.
     """
-    if (out / "checkpoints").exists():
+    if (out / CHECKPOINTS).exists():
         raise UserError(f"{shown(out)} has checkpoints already; give a folder without any")
     store = last_stage(run_dir).store
     steps = store.complete()

@@ -126,9 +126,16 @@ def inspect(
     from rich.text import Text
 
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-    from diffmegatron.checkpoint.stage_folders import newest_checkpoint
+    from diffmegatron.checkpoint.stage_folders import is_no_run, newest_checkpoint
 
-    directory = newest_checkpoint(checkpoint) or checkpoint
+    directory = checkpoint
+    if not is_no_run(checkpoint):
+        newest = newest_checkpoint(checkpoint)
+        if newest is None:
+            raise UserError(
+                f"{shown(checkpoint)} has no whole checkpoint; see diffmegatron checkpoint verify"
+            )
+        directory = newest
     opened = open_checkpoint(directory)
     print(f"{shown(directory)}, {_gib(opened.manifest):.3f} GiB")
     print(json.dumps(opened.state, indent=1))

@@ -10,7 +10,7 @@ from typing import Any
 
 from diffmegatron.checkpoint.checkpoint_store import RECIPE
 from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
-from diffmegatron.config.load import load_recipe
+from diffmegatron.config.load import load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.plots import Curves, plot_runs
@@ -118,7 +118,7 @@ def read_run(run_dir: Path) -> RecordedRun:
 
 
 def _read_stage(run_dir: Path) -> RecordedStage:
-    return RecordedStage(load_recipe(run_dir / RECIPE, to_plan=True), read_metrics(run_dir))
+    return RecordedStage(load_resolved(run_dir / RECIPE), read_metrics(run_dir))
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -24,7 +24,10 @@ WARPS = 8
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, group: distributed.ProcessGroup | None = None
+    logits: Tensor,
+    labels: Tensor,
+    group: distributed.ProcessGroup | None = None,
+    used: int | None = None,
 ) -> Tensor:
     """-log softmax(logits)[label] of each row, computed in float32 at least.
 
@@ -34,46 +37,55 @@ def cross_entropy(
         labels: [rows] int64, of the whole vocabulary.
         group: the tensor-parallel ranks, which share the vocabulary in their order; None: one has
             all of it.
+        used: the first so many of this rank's words; those after them only pad the vocabulary,
+            have no part and no gradient. None: all.
 
     Returns:
         [rows] float32 (float64 for float64), the same on every rank of the group.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, group)
+    losses: Tensor = _CrossEntropy.apply(
+        logits, labels, group, logits.shape[1] if used is None else used
+    )
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: distributed.ProcessGroup | None
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: distributed.ProcessGroup | None,
+        used: int,
     ) -> Tensor:
         logits = logits.contiguous()
         rank = 0 if group is None else distributed.get_rank(group)
         own_labels = labels.contiguous() - rank * logits.shape[1]
-        largest, total, of_label = _statistics(logits, own_labels)
+        largest, total, of_label = _statistics(logits, own_labels, used)
         if group is not None and distributed.get_world_size(group) > 1:
             largest, total, of_label = _over_ranks(largest, total, of_label, group)
         log_total = total.log() + largest
         ctx.save_for_backward(logits, own_labels, log_total)
+        ctx.used = used
         return log_total - of_label
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, own_labels, log_total = ctx.saved_tensors
         rows, words = logits.shape
         grid = (rows, triton.cdiv(words, BLOCK))
         with on_device(logits):
             gradient_kernel[grid](
-                logits, own_labels, log_total, grad.contiguous(), words,
+                logits, own_labels, log_total, grad.contiguous(), words, ctx.used,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
         # So that autograd refuses a second backward pass, whose logits these no longer are.
         increment_version(logits)
-        return logits, None, None
+        return logits, None, None, None
 
 
-def _statistics(logits: Tensor, own_labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the largest logit, the sum of exp(logit - largest), the label's logit or 0."""
     rows, words = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -82,7 +94,7 @@ def _statistics(logits: Tensor, own_labels: Tensor) -> tuple[Tensor, Tensor, Ten
     )
     with on_device(logits):
         statistics_kernel[(rows,)](
-            logits, own_labels, largest, total, of_label, words,
+            logits, own_labels, largest, total, of_label, words, used,
             BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
         )  # fmt: skip
     return largest, total, of_label
@@ -107,6 +119,7 @@ def statistics_kernel(
     total_ptr,
     of_label_ptr,
     words,
+    used,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
@@ -115,16 +128,16 @@ def statistics_kernel(
     first = logits_ptr + row.to(tl.int64) * words
     largest = tl.full([], -float("inf"), ACCUMULATE)
     total = tl.zeros([], ACCUMULATE)
-    for start in range(0, words, BLOCK):
+    for start in range(0, used, BLOCK):
         word = start + tl.arange(0, BLOCK)
-        logits = tl.load(first + word, mask=word < words, other=-float("inf")).to(ACCUMULATE)
+        logits = tl.load(first + word, mask=word < used, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
         # Where all were minus infinity so far, their difference would be no number.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger
     label = tl.load(labels_ptr + row)
-    is_own = (label >= 0) & (label < words)
+    is_own = (label >= 0) & (label < used)
     of_label = tl.load(first + label, mask=is_own, other=0.0).to(ACCUMULATE)
     tl.store(largest_ptr + row, largest)
     tl.store(total_ptr + row, total)
@@ -138,6 +151,7 @@ def gradient_kernel(
     log_total_ptr,
     grad_ptr,
     words,
+    used,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
@@ -145,7 +159,7 @@ def gradient_kernel(
     row = tl.program_id(0)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row.to(tl.int64) * words + word
-    logits = tl.load(pointers, mask=word < words, other=-float("inf")).to(ACCUMULATE)
+    logits = tl.load(pointers, mask=word < used, other=-float("inf")).to(ACCUMULATE)
     softmax = tl.exp(logits - tl.load(log_total_ptr + row))
     at_label = (word == tl.load(labels_ptr + row)).to(ACCUMULATE)
     tl.store(pointers, tl.load(grad_ptr + row) * (softmax - at_label), mask=word < words)

@@ -67,17 +67,18 @@ class LanguageModel(GPTModel):
         Rows that pad the vocabulary take no part: a pretrained model has never had them, and at
         logits of zero they would be among its likelier words.
         """
-        if self.vocab_padding:
-            rank, share = self.pg_collection.tp.rank(), logits.shape[-1]
-            first = max(self.vocab_size - self.vocab_padding - rank * share, 0)
-            # In place, as nothing before it needs the logits: they are the largest tensor.
-            logits[..., first:] = -torch.inf
-        if not _has_kernel(logits):
-            return super().compute_language_model_loss(labels, logits)
-        from diffmegatron.model.cross_entropy import cross_entropy
+        group, share = self.pg_collection.tp, logits.shape[-1]
+        used = self.vocab_size - self.vocab_padding - group.rank() * share
+        used = min(max(used, 0), share)
+        if _has_kernel(logits):
+            from diffmegatron.model.cross_entropy import cross_entropy
 
-        losses = cross_entropy(logits.flatten(0, 1), labels.T.flatten(), self.pg_collection.tp)
-        return losses.view(logits.shape[:2]).T.contiguous()
+            losses = cross_entropy(logits.flatten(0, 1), labels.T.flatten(), group, used)
+            return losses.view(logits.shape[:2]).T.contiguous()
+        if used < share:
+            # In place, as nothing before it needs the logits: they are the largest tensor.
+            logits[..., used:] = -torch.inf
+        return super().compute_language_model_loss(labels, logits)
 
 
 def _has_kernel(logits: Tensor) -> bool:

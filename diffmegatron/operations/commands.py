@@ -88,9 +88,7 @@ def status(
     while True:
         found = examine(run_dir)
         print_status(found, console)
-        if watch is None or (
-            found.attempts[-1].is_over if found.attempts else not found.exit_status
-        ):
+        if watch is None or found.is_over:
             raise typer.Exit(found.exit_status)
         time.sleep(watch)
         console.clear()

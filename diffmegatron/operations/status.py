@@ -16,7 +16,7 @@ from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
-from diffmegatron.checkpoint.stage_folders import stage_folders
+from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
@@ -99,18 +99,21 @@ def examine(run_dir: Path) -> Status:
 
 
 def _without_ledger(run_dir: Path) -> Status:
-    """What a run that plain ``train`` has started says of itself; of its newest stage.
+    """What a run that plain ``train`` has started says of itself, with stages the last begun.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or several stages are last.
     """
-    folder = stage_folders(run_dir, RECIPE)[-1].run_dir
+    stage = one_end(stage_folders(run_dir, RECIPE))
+    folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
     steps = load_resolved(folder / RECIPE).training.total_steps
     values = {name: value for entry in entries for name, value in entry.items()}
     step = int(values["step"]) if "step" in values else None
     is_finished = checkpoint is not None and read_manifest(checkpoint).step == steps
     state = "finished" if is_finished else "unfinished"
+    if stage.name is not None:
+        state = f"stage {stage.name} {state}"
     if not is_finished and "time" in values:
         state += f": last recorded {_duration(time.time() - values['time'])} ago"
     return Status(

@@ -135,10 +135,11 @@ class ZeroEngine:
                 0-dim float32, infinite where a gradient is not finite (which is never applied,
                 whatever ``allow`` says).
         """
-        self._sum_tied_embedding()
         if self._reduction is None:
             self._held_norms = held_norms(self._partition, self.network)
+            self._sum_tied_embedding()
         else:
+            self._sum_tied_embedding()
             self._held_norms = self._reduction.finish()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
@@ -169,7 +170,8 @@ class ZeroEngine:
         """The norm of each gradient as this rank held it when the last :meth:`step` began.
 
         That is before the sum over data-parallel ranks with ZeRO 1 (so that it tells whose a
-        gradient that is not finite was), and this rank's part after it with ZeRO 2.
+        gradient that is not finite was; an embedding tied over a pipeline is summed over its two
+        stages before), and this rank's part after it with ZeRO 2.
         """
         if self._held_norms is None:
             return {}

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def importing_engines() -> Iterator[None]:
-    """Make the imports inside shorter, by a quarter; nothing that is imported does anything else.
+    """Make the imports inside shorter; nothing that is imported does anything else.
 
     Megatron-core (``jit_fuser``) and DeepSpeed (its Muon) wrap functions in ``torch.compile`` when
     they are imported, and the wrapping alone loads Inductor. Inside, the wrapping waits for the

@@ -161,6 +161,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Layouts that fill the ranks, as changes of the recipe's sections."""
     layers = recipe.model.num_layers
+    overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
             if layers % (pipeline * virtual):
@@ -175,6 +176,8 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
                         "virtual_pipeline": virtual,
                         "sequence_parallel": tensor > 1,
                         "zero_stage": zero_stage,
+                        # True would leave out the layouts that cannot; null is where that can be.
+                        "overlap_gradients": overlap,
                     }
                     recompute = {"granularity": granularity, "method": "uniform", "layers": 1}
                     yield {"parallel": parallel, "recompute": recompute}

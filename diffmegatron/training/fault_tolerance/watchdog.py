@@ -48,7 +48,8 @@ class Watchdog:
             faulthandler.unregister(signal.SIGTERM)
             if error is None and self._size is not None:
                 # The stacks of a signal that the run has answered by a save say nothing.
-                os.ftruncate(self._file, self._size)
+                with dispensable(self._path):
+                    os.ftruncate(self._file, self._size)
             self._close()
 
     def _open(self) -> int:

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import distributed
 
+from diffmegatron.config.load import load_recipe
 from diffmegatron.model import cross_entropy as module
+from diffmegatron.model import language_model_loss
+from diffmegatron.model.build import build_model
 from diffmegatron.model.cross_entropy import cross_entropy
+from diffmegatron.parallel.parallel_state import process_groups
+from tests.paths import ROOT
 
 ROWS, WORDS = 5, 44
 
@@ -31,10 +36,10 @@ def expected(logits, labels, weights):
     return losses.detach(), exact.grad
 
 
-def computed(logits, labels, weights, group=None):
+def computed(logits, labels, weights, group=None, used=None):
     # A copy, as the gradient is written over the logits; not a leaf, as they never are.
     given = logits.detach().clone().requires_grad_()
-    losses = cross_entropy(given * 1, labels, group)
+    losses = cross_entropy(given * 1, labels, group, used)
     (losses * weights).sum().backward()
     return losses.detach(), given.grad
 
@@ -55,11 +60,16 @@ def test_losses_and_gradients_are_torchs(dtype, tolerance):
     torch.testing.assert_close(gradient.double(), exact_gradient, rtol=tolerance, atol=tolerance)
 
 
-def test_words_without_a_logit_have_no_part():
+@pytest.mark.parametrize("by_count", [False, True])
+def test_words_without_a_logit_have_no_part(by_count):
     logits, labels, weights = made()
     labels = labels.clamp(max=30)
-    logits[:, 32:] = -torch.inf
-    losses, gradient = computed(logits, labels, weights)
+    used = None
+    if by_count:
+        used = 32
+    else:
+        logits[:, 32:] = -torch.inf
+    losses, gradient = computed(logits, labels, weights, used=used)
     exact_losses, exact_gradient = expected(logits[:, :32], labels, weights)
     torch.testing.assert_close(losses, exact_losses, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(gradient[:, :32], exact_gradient, rtol=1e-13, atol=1e-13)
@@ -99,7 +109,7 @@ def test_ranks_share_the_vocabulary(monkeypatch, padded):
     monkeypatch.setattr(distributed, "get_world_size", lambda _: 2)
     exact_losses, exact_gradient = expected(logits, labels, weights)
     statistics = [
-        module._statistics(share, labels - rank * share.shape[1])
+        module._statistics(share, labels - rank * share.shape[1], share.shape[1])
         for rank, share in enumerate(shares)
     ]
     for rank, share in enumerate(shares):
@@ -118,3 +128,32 @@ def test_the_logits_are_overwritten_once():
     losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
+
+
+def test_a_network_by_the_kernel_is_the_one_by_megatrons_loss(monkeypatch):
+    """Chunks that are computed again, words that pad the vocabulary, and a tied embedding."""
+    sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "vocab_size": 64}
+    recipe = load_recipe(
+        ROOT / "configs/diff_3b_1t.yaml",
+        [
+            *(f"model.{name}={size}" for name, size in sizes.items()),
+            *("model.attention.num_heads=1", "model.vocab_padding=3", "model.tied_embeddings=true"),
+            *("data.tokenizer=bytes", "training.seq_length=8", "training.precision=fp32"),
+            "training.loss_chunk=3",
+        ],
+    )
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def losses_and_gradients(network):
+        network.zero_grad()
+        losses = network(tokens[:, :-1], torch.arange(8).expand(2, -1), None, labels=tokens[:, 1:])
+        (losses * torch.arange(16.0).view(2, 8)).sum().backward()
+        return [losses.detach(), *(p.grad.clone() for p in network.parameters())]
+
+    with process_groups(recipe.parallel, 0) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        expected = losses_and_gradients(network)
+        monkeypatch.setattr(language_model_loss, "_has_kernel", lambda _: True)
+        found = losses_and_gradients(network)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)

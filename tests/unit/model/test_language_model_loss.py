@@ -24,9 +24,9 @@ def test_the_kernel_is_given_what_megatrons_loss_is(monkeypatch, overrides):
     weights = torch.arange(16.0).view(2, 8)
     calls = []
 
-    def torchs(logits, labels, group):
-        calls.append(group.size())
-        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    def torchs(logits, labels, group, used):
+        calls.append((group.size(), used))
+        return torch.nn.functional.cross_entropy(logits[:, :used], labels, reduction="none")
 
     def losses_and_gradients(network):
         network.zero_grad()
@@ -41,7 +41,7 @@ def test_the_kernel_is_given_what_megatrons_loss_is(monkeypatch, overrides):
         monkeypatch.setattr(language_model_loss, "_has_kernel", lambda _: True)
         monkeypatch.setattr(cross_entropy, "cross_entropy", torchs)
         losses, own_gradients = losses_and_gradients(network)
-    assert set(calls) == {1}
+    assert set(calls) == {(1, 61)}
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     for own, other in zip(own_gradients, gradients, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)

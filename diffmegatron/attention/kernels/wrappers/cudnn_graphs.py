@@ -83,6 +83,7 @@ class Documents(NamedTuple):
     longest: int
 
 
+@lru_cache
 def load_library() -> ModuleType:
     """The frontend, once it was seen to have attention and to find a cuDNN library.
 
@@ -341,9 +342,11 @@ class _Builder:
             graph.check_support()
             graph.build_plans()
         except (library.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            of, reason = self.problem, str(error).splitlines()[0]
             raise ValueError(
-                f"cuDNN {library.backend_version()} does not take {self.problem}: {reason}"
+                f"cuDNN {library.backend_version()} does not take heads of {of.width} and "
+                f"{of.value_width} columns in {of.dtype}, {of.rows} queries of {of.keys} keys: "
+                f"{reason}; give another backend"
             ) from error
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
