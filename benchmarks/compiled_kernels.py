@@ -26,7 +26,7 @@ from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
 from diffmegatron.attention.kernels.triton import triton_attention
-from diffmegatron.model.cross_entropy import cross_entropy
+from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
 # Bytes of shared memory that one block may have, by compute capability.
 SHARED_LIMIT = {

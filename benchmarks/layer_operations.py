@@ -39,7 +39,7 @@ from diffmegatron.attention.context_parallel import attend
 from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model import cross_entropy, language_model_loss
+from diffmegatron.model import cross_entropy_kernel, language_model_loss
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
 
@@ -224,7 +224,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
 
     with (
         mock.patch.object(language_model_loss, "_has_kernel", lambda _: True),
-        mock.patch.object(cross_entropy, "cross_entropy", loss),
+        mock.patch.object(cross_entropy_kernel, "cross_entropy", loss),
         mock.patch.object(attend, "diff_attention", attention),
         mock.patch.object(attend, "softmax_attention", attention),
         mock.patch.object(api, "subtract_noise", subtraction),

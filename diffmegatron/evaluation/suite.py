@@ -1,7 +1,8 @@
 """What a suite of evaluation is: items, the score of an item, and what the scores say together.
 
-A suite is one class in one file of ``suites/``: a section of settings whose methods say what is
-asked of a model. Restarting, progress, intervals, comparison and the report are the same for all.
+A suite is one class in one file of ``suites/``, listed in ``SUITES`` there: a section of settings
+whose methods say what is asked of a model. Restarting, progress, intervals, comparison and the
+report are the same for all.
 """
 
 from abc import ABC, abstractmethod

@@ -71,7 +71,7 @@ class LanguageModel(GPTModel):
         used = self.vocab_size - self.vocab_padding - group.rank() * share
         used = min(max(used, 0), share)
         if _has_kernel(logits):
-            from diffmegatron.model.cross_entropy import cross_entropy
+            from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
             losses = cross_entropy(logits.flatten(0, 1), labels.T.flatten(), group, used)
             return losses.view(logits.shape[:2]).T.contiguous()

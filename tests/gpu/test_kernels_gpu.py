@@ -236,7 +236,7 @@ def test_the_subtraction(ratio, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", [1000, 100_288])
 def test_the_cross_entropy(words, dtype):
-    from diffmegatron.model.cross_entropy import cross_entropy
+    from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
     logits = (4 * torch.randn(512, words, device="cuda")).to(dtype).requires_grad_()
     labels = torch.randint(0, words, (512,), device="cuda")

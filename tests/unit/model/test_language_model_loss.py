@@ -18,7 +18,9 @@ SIZES = (
 
 @pytest.mark.parametrize("overrides", [(), ("training.loss_chunk=3",)])
 def test_the_kernel_is_given_what_megatrons_loss_is(monkeypatch, overrides):
-    cross_entropy = pytest.importorskip("diffmegatron.model.cross_entropy", reason="needs triton")
+    cross_entropy = pytest.importorskip(
+        "diffmegatron.model.cross_entropy_kernel", reason="needs triton"
+    )
     recipe = load_recipe(ROOT / "configs/diff_3b_1t.yaml", [*SIZES, *overrides])
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     weights = torch.arange(16.0).view(2, 8)

@@ -2,6 +2,8 @@
 # (a kernel's parameters are the compiler's values: no Python type says what they are)
 """Cross-entropy over a vocabulary that tensor-parallel ranks share, in Triton.
 
+Of the loss in ``language_model_loss.py``, which takes it on a GPU.
+
 Each logit is read twice and its gradient written over it, in the logits' dtype: 6 bytes of traffic
 in bf16, where Megatron-core's makes a float32 copy and passes over it seven times. Megatron's fused
 form is compiled at the first step and again for other shapes, Transformer Engine's needs that

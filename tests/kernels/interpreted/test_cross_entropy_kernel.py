@@ -5,10 +5,10 @@ import torch
 from torch import distributed
 
 from diffmegatron.config.load import load_recipe
-from diffmegatron.model import cross_entropy as module
+from diffmegatron.model import cross_entropy_kernel as module
 from diffmegatron.model import language_model_loss
 from diffmegatron.model.build import build_model
-from diffmegatron.model.cross_entropy import cross_entropy
+from diffmegatron.model.cross_entropy_kernel import cross_entropy
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT
 
