@@ -202,7 +202,7 @@ def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
 def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
     """``section.key=value`` of what differs from the recipe."""
     return tuple(
-        f"{section}.{key}={str(value).lower()}"
+        f"{section}.{key}={'null' if value is None else str(value).lower()}"
         for section, keys in changes.items()
         for key, value in keys.items()
         if getattr(getattr(recipe, section), key) != value

@@ -53,6 +53,22 @@ def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
     assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
 
 
+def test_stages_that_no_launcher_has_started_are_told_by_the_last_begun(tmp_path, tiny_recipe):
+    """By what started with what, not by name."""
+    starts = {"b_first": (), "a_second": (f"checkpoint.start_from={tmp_path}/b_first",)}
+    for name, start in starts.items():
+        (tmp_path / name).mkdir()
+        recipe = tiny_recipe(f"run_dir={tmp_path}/{name}", *start)
+        (tmp_path / name / "recipe.yaml").write_text(dump_recipe(recipe))
+    checkpoint(tmp_path / "b_first", 20)
+    assert (examine(tmp_path).state, examine(tmp_path).exit_status) == (
+        "stage a_second unfinished",
+        1,
+    )
+    checkpoint(tmp_path / "a_second", 20)
+    assert examine(tmp_path).state == "stage a_second finished"
+
+
 def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
     attempt(None)
     now, passed = time.time(), [0.0]

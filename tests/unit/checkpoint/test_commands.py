@@ -96,6 +96,13 @@ def test_inspect_of_a_run_dir_shows_the_newest_whole_one(run_dir):
     assert '"step": 20' in result.output
 
 
+def test_inspect_of_a_run_dir_without_a_whole_one_names_no_damaged_one(run_dir):
+    for state in run_dir.glob("checkpoints/*/state.json"):
+        state.unlink()
+    error = str(invoke("inspect", run_dir).exception)
+    assert error == f"{run_dir} has no whole checkpoint; see diffmegatron checkpoint verify"
+
+
 def test_prune_says_what_it_would_do_and_does_it(run_dir):
     dry = invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20, "--dry-run")
     assert "would remove" in dry.output

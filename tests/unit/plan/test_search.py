@@ -35,6 +35,14 @@ def test_what_is_listed_loads_with_its_overrides_fits_and_is_sorted():
     assert len(set(sizes)) == len(sizes)
 
 
+def test_layouts_that_cannot_overlap_stay_in_a_search_that_asks_for_overlap():
+    asked = search(load_recipe(LARGE, ["parallel.overlap_gradients=true"]), 64, "H100")
+    assert [c.layout for c in asked] == [c.layout for c in search(load_recipe(LARGE), 64, "H100")]
+    assert any(c.layout.pipeline > 1 for c in asked)
+    for candidate in asked:
+        load_recipe(LARGE, ["parallel.overlap_gradients=true", *candidate.overrides])
+
+
 def test_a_search_is_quick():
     started = time.perf_counter()
     search(load_recipe(FILE), 256, "H100")
