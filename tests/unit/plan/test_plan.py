@@ -165,6 +165,15 @@ def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
     assert "GiB" in printed(large)
 
 
+def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
+    """The optimizer's share of LoRA's few weights, in GiB beside the network's."""
+    plan = plan_recipe(load("model.lora={rank: 1, alpha: 1, targets: [linear_qkv]}"), 8)
+    assert 0 < plan.heaviest.optimizer / 2**30 < 0.005
+    memory = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")[0]
+    (line,) = (line for line in memory.splitlines() if "optimizer" in line)
+    assert "<0.01" in line
+
+
 # The 3B shape with each kind: h, key-value heads, d, and heads of the baseline; then what a layer
 # has beside the baseline's parameters and FLOPs of a token's forward pass at 4K.
 PAIRS = {

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from diffmegatron.config.recovery_config import WatchdogConfig
+from diffmegatron.training.fault_tolerance.watchdog import Watchdog
+
 SCRIPT = """
 import sys, threading, time
 from pathlib import Path
@@ -100,3 +103,16 @@ def test_a_run_dir_that_goes_is_not_asked_for_at_the_end(then, tmp_path):
     hang = f"import shutil; run_dir = Path(sys.argv[1]); shutil.rmtree(run_dir); {then}"
     status, _, said = run(tmp_path / "run", startup=50, step=50, hang=hang)
     assert (status, said) == (0, "")
+
+
+def test_a_file_of_stacks_that_cannot_be_cut_ends_no_run(tmp_path, monkeypatch, caplog):
+    """A folder of the network that has gone, say."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("os.ftruncate", refuse)
+    with Watchdog(WatchdogConfig(), tmp_path):
+        pass
+    assert "Stale file handle" in caplog.text
+    assert not (tmp_path / "stacks").exists()
