@@ -1,9 +1,11 @@
-# `make quickstart` and `make test` need nothing but Python 3.11 or newer.
-PYTHON ?= python3
+# `make quickstart` and `make test` need Python 3.11, 3.12 or 3.13 and gcc.
+# PYTHON is the newest of them that starts: a version manager's stub may exist without its Python.
+starts = $(shell $(1) -c '' 2>/dev/null && echo $(1))
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(call starts,$(name))))
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast gpu-test gpu-bench lint clean
+.PHONY: install quickstart test test-fast test-versions gpu-test gpu-bench constraints lint clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +23,14 @@ FAST := $(addprefix tests/unit/, attempts attention/context_parallel attention/k
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST)
 
+# What can depend on the versions of Python and of libraries, in about a third of the time of all tests.
+VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v2.py \
+	tests/parallel/test_toy_variant.py tests/parallel/test_pretrained.py \
+	tests/recovery/test_resume.py tests/end_to_end/test_quickstart.py
+
+test-versions: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(VERSIONS)
+
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
@@ -35,14 +45,20 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Pins of what pip resolves on each Python; `make constraints UPGRADE=--upgrade` takes newer releases.
+constraints:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --no-annotate \
+		--custom-compile-command 'make constraints' $(UPGRADE) --output-file constraints.txt
+
 clean:
 	rm -rf runs build *.egg-info
 
 # torch comes first and pinned: asked for as a dependency, the registry's newest build with
 # gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "diffmegatron needs Python 3.11 or newer, this is " + sys.version.split()[0])'
-	@echo 'installing into $(VENV), which takes minutes'
+	@test -n '$(PYTHON)' || { echo 'diffmegatron needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one, or give its path as PYTHON=' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("diffmegatron needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; install one of them, or give its path as PYTHON=")'
+	@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

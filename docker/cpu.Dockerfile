@@ -10,10 +10,11 @@ RUN apt-get update \
 
 WORKDIR /opt/diffmegatron
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-# First, from the index that has builds of torch without CUDA if one is given.
+# torch comes first, from an index with builds without CUDA if one is given. That index lacks the
+# pinned versions of what torch depends on; the next step installs these.
 ARG TORCH_INDEX=""
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
-    --constraint constraints.txt torch
+    --no-deps --constraint constraints.txt torch
 COPY diffmegatron diffmegatron
 RUN pip install --no-cache-dir --constraint constraints.txt .
 

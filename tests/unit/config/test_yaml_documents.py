@@ -83,7 +83,7 @@ def doubled(first: str, step: str) -> str:
         ("!!python/object/apply:os.system [ls]", "is not one that a recipe has"),
         ("!!timestamp x", "is not one that a recipe has"),
         ("! x", "tag '!' is not one"),
-        ('"\\UFFFFFFFF"', "too large"),
+        ('"\\UFFFFFFFF"', "not valid YAML"),
         ('"\\U00110000"', "not in range"),
         (f"%YAML {5_000 * '9'}.1\n--- a", "Exceeds the limit"),
         ("\0", "#x0000"),

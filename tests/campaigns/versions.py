@@ -1,0 +1,144 @@
+"""Try the tests that depend on versions with other versions of Python and of libraries.
+
+    python -m tests.campaigns.versions --python python3.12 torch==2.7.1
+    python -m tests.campaigns.versions --table          # only write the table of docs/install.md
+
+A run builds an environment in a temporary folder from constraints.txt, with the named pins in place
+of its own, runs the tests of ``make test-versions`` in it, and records what was installed and how
+many tests passed in benchmarks/results/versions.json and in docs/install.md. It takes minutes, and
+gigabytes of disk where pip finds no build of torch without CUDA.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.paths import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "install.md"
+BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
+LIBRARIES = ("torch", "triton", "megatron-core", "deepspeed", "transformers", "numpy", "pydantic")
+# Each torch has a Triton and CUDA libraries of its own.
+OF_TORCH = re.compile(r"triton|nvidia-|cuda-")
+
+
+def package(requirement: str) -> str:
+    """Return the name in a requirement such as ``torch==2.7.1``."""
+    return re.split(r"[=<>!~ ;\[]", requirement, maxsplit=1)[0].lower()
+
+
+def constraints(pins: list[str]) -> str:
+    """Return constraints.txt with ``pins`` in place of its own pins of the same packages."""
+    named = {package(pin) for pin in pins}
+    kept = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if package(line) not in named
+        and not ("torch" in named and OF_TORCH.match(line))
+        # What a library requires of these moves with its version.
+        and not ("transformers" in named and package(line) in ("huggingface-hub", "tokenizers"))
+    ]
+    return "\n".join([*kept, *pins]) + "\n"
+
+
+def counts(output: str) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, from pytest's last line."""
+    return {
+        word: int(found.group(1)) if (found := re.search(rf"(\d+) {word}", output)) else 0
+        for word in ("passed", "failed", "error", "skipped")
+    }
+
+
+def try_versions(python: str, pins: list[str], folder: Path) -> dict[str, Any]:
+    """Install, run the tests, and return the row of the results.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot install these versions together.
+    """
+    own_constraints = folder / "constraints.txt"
+    own_constraints.write_text(constraints(pins))
+    environment = folder / "environment"
+    subprocess.run([python, "-m", "venv", environment], check=True)
+    installed_python = environment / "bin" / "python"
+    install = [installed_python, "-m", "pip", "install", "--quiet", "--constraint", own_constraints]
+    subprocess.run([*install, "torch"], check=True)
+    subprocess.run([*install, "--editable", f"{ROOT}[dev]"], check=True)
+    # Make would install again if the environment were older than pyproject.toml.
+    (environment / ".installed").touch()
+    tests = subprocess.run(
+        ["make", "test-versions", f"VENV={environment}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(tests.stdout[-5_000:], tests.stderr[-2_000:], sep="\n")
+    script = (
+        "import importlib.metadata as m, json, platform, sys; "
+        "print(json.dumps({'python': platform.python_version()} "
+        "| {name: m.version(name) for name in sys.argv[1:]}))"
+    )
+    found = subprocess.check_output([installed_python, "-c", script, *LIBRARIES], text=True)
+    return {
+        "versions": json.loads(found),
+        **counts(tests.stdout.strip().rpartition("\n")[2]),
+        "machine": platform.machine(),
+        "command": shlex.join(
+            ["python", "-m", "tests.campaigns.versions", "--python", Path(python).name, *pins]
+        ),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as docs/install.md shows them."""
+    lines = [
+        f"| Python | {' | '.join(LIBRARIES)} | passed | failed | command |",
+        "|" + "---|" * (len(LIBRARIES) + 4),
+    ]
+    for row in rows:
+        versions = row["versions"]
+        cells = [versions[name].partition("+")[0] for name in ("python", *LIBRARIES)]
+        failed = row["failed"] + row["error"]
+        lines.append(f"| {' | '.join(cells)} | {row['passed']} | {failed} | `{row['command']}` |")
+    return "\n".join(lines)
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """Replace the table of docs/install.md."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+
+
+def main() -> None:
+    """Try one set of versions, and add its row to the results and to docs/install.md."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaigns.versions", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("pins", nargs="*", help="requirements such as torch==2.7.1")
+    parser.add_argument("--python", default=sys.executable, help="interpreter to try them with")
+    parser.add_argument("--table", action="store_true", help="only write the table again")
+    given = parser.parse_args()
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    if not given.table:
+        with tempfile.TemporaryDirectory() as folder:
+            row = try_versions(given.python, given.pins, Path(folder))
+        same = [each["versions"] == row["versions"] for each in rows]
+        rows = [each for each, is_same in zip(rows, same, strict=True) if not is_same] + [row]
+        rows.sort(key=lambda each: [int(n) for n in re.findall(r"\d+", str(each["versions"]))])
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    write_table(rows)
+
+
+if __name__ == "__main__":
+    main()
