@@ -4,7 +4,9 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
@@ -76,18 +78,19 @@ def run() -> None:
 def examine() -> Report:
     """Look at this machine; downloads nothing and starts nothing."""
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
-    gpus, choices = _gpus(), _choices(packages)
+    gpus = _gpus()
+    layers, layers_problem = _layer_host()
     tokenizer, tokenizer_problem = _cl100k()
     return Report(
         sections={
             "Installed": (Finding("Python", platform.python_version()), *_packages(packages)),
             "Hardware": (Finding("CPU cores", str(os.cpu_count())), *gpus),
-            "Choices": choices,
+            "Choices": (layers, _ranks_talk_by(), *_attention_choices()),
             "Differential attention, by training.attention_backend": tuple(_attention_backends()),
             "Tokenizer": (tokenizer,),
             "Launch": tuple(_launch()),
         },
-        missing=(*_missing(packages), *tokenizer_problem),
+        missing=(*_missing(packages), *layers_problem, *tokenizer_problem),
     )
 
 
@@ -132,15 +135,32 @@ def _gpus() -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def _choices(packages: Mapping[str, str | None]) -> tuple[Finding, ...]:
-    return (_layer_host(packages), _ranks_talk_by(), *_attention_choices())
+def _layer_host() -> tuple[Finding, tuple[str, ...]]:
+    """Find which host the layers take and why, and what keeps Transformer Engine from loading."""
+    if find_spec("transformer_engine") is None:
+        return Finding("layers", "local", "transformer-engine is not installed"), ()
+    try:
+        # Megatron-core imports this module, and handles ImportError alone.
+        import_module("transformer_engine.pytorch.fp8")
+    except ImportError as error:
+        return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")
+    except Exception as error:  # Loading CUDA libraries raises errors of many classes.
+        return _unusable_transformer_engine(error, "none", "Megatron-core cannot be imported")
+    from diffmegatron.attention.layer_specs import available_host
+
+    host = available_host()
+    gpu = "no GPU" if host == "local" else "a GPU"
+    return Finding("layers", host, f"transformer-engine is installed, and torch sees {gpu}"), ()
 
 
-def _layer_host(packages: Mapping[str, str | None]) -> Finding:
-    # The rule of diffmegatron.attention.layer_specs, whose import of Megatron takes seconds.
-    if packages["transformer-engine"]:
-        return Finding("layers", "transformer_engine", "transformer-engine is installed")
-    return Finding("layers", "local", "Megatron-core's own; transformer-engine is not installed")
+def _unusable_transformer_engine(
+    error: Exception, host: str, consequence: str
+) -> tuple[Finding, tuple[str, ...]]:
+    import torch
+
+    reason = f"transformer-engine cannot be imported ({type(error).__name__}: {error})"
+    problem = f"{reason}, so {consequence}; install a build of it for torch {torch.__version__}."
+    return Finding("layers", host, reason), (problem,)
 
 
 def _ranks_talk_by() -> Finding:

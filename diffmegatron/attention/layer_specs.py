@@ -1,13 +1,13 @@
 """Layer specs: a variant's self-attention inside Megatron's own layers.
 
 Two hosts. ``local`` uses Megatron-core's own linear layers and our RMSNorm; ``transformer_engine``
-uses Transformer Engine's classes around the same attention and is taken wherever
-``transformer_engine`` imports.
+uses Transformer Engine's classes around the same attention. :func:`available_host` chooses.
 """
 
-import importlib.util
 from typing import Literal, TypeAlias
 
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -29,14 +29,14 @@ Linear: TypeAlias = type | ModuleSpec
 
 
 def available_host(lora: LoraConfig | None = None) -> Host:
-    """The host of the layers: Transformer Engine where it is installed, else local.
+    """Return the host of the layers: Transformer Engine where it can run, else local.
 
-    LoRA is in local layers only: Transformer Engine's apply norm and projection in one.
+    It can run where Megatron-core has imported it and torch has a CUDA device; without a device its
+    modules raise an error when they are built. LoRA needs local layers, as Transformer Engine's
+    apply norm and projection in one module.
     """
-    if lora is not None:
-        return "local"
-    found = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine" if found else "local"
+    is_usable = HAVE_TE and torch.cuda.is_available()
+    return "transformer_engine" if is_usable and lora is None else "local"
 
 
 def layer_spec(
@@ -106,11 +106,10 @@ def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
 
 
 def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
-    """Norm and following projection are one class here, so the checkpoint's keys are mapped back.
+    """Build the spec of a layer whose norms are fused with the projections that follow them.
 
-    A variant that reads the normalised input itself keeps the norm apart.
-
-    Not run yet on a machine with Transformer Engine: see docs/architecture.md.
+    The fused classes hold the norm's weight, so the keys of a checkpoint are mapped to the local
+    layer's. A variant that reads the normalised input itself keeps the norm before attention apart.
     """
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,

@@ -35,6 +35,28 @@ def test_it_names_the_host_that_the_layers_really_take():
     assert find(doctor.examine(), "layers").value == available_host()
 
 
+@pytest.mark.parametrize(
+    ("error", "host", "consequence"),
+    [
+        ("raise ImportError('no libcudnn')", "local", "the layers are Megatron-core's own"),
+        ("raise OSError('no libcudnn')", "none", "Megatron-core cannot be imported"),
+    ],
+)
+def test_a_transformer_engine_that_cannot_load_is_named(
+    error, host, consequence, tmp_path, monkeypatch
+):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(error)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    report = doctor.examine()
+    assert find(report, "layers").value == host
+    assert "no libcudnn" in find(report, "layers").note
+    (problem,) = (s for s in report.missing if s.startswith("transformer-engine cannot be"))
+    assert consequence in problem
+
+
 def test_every_device_and_dtype_has_a_backend_and_a_reason():
     report = doctor.examine()
     chosen = [f for f in report.sections["Choices"] if f.name.startswith("differential attention")]
