@@ -4,6 +4,9 @@ Importing torch, Megatron-core and DeepSpeed takes seconds of a core, which unde
 rank spends. And each run has ranks of its own: gloo's threads outlive their process group, and wake
 a hundred times a second each. tests/end_to_end, tests/recovery/test_launch.py and the campaign
 start theirs as users do.
+
+No port is looked for and given up again before the ranks take it, as any program of the machine may
+take it in between.
 """
 
 import gc
@@ -16,6 +19,7 @@ import subprocess
 import sys
 
 from torch import multiprocessing
+from torch.distributed import TCPStore
 
 from diffmegatron.optim.zero import import_deepspeed
 from tests.paths import ROOT
@@ -63,10 +67,40 @@ def main() -> None:
     gc.freeze()
     for call in json.loads(calls):
         sys.argv[1:] = call
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": ranks}
-        multiprocessing.start_processes(_run, (run,), nprocs=int(ranks), start_method="fork")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            os.environ |= meeting_at(listener) | {"WORLD_SIZE": ranks}
+            started = multiprocessing.start_processes(
+                _run, (run,), nprocs=int(ranks), join=False, start_method="fork"
+            )
+            # The store has a thread, which a fork would not copy: the ranks are forked first.
+            store = serve_store(listener)
+        while not started.join():
+            pass
+        del store
+
+
+def meeting_at(listener: socket.socket) -> dict[str, str]:
+    """Return the variables that send ranks to the store of :func:`serve_store`.
+
+    Args:
+        listener: a socket that listens already, so that no other program can take its port before
+            the ranks arrive.
+    """
+    host, port = listener.getsockname()[:2]
+    return {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # As torchrun announces a store of its own: rank 0 then joins it and does not listen.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def serve_store(listener: socket.socket) -> TCPStore:
+    """Serve a store on a socket that listens, and take the socket over; it lives as the object."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _run(rank: int, run) -> None:

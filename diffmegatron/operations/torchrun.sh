@@ -9,12 +9,15 @@ DIFFMEGATRON_STOPPED="$(mktemp -u)"
 export DIFFMEGATRON_STOPPED
 # How long a rank may take to save after SIGTERM before torchrun kills it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-# Else torchrun keeps one store through all restarts, in which the new ranks find the addresses of
-# the old ones: "connectFullMesh failed ... Connection refused".
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# A machine's own name may be in no DNS.
+# On one machine the ranks meet in torchrun's own store, which listens before it hands its port on,
+# so that no other program can take that port. A machine's own name may be in no DNS.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0
 rendezvous=(--standalone --local-addr=127.0.0.1)
 if [ "${NNODES:-1}" != 1 ]; then
+  # The agents of several machines count restarts differently, so that new ranks would find the
+  # addresses of the old ones in that store: "connectFullMesh failed ... Connection refused". Each
+  # attempt gets a store of its own instead, on another port.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   rendezvous=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS")
 fi
 diffmegatron attempt torchrun "${rendezvous[@]}" --nproc-per-node="${RANKS:-gpu}" --max-restarts="${RESTARTS:-10}" \

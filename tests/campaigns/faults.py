@@ -160,8 +160,6 @@ def launch(file: Path, restarts: int) -> subprocess.Popen:
     command += ["-m", "diffmegatron", "train", str(file)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # As launch/torchrun.sh sets it, and says why.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # How long torchrun waits for a stopped rank before it kills it.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }

@@ -14,6 +14,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
+from tests.ports import reserved_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 # Where Debian keeps daemons, which is not on everybody's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -85,9 +87,9 @@ class Cluster:
         }
 
     def __enter__(self) -> Self:
-        self._configure()
         munge = self._folder / "munge"
         with self._stack:  # what has begun ends, should the rest not begin
+            self._configure()
             self._start(
                 "munged",
                 "--foreground",
@@ -161,7 +163,7 @@ class Cluster:
         self._folder.chmod(0o755)
         (self._folder / "munge/key").write_bytes(os.urandom(128))
         (self._folder / "munge/key").chmod(0o600)
-        controller, *ports = free_ports(1 + len(self.nodes))
+        controller, *ports = self._stack.enter_context(reserved_ports(1 + len(self.nodes)))
         nodes = [
             NODE.format(name=name, host=socket.gethostname().split(".")[0], port=port)
             for name, port in zip(self.nodes, ports, strict=True)
@@ -260,15 +262,6 @@ def _kill_step_of(process: int) -> None:
     parent = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
     if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
         os.kill(parent, signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that differ and that nobody listens on now."""
-    with ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _ended(process: subprocess.Popen) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
-from tests.campaigns.slurm_cluster import free_ports
+from tests.ranks import meeting_at, serve_store
 
 GOOD = Findings(
     host="n",
@@ -108,12 +109,10 @@ def test_a_gpu_that_is_gone_is_told_before_the_ranks_meet(tiny_recipe, monkeypat
 
 def test_of_two_nodes_the_one_that_does_not_see_the_data_is_not_fit(tiny_recipe, tmp_path):
     tiny_recipe()
-    environment = os.environ | {
-        "DIFFMEGATRON_ATTEMPT": str(tmp_path),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_ports(1)[0]),
-        "WORLD_SIZE": "2",
-    }
+    listener = socket.create_server(("127.0.0.1", 0))
+    environment = os.environ | meeting_at(listener)
+    environment |= {"DIFFMEGATRON_ATTEMPT": str(tmp_path), "WORLD_SIZE": "2"}
+    store = serve_store(listener)
     command = [sys.executable, "-m", "diffmegatron", "preflight", str(tmp_path / "tiny.yaml")]
     ranks = [
         subprocess.Popen(
@@ -125,6 +124,7 @@ def test_of_two_nodes_the_one_that_does_not_see_the_data_is_not_fit(tiny_recipe,
         for rank, overrides in enumerate([[], ["data.sources=[{path: nowhere}]"]])
     ]
     said = [rank.communicate(timeout=250)[1] for rank in ranks]
+    del store
     assert [rank.returncode for rank in ranks] == [0, 71], said
     assert said[1].startswith("error (rank 1): ") and "nowhere.json" in said[1]
     assert [path.name for path in tmp_path.glob("rank_*")] == ["rank_00001.json"]

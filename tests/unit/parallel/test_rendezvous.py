@@ -14,13 +14,14 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.rendezvous import meet
 from tests.paths import ROOT
+from tests.ports import reserved_ports
 
 
 @pytest.fixture
 def port():
     """One that nobody listens on."""
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
+    with reserved_ports(1) as (port,):
+        yield port
 
 
 def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") -> LaunchEnvironment:
