@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast test-versions gpu-test gpu-bench constraints lint clean
+.PHONY: install quickstart test test-fast test-versions transformers4 gpu-test gpu-bench constraints lint clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,16 @@ VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v
 test-versions: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(VERSIONS)
 
+# The other major version of transformers that reads exports, beside the environment and not in it.
+# tests/unit/hf/test_transformers_4.py runs where it is.
+transformers4: .transformers4/.installed
+
+.transformers4/.installed: Makefile | $(VENV)/.installed
+	rm -rf .transformers4
+	$(BIN)/python -m pip install --quiet --no-deps --target .transformers4 \
+		transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+	touch $@
+
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
@@ -51,7 +61,7 @@ constraints:
 		--custom-compile-command 'make constraints' $(UPGRADE) --output-file constraints.txt
 
 clean:
-	rm -rf runs build *.egg-info
+	rm -rf runs build .transformers4 *.egg-info
 
 # torch comes first and pinned: asked for as a dependency, the registry's newest build with
 # gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.

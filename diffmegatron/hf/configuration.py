@@ -1,5 +1,6 @@
 """A recipe's network as the configuration of a Hugging Face model, and the way back."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,32 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
     if described.remote_code:
         register()
     return AutoConfig.for_model(described.model_type, **values)
+
+
+def write_config(config: PretrainedConfig, directory: Path) -> None:
+    """Write ``config.json`` so that transformers 5 and 4.57 read the same rotary embedding.
+
+    transformers 5 writes ``rope_parameters``, which 4.57 passes over: it would take a theta of
+    10,000 without a word. The keys of 4.57, ``rope_theta`` and ``rope_scaling``, go beside it.
+
+    Args:
+        config: of a model that has ``rope_parameters``.
+        directory: an existing directory.
+    """
+    config.save_pretrained(directory)
+    path = directory / CONFIG_NAME
+    values = read_json(path, dict[str, Any])
+    values |= _keys_of_transformers_4(values["rope_parameters"])
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _keys_of_transformers_4(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = dict(rope_parameters)
+    theta = scaling.pop("rope_theta")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+    }
 
 
 def decided(model: ModelConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json, reason, shown
-from diffmegatron.hf.configuration import changes, read_config
+from diffmegatron.hf.configuration import changes, read_config, write_config
 from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
 
@@ -66,7 +66,7 @@ class Original:
         """Its configuration files as they are, but for what the recipe has changed since."""
         if changed := changes(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
-            config.save_pretrained(directory)
+            write_config(config, directory)
         else:
             shutil.copyfile(self.folder / CONFIG_NAME, directory / CONFIG_NAME)
         generation = self.folder / GENERATION_CONFIG_NAME

@@ -27,6 +27,8 @@ from diffmegatron.hf.chat_template import CHAT_TEMPLATE, check_chat, split_respo
 log = logging.getLogger(__name__)
 
 CONFIG = "tokenizer_config.json"
+# The class that takes tokenizer.json as it is, by the name that both majors of transformers have.
+_CLASS = "PreTrainedTokenizerFast"
 _FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -100,6 +102,9 @@ def write_tokenizer(
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
+    # transformers 5 writes a name of its own for this class, which 4.57 does not know.
+    config = read_json(directory / CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
+    _write_config(config, directory)
     check_tokenizer(tokenizer.encoding, directory)
     if chat:
         check_chat(tokenizer, directory)
@@ -126,7 +131,7 @@ def _give_template(
 ) -> bool:
     """Add our chat template to copied files; whether it gives the ids of the training."""
     # Other classes build parts of tokenizer.json again, and would leave the split out.
-    _write_config(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, directory)
+    _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
     changed.save(str(directory / "tokenizer.json"))

@@ -16,7 +16,7 @@ from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json
 from diffmegatron.hf.atomic_directory import appearing_whole
-from diffmegatron.hf.configuration import to_hf_config
+from diffmegatron.hf.configuration import to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.safetensors_shards import ShardWriter
@@ -84,7 +84,7 @@ def write_export(
     check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)
     with appearing_whole(out) as directory:
         if original is None:
-            config.save_pretrained(directory)
+            write_config(config, directory)
             _generation_config(tokenizer.end_of_document).save_pretrained(directory)
         else:
             original.write_config(recipe, directory)

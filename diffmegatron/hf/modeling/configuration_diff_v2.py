@@ -3,7 +3,11 @@
 
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
+from transformers.utils.versions import require_version
+
+# The oldest whose Llama has the functions that the model calls. Others end here, with a sentence.
+require_version("transformers>=4.57")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_diff_v2.DiffV2Config",
@@ -12,7 +16,7 @@ AUTO_MAP = {
 }
 
 
-class DiffV2Config(PreTrainedConfig):
+class DiffV2Config(PretrainedConfig):
     """Llama's keys and ``signal_per_noise``.
 
     Args:
@@ -23,7 +27,7 @@ class DiffV2Config(PreTrainedConfig):
         num_key_value_heads: key heads, and value heads, of ``head_dim``. The h / r groups of r
             signal heads and a noise head must divide among them.
         head_dim: d, channels of every head, even.
-        kwargs: those of ``PreTrainedConfig``.
+        kwargs: those of ``PretrainedConfig``.
 
     Raises:
         ValueError: numbers that make no model, in one sentence.
@@ -86,10 +90,6 @@ class DiffV2Config(PreTrainedConfig):
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.tie_word_embeddings = tie_word_embeddings
         self.rope_parameters = rope_parameters
         self._check_numbers()
         for name in ("attention_bias", "attention_dropout", "mlp_bias"):
@@ -98,7 +98,14 @@ class DiffV2Config(PreTrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        super().__init__(**kwargs)
+        # transformers 4 takes each of these from here alone, and otherwise ties the embeddings.
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **_rope_of_transformers_4(rope_parameters) | kwargs,
+        )
 
     @property
     def num_noise_heads(self) -> int:
@@ -139,3 +146,14 @@ class DiffV2Config(PreTrainedConfig):
                 f"{self.num_noise_heads} groups of {group} query heads, for a group attends with "
                 "one key head"
             )
+
+
+def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
+
+    transformers 5 makes ``rope_parameters`` of them again, and its saved files lack them.
+    """
+    scaling = dict(rope_parameters or {})
+    theta = scaling.pop("rope_theta", 10_000.0)
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {"rope_theta": theta, "rope_scaling": scaling if is_scaled else None}

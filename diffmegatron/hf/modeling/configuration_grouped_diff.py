@@ -4,7 +4,11 @@
 import math
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
+from transformers.utils.versions import require_version
+
+# The oldest whose Llama has the functions that the model calls. Others end here, with a sentence.
+require_version("transformers>=4.57")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_grouped_diff.GroupedDiffConfig",
@@ -13,7 +17,7 @@ AUTO_MAP = {
 }
 
 
-class GroupedDiffConfig(PreTrainedConfig):
+class GroupedDiffConfig(PretrainedConfig):
     """Llama's keys and those of differential attention.
 
     Args:
@@ -29,7 +33,7 @@ class GroupedDiffConfig(PreTrainedConfig):
         lambda_std_dev: standard deviation of new lambda vectors.
         headwise_norm: RMSNorm over each head's output with one weight for all heads, scaled by 1 -
             lambda_init; without it there is no scale either.
-        kwargs: those of ``PreTrainedConfig``.
+        kwargs: those of ``PretrainedConfig``.
 
     Raises:
         ValueError: numbers that make no model, in one sentence.
@@ -94,10 +98,6 @@ class GroupedDiffConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.tie_word_embeddings = tie_word_embeddings
         self.rope_parameters = rope_parameters
         self._check_numbers()
         for name in ("attention_bias", "attention_dropout", "mlp_bias"):
@@ -106,7 +106,14 @@ class GroupedDiffConfig(PreTrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        super().__init__(**kwargs)
+        # transformers 4 takes each of these from here alone, and otherwise ties the embeddings.
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **_rope_of_transformers_4(rope_parameters) | kwargs,
+        )
 
     @property
     def num_noise_heads(self) -> int:
@@ -158,3 +165,14 @@ class GroupedDiffConfig(PreTrainedConfig):
             raise ValueError(
                 f"lambda_init is {value!r}; it must be 'exponential' or a number between 0 and 1"
             )
+
+
+def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
+
+    transformers 5 makes ``rope_parameters`` of them again, and its saved files lack them.
+    """
+    scaling = dict(rope_parameters or {})
+    theta = scaling.pop("rope_theta", 10_000.0)
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {"rope_theta": theta, "rope_scaling": scaling if is_scaled else None}

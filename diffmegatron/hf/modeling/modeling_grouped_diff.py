@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -47,6 +47,15 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_grouped_diff import GroupedDiffConfig
+
+try:
+    # Leaves alone what has been loaded; transformers 4 does not call _init_weights for that.
+    from transformers import initialization
+except ImportError:
+    from torch.nn import init as initialization
+
+# Parts of parameters' names.
+FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
@@ -176,17 +185,18 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
     config_class = GroupedDiffConfig
     # Engines that bring their own attention have one of it per layer; here are two with a key each.
     _supports_attention_backend = False
-    _keep_in_fp32_modules_strict: ClassVar = [
-        "lambda_q1",
-        "lambda_k1",
-        "lambda_q2",
-        "lambda_k2",
-        "subln",
-    ]
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
         "attentions": GroupedDiffAttention,
     }
+
+    def post_init(self) -> None:
+        """Keep the lambda vectors and the headwise norm in float32, then do as Llama does."""
+        # transformers 4 refuses a name that no parameter has: those of a model without the norm,
+        # and of this one before Llama's constructor is through.
+        parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
