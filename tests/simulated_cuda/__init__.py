@@ -1,0 +1,32 @@
+"""A GPU run without a GPU: the real training step on tensors that have a device but no values.
+
+The code of the package, of Megatron-core and of DeepSpeed runs as one rank of any number of GPUs:
+device ``cuda``, bf16, Triton's launchers, NCCL's process groups. Tensors are torch's fake tensors,
+so that a step of a 3B model takes seconds on a laptop; numbers are not computed. What is recorded:
+every allocation with the component it belongs to, every collective, every kernel launch, every
+place that waits for the device. What is refused: what a GPU or NCCL would refuse and torch's fake
+tensors let pass (:mod:`tests.simulated_cuda.checks`), and a step that waits for the device where
+:mod:`tests.simulated_cuda.waits` names no reason.
+
+How to use it::
+
+    from tests.simulated_cuda.simulate import Case, simulate
+
+    (recording,) = simulate([Case("configs/at_scale/diff_3b_64gpus.yaml", world_size=64)])
+    recording.peaks["forward_backward"].components   # bytes of weights, gradients, activations, ...
+    recording.sent("data")                           # bytes this rank sends to its data group
+
+:class:`~tests.simulated_cuda.recording.Recording` documents what is recorded. The same from a
+shell, for people: ``python -m tests.simulated_cuda RECIPE --gpus 64 [OVERRIDE ...]``.
+
+| file | what it holds |
+|---|---|
+| ``simulate.py`` | :func:`simulate`: one process for all cases, a forked child for each |
+| ``recording.py`` | cases and recordings, plain data that crosses processes |
+| ``device.py``, ``device_library.cpp``, ``library.py`` | what replaces CUDA, Triton and NCCL |
+| ``recorder.py`` | allocations, collectives, launches and waits of one case |
+| ``checks.py``, ``waits.py`` | what is refused |
+| ``step.py`` | what a case runs: training steps |
+
+The replacements end with the process that :func:`simulate` starts: no other test sees them.
+"""

@@ -1,0 +1,61 @@
+"""Compile ``device_library.cpp`` for the installed torch, once per version of either."""
+
+import hashlib
+import shutil
+import subprocess
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.paths import ROOT
+
+SOURCE = Path(__file__).with_name("device_library.cpp")
+# Versions under which this package was run; others change what it replaces.
+TORCH = ("2.13",)
+
+
+class UnavailableError(Exception):
+    """The simulation cannot run on this machine; the message gives the reason."""
+
+
+@cache
+def library() -> Path:
+    """The compiled library, built into ``build/`` of the checkout if it is not there.
+
+    Raises:
+        UnavailableError: torch is of another version or has CUDA, there is no g++, or it fails.
+    """
+    torch_version = version("torch")
+    if not torch_version.startswith(TORCH):
+        raise UnavailableError(f"it is written for torch {TORCH[0]}, this is {torch_version}")
+    import torch
+
+    if torch.version.cuda is not None:
+        raise UnavailableError("this build of torch has CUDA itself")
+    if find_spec("triton") is None:
+        raise UnavailableError("Triton is not installed")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UnavailableError("there is no g++")
+    key = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
+    built = ROOT / "build" / "simulated_cuda" / f"{key}.so"
+    if not built.exists():
+        _compile(compiler, Path(torch.__file__).parent, built)
+    return built
+
+
+def _compile(compiler: str, torch_folder: Path, built: Path) -> None:
+    include = torch_folder / "include"
+    built.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = built.with_suffix(".unfinished")
+    command = [
+        compiler, "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(unfinished),
+        "-I", str(include), "-I", str(include / "torch/csrc/api/include"),
+        "-L", str(torch_folder / "lib"), "-lc10", "-ltorch_cpu",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UnavailableError(f"g++ fails: {done.stderr.strip().splitlines()[0]}")
+    unfinished.rename(built)

@@ -1,0 +1,420 @@
+"""Sees every operation of a case: counts it, or refuses it."""
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.simulated_cuda.checks import (
+    SimulatedCudaError,
+    check_collective,
+    check_operation,
+)
+from tests.simulated_cuda.recording import (
+    BEFORE_STEPS,
+    COMPONENTS,
+    Collective,
+    Launch,
+    Memory,
+    Recording,
+)
+from tests.simulated_cuda.waits import PERMITTED, answer
+
+aten = torch.ops.aten
+# CUDA's allocator gives out multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp).
+_BLOCK = 512
+# Tensors of the host up to so many elements are real: ends of documents, random states, batches.
+_REAL_ELEMENTS = 1 << 20
+_SIZED_BY_VALUES = {
+    aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
+    aten.repeat_interleave, aten.equal,
+}  # fmt: skip
+_NO_KERNEL = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+    aten.set_, aten.resize_, aten.is_pinned, aten._local_scalar_dense, aten._unsafe_view,
+    aten.lift_fresh, aten._reshape_alias, aten.detach, aten._pin_memory, aten.pin_memory,
+}  # fmt: skip
+_OUTPUT_LAYER = ("output_layer",)
+
+
+@dataclass
+class _Allocation:
+    """A storage that is alive, or was."""
+
+    bytes: int
+    device: str
+    is_pinned: bool
+    phase: str
+    module: str
+    operation: str
+    shape: str
+    dtype: str
+    component: str
+
+
+class Recorder(TorchDispatchMode):
+    """Record what runs while it is active, and refuse what :mod:`checks` and :mod:`waits` refuse.
+
+    To be entered inside a ``FakeTensorMode``. Small tensors of the host stay real.
+    """
+
+    # Of flex attention, which is one.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group_names: dict[str, str] = {}
+        self._alive: dict[int, _Allocation] = {}
+        self._now = Counter[str]()  # by device
+        self._phase = ""
+        self._in_step = False
+        self._changes: list[tuple[int, _Allocation]] = []
+        self._peaks: dict[str, Memory] = {}
+        self._host_peaks = Counter[str]()
+        self._collectives: Counter[tuple[Any, ...]] = Counter()
+        self._collective_bytes: Counter[tuple[Any, ...]] = Counter()
+        self._launches: Counter[tuple[str, str, str]] = Counter()
+        self._launch_bytes: Counter[tuple[str, str, str]] = Counter()
+        self._waits: Counter[str] = Counter()
+        self._modules: list[str] = []
+        self._module_names: dict[torch.nn.Module, str] = {}
+        self._has_modules = False
+        self._fused = 0
+
+    # What a case calls.
+
+    @contextmanager
+    def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
+        """Around a part of a case; a later phase of the same name replaces the earlier one.
+
+        Args:
+            name: of the phase.
+            is_step: whether it may wait for the device in the places of :mod:`waits` only.
+        """
+        gc.collect()
+        before = self._phase, self._in_step
+        self._forget(name)
+        self._phase, self._in_step = name, is_step
+        self._changes = []
+        start = dict.fromkeys(map(id, self._alive.values()))
+        held = [each for each in self._alive.values() if id(each) in start]
+        try:
+            yield
+        finally:
+            self._phase, self._in_step = before
+        self._peaks[name] = _peak(held, self._changes)
+
+    def label(self, component: str, tensors: Iterable[Tensor]) -> None:
+        """Say which component the storages of some tensors belong to."""
+        for tensor in tensors:
+            allocation = self._alive.get(tensor.untyped_storage()._cdata)
+            if allocation is not None:
+                allocation.component = component
+
+    def watch(self, network: torch.nn.Module) -> None:
+        """Attribute what follows to the modules of a network."""
+        self._module_names = {module: name for name, module in network.named_modules()}
+        if self._has_modules:
+            return
+        self._has_modules = True
+        torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
+
+    def recording(self, outcome: Any = None) -> Recording:
+        """What has been recorded."""
+        gc.collect()
+        return Recording(
+            held=_memory(self._alive.values()),
+            peaks=dict(self._peaks),
+            host=self._host_peaks["host"],
+            pinned=self._host_peaks["pinned"],
+            collectives=tuple(
+                Collective(*key, count=count, bytes=self._collective_bytes[key])
+                for key, count in sorted(self._collectives.items())
+            ),
+            launches=tuple(
+                Launch(*key, count=count, bytes=self._launch_bytes[key])
+                for key, count in sorted(self._launches.items())
+            ),
+            waits=dict(self._waits),
+            outcome=outcome,
+        )
+
+    # What the replacements in device.py call.
+
+    def allocated(self) -> int:
+        """Bytes alive on the device."""
+        return self._now["cuda"]
+
+    def wait(self, kind: str) -> str:
+        """The host waits for the device; returns the place.
+
+        Raises:
+            SimulatedCudaError: in a step, at a place that :mod:`waits` does not name.
+        """
+        place = _place()
+        if self._in_step:
+            self._waits[f"{place} {kind}"] += 1
+            if place not in PERMITTED:
+                raise SimulatedCudaError(f"{place} waits for the device in a step: {kind}")
+        return place
+
+    def read(self, tensor: Tensor, kind: str) -> Any:
+        """The host reads a tensor's values."""
+        place = self.wait(kind) if tensor.is_cuda else _place()
+        return answer(place, tuple(tensor.shape), tensor.dtype)
+
+    def launch(self, kernel: str, tensors: Iterable[Tensor]) -> None:
+        """A kernel that is not one of torch's operations.
+
+        Raises:
+            SimulatedCudaError: one of its tensors is not on the device.
+        """
+        tensors = list(tensors)
+        for tensor in tensors:
+            if not tensor.is_cuda:
+                raise SimulatedCudaError(f"kernel {kernel} takes a tensor on {tensor.device}")
+        self._count_launch(kernel, tensors)
+
+    def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as ``torch.compile`` runs it: one kernel, of which outputs alone remain."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._fused:
+                return function(*args, **kwargs)
+            self._fused += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._fused -= 1
+            outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            for each in outputs:
+                self._see(each, name)
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if any(each.is_cuda for each in outputs):
+                self._count_launch(name, [*inputs, *outputs])
+            return result
+
+        return call
+
+    # What torch calls.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher_order(func, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        packet = func.overloadpacket
+        is_pinned = bool(kwargs.pop("pin_memory", False))
+        if packet is aten._local_scalar_dense:
+            if isinstance(args[0], FakeTensor):
+                return self.read(args[0], "item")
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if packet is aten.is_pinned:
+            allocation = self._alive.get(args[0].untyped_storage()._cdata)
+            return allocation is not None and allocation.is_pinned
+        if packet in (aten._pin_memory, aten.pin_memory):
+            func, args, kwargs, is_pinned = aten.clone.default, args[:1], {}, True
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+        else:
+            check_operation(func, args, tensors)
+            self._check_wait(packet, args, kwargs, tensors)
+        if _stays_real(args, kwargs, tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for each in outputs:
+            self._see(each, str(func), is_pinned)
+        if func.namespace not in ("c10d", "prim") and packet not in _NO_KERNEL and not func.is_view:
+            touched = [*tensors, *outputs]
+            if any(each.is_cuda for each in touched):
+                self._count_launch(str(packet), touched)
+        return result
+
+    def _run_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._see(each, str(func))
+        self.launch(str(func), [each for each in tensors if each.is_cuda])
+        return result
+
+    def _check_wait(self, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        """Count what waits for the device beside the reading of one number."""
+        if packet in _SIZED_BY_VALUES and any(x.is_cuda for x in tensors):
+            place = self.wait(str(packet))
+            raise SimulatedCudaError(f"{place} makes a tensor whose size depends on values")
+        if kwargs.get("non_blocking"):
+            return
+        if packet is aten._to_copy:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "cpu" and args[0].is_cuda:
+                self.wait("copy to the host")
+        elif packet is aten.copy_ and not args[0].is_cuda and args[1].is_cuda and not args[2:3]:
+            self.wait("copy to the host")
+
+    def _count_collective(self, func: Any, args: Any) -> None:
+        group = next(
+            ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
+        )
+        payload = check_collective(func._schema.name.split("::")[1], args, group.size())
+        names = [argument.name for argument in func._schema.arguments]
+        place = names.index("async_op") if "async_op" in names else len(args)
+        key = (
+            self._phase,
+            payload.operation,
+            self.group_names.get(group.group_name, group.group_desc or group.group_name),
+            group.size(),
+            "/".join(sorted({str(x.dtype).removeprefix("torch.") for x in payload.tensors})),
+            # torch leaves out arguments that have their default value, here: not to wait.
+            place < len(args) and not args[place],
+        )
+        self._collectives[key] += 1
+        self._collective_bytes[key] += payload.bytes
+
+    def _count_launch(self, kernel: str, tensors: list[Tensor]) -> None:
+        if self._fused:
+            return
+        key = (self._phase, self._modules[-1] if self._modules else "", kernel)
+        self._launches[key] += 1
+        whole = {id(each): min(_size(each), each.untyped_storage().nbytes()) for each in tensors}
+        self._launch_bytes[key] += sum(whole.values())
+
+    def _see(self, tensor: Tensor, operation: str, is_pinned: bool = False) -> None:
+        """Count a storage that has not been seen."""
+        if self._fused or not isinstance(tensor, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or storage.nbytes() == 0:
+            return
+        device = tensor.fake_device.type
+        size = storage.nbytes()
+        size = 1 << (size - 1).bit_length() if is_pinned else -(-size // _BLOCK) * _BLOCK
+        allocation = _Allocation(
+            size,
+            device,
+            is_pinned,
+            self._phase,
+            self._modules[-1] if self._modules else "",
+            operation,
+            str(tuple(tensor.shape)),
+            str(tensor.dtype).removeprefix("torch."),
+            self._component(),
+        )
+        self._alive[key] = allocation
+        weakref.finalize(storage, self._free, key).atexit = False
+        self._change(1, allocation)
+
+    def _free(self, key: int) -> None:
+        allocation = self._alive.pop(key, None)
+        if allocation is not None:
+            self._change(-1, allocation)
+
+    def _change(self, sign: int, allocation: _Allocation) -> None:
+        self._now[allocation.device] += sign * allocation.bytes
+        if allocation.device == "cuda":
+            self._changes.append((sign, allocation))
+            return
+        self._now["pinned"] += sign * allocation.bytes * allocation.is_pinned
+        for name, held in (("host", "cpu"), ("pinned", "pinned")):
+            self._host_peaks[name] = max(self._host_peaks[name], self._now[held])
+
+    def _component(self) -> str:
+        if self._phase in BEFORE_STEPS:
+            return "buffers"
+        if self._phase == "update":
+            return "update"
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        is_whole_stage = not self._modules or self._modules[-1].count(".") <= 1
+        is_loss = self._modules and self._modules[-1].endswith(_OUTPUT_LAYER)
+        return "loss" if is_loss or is_whole_stage else "activations"
+
+    def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        name = self._module_names.get(module)
+        self._modules.append(self._modules[-1] if name is None and self._modules else name or "")
+
+    def _leave_module(self, *_: Any) -> None:
+        self._modules.pop()
+
+    def _forget(self, phase: str) -> None:
+        """Drop what an earlier phase of this name has left."""
+        self._peaks.pop(phase, None)
+        for counter in (
+            self._collectives, self._collective_bytes, self._launches, self._launch_bytes
+        ):  # fmt: skip
+            for key in [key for key in counter if key[0] == phase]:
+                del counter[key]
+
+
+def _stays_real(args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    if tensors:
+        return not any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in tensors)
+    elements = 1
+    for size in args[0] if args and isinstance(args[0], (list, tuple)) else ():
+        elements *= int(size)
+    return elements <= _REAL_ELEMENTS
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _place() -> str:
+    """The first function outside torch and this package, ``module.function``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "tests.simulated_cuda.")) and module != "torch":
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "?"
+
+
+def _peak(held: Iterable[_Allocation], changes: Iterable[tuple[int, _Allocation]]) -> Memory:
+    """Memory at the moment with most of it, from what was held first and what came and went."""
+    alive = {id(each): each for each in held if each.device == "cuda"}
+    now = most = sum(each.bytes for each in alive.values())
+    changes = list(changes)
+    moment = 0
+    for number, (sign, each) in enumerate(changes, 1):
+        now += sign * each.bytes
+        if now > most:
+            most, moment = now, number
+    for sign, each in changes[:moment]:
+        if sign > 0:
+            alive[id(each)] = each
+        else:
+            alive.pop(id(each), None)
+    return _memory(alive.values())
+
+
+def _memory(allocations: Iterable[_Allocation]) -> Memory:
+    allocations = [each for each in allocations if each.device == "cuda"]
+    components = Counter(dict.fromkeys(COMPONENTS, 0))
+    by_kind: Counter[tuple[str, str, str, str, str]] = Counter()
+    for each in allocations:
+        components[each.component] += each.bytes
+        by_kind[each.component, each.module, each.operation, each.shape, each.dtype] += each.bytes
+    largest = tuple((*key, size) for key, size in by_kind.most_common(200))
+    return Memory(sum(components.values()), dict(components), largest)

@@ -1,0 +1,197 @@
+"""Cases to simulate and what is recorded of them: plain data, without torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Of memory. The first four are held between steps; `plan` has the same ones under other names.
+#   weights      parameters of the network
+#   gradients    what the engine accumulates gradients in between microbatches
+#   optimizer    float32 master weights and Adam's moments
+#   buffers      everything else that is made before the first step: buckets, rotary tables
+#   activations  made in a forward pass, by a layer, an embedding or a communication between stages
+#   loss         made in a forward pass, by the output layer or after it
+#   backward     made in a backward pass, by it or by a layer that it computes again
+#   update       made by the optimizer's step, the sum of gradients over ranks included
+COMPONENTS = (
+    "weights", "gradients", "optimizer", "buffers", "activations", "loss", "backward", "update"
+)  # fmt: skip
+# The share of a payload of n bytes that a rank of k sends, by ring algorithms.
+_SENT = {
+    "all_reduce": lambda k: 2 * (k - 1) / k,
+    "all_gather": lambda k: (k - 1) / k,
+    "reduce_scatter": lambda k: (k - 1) / k,
+    "all_to_all": lambda k: (k - 1) / k,
+    "broadcast": lambda k: (k - 1) / k,
+    "reduce": lambda k: (k - 1) / k,
+    "send": lambda _: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one recipe.
+
+    Attributes:
+        recipe: path of a recipe, from the root of the checkout.
+        world_size: number of simulated GPUs.
+        overrides: of the recipe, ``section.key=value``.
+        rank: which rank to be.
+        steps: training steps; memory and collectives are those of the last one.
+        microbatches: of a step; None: as many as the recipe has.
+        run: the function that runs it, ``module:function``, with the recipe, the case and the
+            recorder.
+        prepare: a function ``module:function`` that is called before; tests break things with it.
+    """
+
+    recipe: str
+    world_size: int
+    overrides: tuple[str, ...] = ()
+    rank: int = 0
+    steps: int = 2
+    microbatches: int | None = 1
+    run: str = "tests.simulated_cuda.step:run_steps"
+    prepare: str | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes alive at one moment, each allocation rounded up to 512 bytes as CUDA's allocator does.
+
+    Kernels' workspaces, fragmentation and the CUDA context are not there.
+
+    Attributes:
+        total: of the device.
+        components: the total by :data:`COMPONENTS`.
+        allocations: the largest, as ``(component, module, operation, shape, dtype, bytes)``.
+    """
+
+    total: int
+    components: Mapping[str, int]
+    allocations: tuple[tuple[str, str, str, str, str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind in one phase of the last step.
+
+    Attributes:
+        phase: see :attr:`Recording.peaks`.
+        operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send,
+            recv, barrier, gather or scatter.
+        group: "data", "tensor", "context", "pipeline", "embedding", "model" (all ranks that hold a
+            part of one model), "world", or torch's name.
+        group_size: number of its ranks.
+        dtype: of the tensors.
+        is_blocking: whether the stream of computation waits for it at once.
+        count: number of calls.
+        bytes: payload of all of them: of an all-gather the output, of a reduce-scatter the input.
+    """
+
+    phase: str
+    operation: str
+    group: str
+    group_size: int
+    dtype: str
+    is_blocking: bool
+    count: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends, by ring algorithms; what it receives is not counted."""
+        return _SENT.get(self.operation, lambda _: 0.0)(self.group_size) * self.bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Kernels of one name that one module launched in one phase of the last step.
+
+    Attributes:
+        phase: see :attr:`Recording.peaks`.
+        module: path of the module within the network; "" outside of modules and in the backward
+            pass, whose nodes are not told apart.
+        kernel: name of a Triton kernel, of a function that ``torch.compile`` fuses, or of one of
+            torch's operations, which is counted as one kernel.
+        count: number of launches.
+        bytes: of the tensors that it reads and writes, each whole.
+    """
+
+    phase: str
+    module: str
+    kernel: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one case did. All numbers are those of its last step unless said otherwise.
+
+    Attributes:
+        held: memory after the last step.
+        peaks: the moment with most memory of each phase: "forward_backward" and "update" of
+            training steps, others as a case's function names them; and of "build" and "engine"
+            before the first step.
+        host: bytes alive in the host's memory at their peak, pinned ones rounded up to a power of
+            two as torch's allocator does; tensors of less than a megabyte are not counted.
+        pinned: the pinned part of ``host``, at its own peak.
+        collectives: all of them.
+        launches: all of them.
+        waits: number of times that the host waited for the device in steps, by place and kind:
+            ``module.function kind``.
+        outcome: what the case's function returned.
+    """
+
+    held: Memory
+    peaks: Mapping[str, Memory]
+    host: int
+    pinned: int
+    collectives: tuple[Collective, ...]
+    launches: tuple[Launch, ...]
+    waits: Mapping[str, int]
+    outcome: Any = None
+
+    def sent(self, group: str) -> float:
+        """Bytes of a step that this rank sends to the other ranks of a group."""
+        return sum(each.sent for each in self.collectives if each.group == group)
+
+    def count(self, **values: object) -> int:
+        """Number of collectives whose attributes have these values."""
+        return sum(
+            each.count
+            for each in self.collectives
+            if all(getattr(each, name) == value for name, value in values.items())
+        )
+
+    @property
+    def peak(self) -> Memory:
+        """The most memory of a step."""
+        steps = (memory for phase, memory in self.peaks.items() if phase not in BEFORE_STEPS)
+        return max(steps, key=lambda memory: memory.total)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Recording":
+        """The inverse of :meth:`to_plain`."""
+        return cls(
+            held=_memory(plain["held"]),
+            peaks={phase: _memory(each) for phase, each in plain["peaks"].items()},
+            host=plain["host"],
+            pinned=plain["pinned"],
+            collectives=tuple(Collective(**each) for each in plain["collectives"]),
+            launches=tuple(Launch(**each) for each in plain["launches"]),
+            waits=plain["waits"],
+            outcome=plain["outcome"],
+        )
+
+
+BEFORE_STEPS = ("build", "engine")
+
+
+def _memory(plain: Mapping[str, Any]) -> Memory:
+    allocations = tuple(tuple(each) for each in plain["allocations"])
+    return Memory(plain["total"], plain["components"], allocations)

@@ -1,0 +1,71 @@
+"""Run cases in one process of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.paths import ROOT
+from tests.simulated_cuda.library import library
+from tests.simulated_cuda.recording import Case, Recording
+
+__all__ = ["Case", "Recording", "SimulationError", "simulate", "try_simulate"]
+
+
+class SimulationError(AssertionError):
+    """A case failed; the message ends with its traceback."""
+
+
+def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
+    """Run cases one after the other, each in a fork of one process that has imported everything.
+
+    Args:
+        cases: what to run.
+        timeout: of all together, in seconds.
+
+    Raises:
+        SimulationError: a case failed, or the process did.
+        UnavailableError: nothing can be simulated here.
+    """
+    results = try_simulate(cases, timeout)
+    for result in results:
+        if isinstance(result, SimulationError):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording | SimulationError]:
+    """As :func:`simulate`, with the error of each case that failed in its place."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results")
+        results.mkdir()
+        Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.simulated_cuda.worker", str(library()), folder],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return [_result(case, results / str(i), output) for i, case in enumerate(cases)]
+
+
+def _result(case: Case, file: Path, output: str) -> Recording | SimulationError:
+    if not file.exists():
+        return SimulationError(f"{case} ended without a result:\n{output[-4000:]}")
+    result = json.loads(file.read_text())
+    if "error" in result:
+        return SimulationError(f"{case}:\n{result['error']}")
+    return Recording.from_plain(result)

@@ -1,0 +1,132 @@
+"""Training steps of a recipe on made-up microbatches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.loader import Batch
+from diffmegatron.model.build import build_model
+from diffmegatron.model.network import Network
+from diffmegatron.optim.guard import Guard
+from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.parallel_state import (
+    ModelParallelUnit,
+    ParallelState,
+    process_groups,
+)
+from diffmegatron.training.compute.agreement import AgreedDecision, agree
+from diffmegatron.training.compute.batches import on_this_rank
+from diffmegatron.training.compute.step import forward_backward
+from tests.simulated_cuda.recorder import Recorder
+from tests.simulated_cuda.recording import Case
+
+GROUPS = ("tensor", "context", "pipeline", "embedding", "data")
+DOCUMENTS = 5
+
+
+def run_steps(recipe: Recipe, case: Case, recorder: Recorder) -> dict[str, Any]:
+    """Build the network and its engine, and do ``case.steps`` steps.
+
+    Returns:
+        Which updates were applied, and the number of parameters on this rank.
+    """
+    applied = []
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        recorder.group_names.update(group_names(parallel_state))
+        with recorder.phase("build"):
+            network = build_model(recipe, parallel_state)
+        recorder.watch(network)
+        with recorder.phase("engine"):
+            engine = ZeroEngine(network, recipe, parallel_state)
+        parameters = sum(each.numel() for each in network.parameters())
+        with engine:
+            label(recorder, network, engine)
+            for _ in range(case.steps):
+                applied.append(train_step(recipe, case, recorder, engine, parallel_state))
+                label(recorder, network, engine)
+    return {"applied": applied, "parameters": parameters}
+
+
+def train_step(
+    recipe: Recipe, case: Case, recorder: Recorder, engine: ZeroEngine, state: ParallelState
+) -> bool:
+    """One step as :func:`diffmegatron.training.trainer.train_step` does it."""
+    count = case.microbatches or recipe.num_microbatches(case.world_size)
+    microbatches = on_this_rank([batch(recipe)] * count, state)
+    with recorder.phase("forward_backward", is_step=True):
+        loss = forward_backward(
+            engine, microbatches, state, offload_activations=recipe.training.offload_activations
+        )
+    del microbatches
+    deciding = AgreedDecision(
+        Guard(recipe.guard),
+        lambda norm: agree(loss, norm, stop=False, writing=False, parallel_state=state),
+    )
+    with recorder.phase("update", is_step=True):
+        engine.step(recipe.optimizer.lr, deciding.allow)
+    return deciding.result[1].applied
+
+
+def group_names(state: ParallelState) -> dict[str, str]:
+    """Our names of the process groups, by torch's."""
+    names = {
+        torch.distributed.group.WORLD.group_name: "world",
+        ModelParallelUnit().get_model_parallel_group().group_name: "model",
+    }
+    for name in GROUPS:
+        group = _group(state, name)
+        if group is not None:
+            names[group.group_name] = name
+    return names
+
+
+def _group(state: ParallelState, name: str) -> Any:
+    if name == "embedding" and not (state.is_first_stage or state.is_last_stage):
+        return None
+    return getattr(state, f"{name}_group")
+
+
+def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
+    """Tell the recorder what the engine holds between steps."""
+    optimizer = engine._optimizer
+    recorder.label("gradients", _tensors(vars(optimizer).get("fp32_groups_gradients_flat", [])))
+    if engine._reduction is not None:
+        groups = engine._reduction._gradients.groups
+        recorder.label("gradients", [group.flat for group in groups])
+    recorder.label("gradients", _tensors(getattr(optimizer, "averaged_gradients", {})))
+    # Of ZeRO 3.
+    recorder.label("gradients", _tensors(vars(optimizer).get("grad_partitions_flat_buffer", None)))
+    recorder.label("weights", _weights(network))
+    for flat, state in optimizer.optimizer.state.items():
+        recorder.label("optimizer", [flat, *_tensors(state)])
+    recorder.label("optimizer", engine._partition.flats)
+
+
+def _weights(network: Network) -> Iterator[Tensor]:
+    for parameter in network.parameters():
+        # ZeRO 3 leaves an empty tensor on the parameter and its partition beside it.
+        yield getattr(parameter, "ds_tensor", parameter)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def batch(recipe: Recipe) -> Batch:
+    """One microbatch of whole sequences in the host's memory, of documents if the recipe has."""
+    rows, length = recipe.training.micro_batch_size, recipe.training.seq_length
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    documents = None
+    if recipe.data.reset_attention_mask:
+        number = torch.arange(length) * DOCUMENTS // length
+        documents = number.to(torch.int32).repeat(rows, 1)
+    return Batch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(rows, length),
+        position_ids=torch.arange(length).repeat(rows, 1),
+        document_ids=documents,
+    )

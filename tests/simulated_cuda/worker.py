@@ -1,0 +1,86 @@
+"""The process that :func:`tests.simulated_cuda.simulate.simulate` starts: ``LIBRARY FOLDER``.
+
+It reads ``cases.json`` of the folder and writes each case's recording or error into ``results/``.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.simulated_cuda.recording import Case
+
+
+def main() -> None:
+    library, folder = map(Path, sys.argv[1:])
+    cases = [Case(**_tuples(each)) for each in json.loads((folder / "cases.json").read_text())]
+    import_everything(library)
+    for number, case in enumerate(cases):
+        process = os.fork()
+        if process == 0:
+            with suppress(BaseException):
+                write(case, folder / "results" / str(number))
+            os._exit(0)
+        os.waitpid(process, 0)
+
+
+def import_everything(library: Path) -> None:
+    """Pretend a GPU, then import what cases run, once for all of them."""
+    # Before torch, which looks for CUDA's hooks once.
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    from tests.simulated_cuda import device
+
+    device.install()
+    from diffmegatron.optim.zero import import_deepspeed
+
+    import_deepspeed()
+    importlib.import_module("diffmegatron.training.trainer")
+    importlib.import_module("tests.simulated_cuda.step")
+
+
+def write(case: Case, file: Path) -> None:
+    try:
+        plain = run(case).to_plain()
+    except BaseException:
+        plain = {"error": traceback.format_exc()}
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(plain))
+    unfinished.rename(file)
+
+
+def run(case: Case) -> Any:
+    """Run a case in this process, which can run no other one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from diffmegatron.config.load import load_recipe
+    from tests.simulated_cuda import device
+    from tests.simulated_cuda.recorder import Recorder
+
+    device.join_as(case.rank, case.world_size)
+    if case.prepare is not None:
+        _function(case.prepare)()
+    recipe = load_recipe(case.recipe, case.overrides)
+    recorder = Recorder()
+    device.record_with(recorder)
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        outcome = _function(case.run)(recipe, case, recorder)
+    return recorder.recording(outcome)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _tuples(plain: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+
+
+if __name__ == "__main__":
+    main()
