@@ -74,6 +74,9 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         deterministic_mode=recipe.training.deterministic,
         # Interleaved schedules on gloo are silently wrong with batched sends.
         batch_p2p_comm=torch.cuda.is_available(),
+        # Waits after each exchange for all kernels before it, for releases of torch whose batched
+        # sends were not ordered with what follows them.
+        batch_p2p_sync=False,
     )
 
 
