@@ -20,11 +20,19 @@ job="${job:-$SLURM_JOB_ID}"
 every_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 needed=$((SLURM_JOB_NUM_NODES - spares))
 export SLURM_NTASKS=$((needed * SLURM_NTASKS_PER_NODE))
-# Slurm before 23.02 does not tell a job when it ends; without a limit it has no date for it.
-end_date="$(squeue --noheader --jobs="$job" --format=%e)"
-if [ -z "${SLURM_JOB_END_TIME:-}" ] && [[ "$end_date" == 20??-*T* ]]; then
-  SLURM_JOB_END_TIME="$(date +%s --date="$end_date")"
-  export SLURM_JOB_END_TIME
+# When the job ends, in seconds since 1970; "none" without a time limit. Only the scheduler can say:
+# scontrol moves the end while the job runs.
+job_end() {
+  local end
+  end="$(squeue --noheader --jobs="$job" --format=%e)" || return
+  case "$end" in
+    20??-*T*) date +%s --date="$end" ;;
+    *) echo none ;;
+  esac
+}
+# Slurm before 23.02 does not set SLURM_JOB_END_TIME.
+if [ -z "${SLURM_JOB_END_TIME:-}" ] && end="$(job_end)" && [ "$end" != none ]; then
+  export SLURM_JOB_END_TIME="$end"
 fi
 # For the ranks, who know how long a save takes.
 DIFFMEGATRON_SIGNAL_SECONDS="$(sed -n 's/^#SBATCH --signal=USR1@//p' "$0")"
@@ -33,8 +41,9 @@ export DIFFMEGATRON_SIGNAL_SECONDS DIFFMEGATRON_KILL_WAIT
 # srun does not take over --cpus-per-task by itself since 22.05.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # At the time limit Slurm requeues nothing, and a save that has not ended by then is lost; the run
-# is not. A job that somebody cancels ends.
-trap 'if [ -n "${SLURM_JOB_END_TIME:-}" ] && [ "$(date +%s)" -ge "$SLURM_JOB_END_TIME" ]; then
+# is not. A job that somebody cancels ends. Slurm repeats SIGTERM, which would end squeue as well.
+trap 'trap "" TERM
+if [ "$(squeue --noheader --jobs="$job" --format=%r)" = TimeLimit ]; then
   scontrol requeue "$job"
 fi
 exit 1' TERM
@@ -50,10 +59,27 @@ rank='
   status=$?
   end=$(printf "%s/rank_%05d.json" "$DIFFMEGATRON_ATTEMPT" "$RANK")
   if [ ! -e "$end" ] && [ "$PHASE$status" != preflight0 ]; then
-    printf "{\"status\": %d, \"host\": \"%s\", \"time\": %d}\n" \
-      "$status" "$SLURMD_NODENAME" "$(date +%s)" >"$end.tmp" && mv "$end.tmp" "$end"
+    # bash reads the clock itself: a signal to all processes would end date.
+    printf "{\"status\": %d, \"host\": \"%s\", \"time\": %(%s)T}\n" \
+      "$status" "$SLURMD_NODENAME" -1 >"$end.tmp" && mv "$end.tmp" "$end"
   fi
   [ "$status" -eq 75 ] || exit "$status"'
+# Write the end of the job where the ranks read it, if it has moved.
+note_job_end() {
+  local end noted="$DIFFMEGATRON_ATTEMPT/job_end"
+  end="$(job_end)" || return
+  [ "$end" = "$(cat "$noted" 2>/dev/null)" ] ||
+    { echo "$end" >"$noted.tmp" && mv "$noted.tmp" "$noted"; }
+}
+# What this script does while the ranks run, in a process that is killed when they have ended.
+watch() {
+  local second
+  for ((second = 0; ; second++)); do
+    kill -0 $$ || return  # this script has ended
+    [ $((second % 30)) -ne 0 ] || note_job_end
+    sleep 1
+  done
+}
 # All that the ranks say is in ranks.log, with the rank in front; here what rank 0 and srun do.
 # --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
 others='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
@@ -62,7 +88,12 @@ ranks() {
     "${srun_options[@]}" \
     bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
     tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$others" &
-  wait $!
+  local said=$! watching
+  watch &
+  watching=$!
+  wait "$said"
+  kill "$watching"
+  wait "$watching" 2>/dev/null  # else the shell writes "Terminated"
 }
 described='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
 status=69 bad=""

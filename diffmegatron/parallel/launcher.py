@@ -25,7 +25,8 @@ class LaunchEnvironment:
         agent_store: torchrun's agent listens at ``master``, through all its restarts; otherwise
             rank 0 does.
         attempt: how often torchrun has restarted the ranks of this machine.
-        job_end: when Slurm ends the job, in seconds since 1970; None: not known.
+        job_end: when Slurm ends the job, in seconds since 1970, as it was at the job's start; None:
+            not known.
         signal_seconds: before that, when Slurm asks the run to stop; None: not known.
         kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
     """

@@ -62,7 +62,7 @@ def train(
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         deterministic_algorithms() if recipe.training.deterministic else nullcontext(),
-        StopRequest(recipe.checkpoint.time_limit_margin) as stop,
+        StopRequest(recipe.checkpoint.time_limit_margin, record.folder) as stop,
         Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
         ExitStack() as exits,

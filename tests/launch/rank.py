@@ -4,8 +4,9 @@ The script is a list with a mapping for each attempt, from the rank's number to 
 `` | `` between; a rank that is not in there ends with 0. Of the checks before the run the key is
 ``preflight RANK``; a rank without it leaves nothing. ``end STATUS REASON`` writes an end as a rank
 does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended, ``train``
-says that it has gone from step 3 to 7, ``deaf`` hears SIGTERM no more, ``together`` waits until all
-ranks are there, and ``slurm COMMAND`` calls it for this job.
+says that it has gone from step 3 to 7, ``deaf`` ignores SIGTERM and SIGUSR1, ``together`` waits
+until all ranks are there, ``slurm COMMAND`` runs one of Slurm's commands with ``%j`` as the job's
+number, and ``moved`` waits until the job script has noted that the job ends at another time.
 """
 
 import json
@@ -43,7 +44,8 @@ for action in actions.get(rank_key, otherwise).split(" | "):
     if name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     if name == "wait":
         time.sleep(120)
     if name == "together":
@@ -53,5 +55,11 @@ for action in actions.get(rank_key, otherwise).split(" | "):
     if name == "train":
         beat = {"time": time.time(), "run_dir": "run", "first_step": 3, "step": 7}
         (attempt / "heartbeat.json").write_text(json.dumps(beat))
+    if name == "moved":
+        noted = attempt / "job_end"
+        before = noted.read_text()
+        while noted.read_text() == before:
+            time.sleep(0.1)
     if name == "slurm":
-        subprocess.run([*rest.split(), os.environ["SLURM_JOB_ID"]], check=True)
+        command = rest.replace("%j", os.environ["SLURM_JOB_ID"]).split()
+        subprocess.run(command, check=True)

@@ -1,6 +1,7 @@
 """What a job becomes on a real Slurm, two nodes with two ranks each, however its ranks end."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,19 @@ SCRIPTS = {
     ],
     "a node that is not fit": [{"preflight 2": "end 71 its clock is +9.0 s off the others'"}],
     "asked to stop while it starts": [
-        WAITING | {"0": "together | slurm scancel --signal=USR1 | wait"}
+        WAITING | {"0": "together | slurm scancel --signal=USR1 %j | wait"}
     ],
-    "cancelled": [DEAF | {"0": "deaf | together | slurm scancel | wait"}],
-    "ended from outside": [DEAF | {"0": "deaf | together | slurm scontrol requeue | wait"}],
+    "a time limit that somebody extended": [
+        {"0": "slurm scontrol update JobId=%j TimeLimit=60 | moved"}
+    ],
+    "cancelled after its first time limit": [
+        DEAF | {"0": "deaf | together | slurm scancel %j | wait"}
+    ],
+    "cancelled": [DEAF | {"0": "deaf | together | slurm scancel %j | wait"}],
+    "a time limit that somebody shortened": [
+        DEAF | {"0": "deaf | together | slurm scontrol update JobId=%j EndTime=now+1 | wait"}
+    ],
+    "ended from outside": [DEAF | {"0": "deaf | together | slurm scontrol requeue %j | wait"}],
 }
 
 
@@ -41,14 +51,23 @@ def jobs(cluster, tmp_path_factory):
     numbers, folders = {}, {}
     for name, script in SCRIPTS.items():
         folder = folders[name] = tmp_path_factory.mktemp("job")
-        numbers[name] = submit(cluster, folder, script)
+        # As Slurm sets it at the start; here it lies long ago.
+        options = ["--export=ALL,SLURM_JOB_END_TIME=1"] if "first time limit" in name else []
+        numbers[name] = submit(cluster, folder, script, options=options)
     return {
         name: (cluster.wait(number), Ledger(folders[name] / "run").attempts())
         for name, number in numbers.items()
     }
 
 
-def submit(cluster, folder: Path, script, *overrides: str, spares: int = 0) -> str:
+def submit(
+    cluster,
+    folder: Path,
+    script,
+    *overrides: str,
+    spares: int = 0,
+    options: Sequence[str] = (),
+) -> str:
     run_dir = folder / "run"
     run_dir.mkdir()
     (run_dir / "script.json").write_text(json.dumps(script))
@@ -66,7 +85,7 @@ def submit(cluster, folder: Path, script, *overrides: str, spares: int = 0) -> s
             "--cpus-per-task=1",
         ],
         *["--gpus-per-node=0", "--time=30", f"--output={folder}/log"],
-        *["--no-kill", str(job), str(recipe), *overrides],
+        *["--no-kill", *options, str(job), str(recipe), *overrides],
     ]
     return cluster.call(*command).strip()
 
@@ -114,6 +133,13 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
         ),
         ("asked to stop while it starts", "stopped", 0, (), "SIGUSR1 ended ranks 0, 1, 2, 3"),
         ("ended from outside", "lost", 0, (), "the job ended before ranks 0, 1, 2, 3"),
+        (
+            "a time limit that somebody shortened",
+            "lost",
+            0,
+            (),
+            "the job ended before ranks 0, 1, 2, 3",
+        ),
     ],
 )
 def test_what_is_to_go_on_is_requeued(name, cause, faults, hosts, reason, jobs):
@@ -132,8 +158,16 @@ def test_after_a_fault_in_training_the_job_goes_on_without_a_requeue(jobs):
     assert jobs["killed"][0]["Restarts"] == "1"
 
 
-def test_what_somebody_cancels_does_not_come_back(jobs):
-    job, (attempt,) = jobs["cancelled"]
+def test_the_ranks_read_when_the_job_ends_since_its_limit_was_extended(jobs):
+    _, (attempt,) = the(jobs, "a time limit that somebody extended")
+    (stage,) = attempt.stages
+    end = int((Ledger(Path(stage)).folder(attempt.number) / "job_end").read_text())
+    assert end == pytest.approx(attempt.began + 3600, abs=60)
+
+
+@pytest.mark.parametrize("name", ["cancelled", "cancelled after its first time limit"])
+def test_what_somebody_cancels_does_not_come_back(name, jobs):
+    job, (attempt,) = jobs[name]
     assert (job["JobState"], job["Restarts"], attempt.cause) == ("CANCELLED", "0", None)
 
 

@@ -6,11 +6,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, RankRecord
 from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.training.fault_tolerance.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,18 @@ class StopRequest:
 
     The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is remembered for the ranks to agree on at the
     next step. A second one ends the process at once, with the status a shell gives such a death.
+    Rank 0 alone watches the time limit, for all ranks.
+
+    Args:
+        margin_seconds: how long before the end of a Slurm job the run is to stop.
+        folder: of the attempt; None: no job script has begun one.
     """
 
-    def __init__(self, margin_seconds: float) -> None:
+    def __init__(self, margin_seconds: float, folder: Path | None = None) -> None:
         launch = read_launch()
         self._speaks = launch.rank == 0
-        self._deadline = None if launch.job_end is None else launch.job_end - margin_seconds
+        self._limit = TimeLimit(launch.job_end, folder) if launch.rank == 0 else None
+        self._margin_seconds = margin_seconds
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
@@ -59,7 +67,7 @@ class StopRequest:
     def pending(self) -> bool:
         """Whether the run is to save and end."""
         return self._first is not None or (
-            self._deadline is not None and time.time() > self._deadline
+            self._limit is not None and self._limit.is_within(self._margin_seconds)
         )
 
     def __enter__(self) -> Self:

@@ -1,0 +1,52 @@
+"""The end of a Slurm job, which somebody may move while the job runs."""
+
+import time
+
+import pytest
+
+from diffmegatron.training.fault_tolerance import time_limit
+from diffmegatron.training.fault_tolerance.signals import StopRequest
+from diffmegatron.training.fault_tolerance.time_limit import JOB_END, TimeLimit
+
+
+@pytest.fixture(autouse=True)
+def read_at_once(monkeypatch):
+    monkeypatch.setattr(time_limit, "_READ_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("noted", [None, "", "soon", "-1", "99999999999999999999" * 9])
+def test_the_end_at_the_start_holds_until_another_one_can_be_read(noted, tmp_path):
+    if noted is not None:
+        (tmp_path / JOB_END).write_text(noted)
+    assert TimeLimit(time.time() + 100, tmp_path).is_within(101)
+    assert not TimeLimit(time.time() + 100, tmp_path).is_within(99)
+    assert not TimeLimit(None, tmp_path).is_within(1e9)
+
+
+def test_the_end_moves_while_the_job_runs(tmp_path):
+    limit = TimeLimit(time.time() + 1000, tmp_path)
+    seen = [limit.is_within(300)]
+    for noted in (time.time() + 200, time.time() + 5000, "none", time.time() + 200):
+        (tmp_path / JOB_END).write_text(f"{noted if noted == 'none' else int(noted)}\n")
+        seen.append(limit.is_within(300))
+    assert seen == [False, True, False, False, True]
+
+
+def test_the_file_is_not_read_at_every_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limit, "_READ_SECONDS", 10.0)
+    limit = TimeLimit(time.time() + 1000, tmp_path)
+    assert not limit.is_within(300)
+    (tmp_path / JOB_END).write_text("1\n")
+    assert not limit.is_within(300)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    assert limit.is_within(300)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_watches_the_limit_for_all(rank, tmp_path, monkeypatch):
+    (tmp_path / JOB_END).write_text("1\n")
+    launcher = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
+    for name, value in (launcher | {"SLURM_JOB_END_TIME": str(time.time() + 9999)}).items():
+        monkeypatch.setenv(name, value)
+    assert StopRequest(300, tmp_path).pending == (rank == 0)
