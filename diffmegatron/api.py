@@ -41,8 +41,8 @@ def train(
         record: is told every step; for those who start ranks.
 
     Returns:
-        Whether the run is finished; otherwise it was asked to stop, and has saved: the same call
-        goes on from there.
+        Whether the run is finished: trained, saved and measured. Otherwise it was asked to stop,
+        and has saved: the same call goes on from there.
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped

@@ -200,7 +200,7 @@ def prepare(
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train a recipe, alone or under torchrun. Goes on from the newest checkpoint of run_dir.
 
-    Exit status 0: all steps are done.
+    Exit status 0: all steps are done, saved and evaluated.
 
     75: asked to stop by a signal or the job's time limit; saved, to be started again.
 

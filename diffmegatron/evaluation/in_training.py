@@ -31,8 +31,11 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import next_tokens, token_losses
+from diffmegatron.training.monitoring.due import suite_evaluator_name
 from diffmegatron.training.monitoring.evaluators import Values
 from diffmegatron.training.monitoring.progress import say
+
+WITHOUT_VALUES = "without_values"
 
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
@@ -60,7 +63,7 @@ def _opened(entry: EvaluateConfig, target: "RunTarget") -> "SuiteEvaluator":
             f"training.evaluate has suite {entry.suite!r}, whose "
             f"{f'longest item needs {problem}' if items else 'data are empty'}"
         )
-    return SuiteEvaluator(suite, entry.every, items, target)
+    return SuiteEvaluator(suite, items, target)
 
 
 def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
@@ -157,17 +160,17 @@ class SuiteEvaluator:
     """A suite as training runs it.
 
     Attributes:
-        every: how many steps.
+        name: the beginning of the names of its metrics.
     """
 
-    def __init__(self, suite: Suite, every: int, items: Sequence[Item], target: RunTarget) -> None:
-        self.every = every
+    def __init__(self, suite: Suite, items: Sequence[Item], target: RunTarget) -> None:
+        self.name = suite_evaluator_name(suite.name)
         self._suite, self._items, self._target = suite, items, target
 
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """An item at a time; no values where the network gives what is no number."""
+        """An item at a time; ``without_values`` is all there is where a number is not finite."""
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for number, item in enumerate(self._items):
@@ -178,20 +181,25 @@ class SuiteEvaluator:
             except NotFiniteError as error:
                 if parallel_state.is_main:
                     say(f"suite {self._suite.name} has no values: of item {item.key} {error}")
-                return {}
+                return self._without_values()
             for name, share in self._suite.means(record).items():
                 sums[name][0] += share.total
                 sums[name][1] += share.weight
-        return {
+        found = {
             metric_name(self._suite.name, name): total / weight
             for name, (total, weight) in sums.items()
             if weight
         }
+        return found or self._without_values()
+
+    def _without_values(self) -> Values:
+        """Return the metric that records that the suite was measured and has no other value."""
+        return {metric_name(self._suite.name, WITHOUT_VALUES): 1.0}
 
 
 def metric_name(suite: str, measure: str) -> str:
     """Of a measure in ``metrics.jsonl`` and TensorBoard."""
-    return f"eval/{suite}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
+    return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
 
 class _RunModel(Model):

@@ -20,6 +20,7 @@ from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
+from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
 
 _SHOWN_ATTEMPTS = 12
@@ -107,11 +108,16 @@ def _without_ledger(run_dir: Path) -> Status:
     stage = one_end(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
-    steps = load_resolved(folder / RECIPE).training.total_steps
+    recipe = load_resolved(folder / RECIPE)
+    steps = recipe.training.total_steps
     values = {name: value for entry in entries for name, value in entry.items()}
     step = int(values["step"]) if "step" in values else None
-    is_finished = checkpoint is not None and read_manifest(checkpoint).step == steps
+    is_trained = checkpoint is not None and read_manifest(checkpoint).step == steps
+    missing = unrecorded_at(recipe, steps, folder) if is_trained else []
+    is_finished = is_trained and not missing
     state = "finished" if is_finished else "unfinished"
+    if missing:
+        state += f", as {', '.join(missing)} of the last step are not recorded"
     if stage.name is not None:
         state = f"stage {stage.name} {state}"
     if not is_finished and "time" in values:

@@ -51,6 +51,8 @@ class Run:
         decision: the guard's on it.
         stopping: whether the run ends after this step's hooks, and saves; a hook that sets it does
             so on every rank.
+        unmeasured: names of the evaluators that are due at the present step and have not measured
+            it; the next start of the run does.
         unsound: why the present weights may be no good; None while the last step was finite.
     """
 
@@ -81,6 +83,7 @@ class Run:
         self.stand_at(position.step)
         self.values: dict[str, float] = {}
         self.stopping = False
+        self.unmeasured: tuple[str, ...] = ()
         self.unsound: str | None = None
         saved_step = None if start is None else self.step
         self.saver = Saver(self.store, self.engine, self.shards, recipe, parallel_state, saved_step)
@@ -98,9 +101,14 @@ class Run:
         self.progress = self._new_progress()
 
     @property
-    def is_finished(self) -> bool:
+    def is_at_last_step(self) -> bool:
         """Whether the last step of the recipe is done."""
         return self.step >= self.recipe.training.total_steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step of the recipe is done and all that is due at it is measured."""
+        return self.is_at_last_step and not self.unmeasured
 
     def stand_at(self, step: int) -> None:
         """A step is done, or loaded."""
@@ -123,7 +131,7 @@ class Run:
         return agree(
             loss,
             gradient_norm,
-            stop=self.stop.pending,
+            stop=self.stop.is_pending(self.recipe.checkpoint.time_limit_margin),
             writing=self.saver.is_writing,
             parallel_state=self.parallel_state,
         )
@@ -187,8 +195,8 @@ class Run:
         run_dir = Path(self.recipe.run_dir)
         with dispensable(run_dir / RECIPE):
             write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
-        # As often as a run starts at step 0 it evaluates there: what it recorded before goes.
-        last_step = self.step if self.step > 0 else -1
+        # A run without a checkpoint is a new one: entries of an earlier start go, step 0 with them.
+        last_step = -1 if self.saver.saved_step is None else self.step
         return exits.enter_context(MetricsWriter(run_dir, last_step))
 
     def _open_wandb(self, exits: ExitStack) -> WandbWriter | None:

@@ -29,6 +29,7 @@ def train(
     record: RankRecord | None = None,
     evaluators: Sequence[Evaluator] = (),
     hooks: Sequence[Hook] = (),
+    stop: StopRequest | None = None,
 ) -> bool:
     """Run a recipe on the ranks the launcher started, or on this process alone.
 
@@ -41,9 +42,11 @@ def train(
         record: is told every step.
         evaluators: of ``training.evaluate``.
         hooks: the user's, called after the run's own; the same on every rank.
+        stop: requests to stop that the caller listens for; None: this run listens for its own.
 
     Returns:
-        Whether the run is finished; otherwise it was asked to stop, and has saved.
+        Whether the run is finished: its last step is done, and all that is due at it is measured.
+        Otherwise it was asked to stop, and has saved.
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, wandb is asked for
@@ -62,7 +65,7 @@ def train(
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         deterministic_algorithms() if recipe.training.deterministic else nullcontext(),
-        StopRequest(recipe.checkpoint.time_limit_margin, record.folder) as stop,
+        StopRequest(record.folder) if stop is None else nullcontext(stop) as stop,
         Watchdog(recipe.watchdog, record.folder or run_dir) as watchdog,
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
         ExitStack() as exits,
@@ -71,10 +74,10 @@ def train(
 
 
 def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
-    """From the present step to the last one; returns whether that was reached."""
+    """Train from the present step to the last one; return whether the run is finished."""
     for hook in hooks:
         hook.before_training(run)
-    while not (run.is_finished or run.stopping):
+    while not (run.is_at_last_step or run.stopping):
         train_step(run)
         for hook in hooks:
             hook.after_step(run)

@@ -14,7 +14,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import fail_together
+from diffmegatron.training.fault_tolerance.signals import StopRequest
 from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.monitoring.wandb_writer import check_installed
@@ -56,12 +58,27 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in left]
         if record is not None and not left:
             record.at(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        for recipe, each in zip(left, evaluators, strict=True):
-            if len(recipes) > 1 and distributed.get_rank() == 0:
-                say(f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps")
-            if not train(recipe, record, each, hooks):
-                return False
+        # One for all stages: a signal that comes when a stage is done holds for those after it.
+        with StopRequest(record.folder if record else None) as stop:
+            for recipe, each in zip(left, evaluators, strict=True):
+                if recipe is not left[0] and _is_asked_to_stop(stop, recipe):
+                    return False
+                if len(recipes) > 1 and distributed.get_rank() == 0:
+                    say(f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps")
+                if not train(recipe, record, each, hooks, stop):
+                    return False
     return True
+
+
+def _is_asked_to_stop(stop: StopRequest, following: Recipe) -> bool:
+    """Return whether any rank received a stop signal, on every rank; rank 0 says so."""
+    asked: list[bool] = [False] * distributed.get_world_size()
+    is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
+    distributed.all_gather_object(asked, is_pending)
+    if any(asked) and distributed.get_rank() == 0:
+        name = Path(following.run_dir).name
+        say(f"asked to stop before stage {name}; the same command goes on with it")
+    return any(asked)
 
 
 def _are_left(recipes: Sequence[Recipe], names: Sequence[str]) -> list[bool]:
@@ -85,9 +102,10 @@ def _are_left(recipes: Sequence[Recipe], names: Sequence[str]) -> list[bool]:
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """By the newest whole checkpoint, of which the small files alone are read."""
-    newest = CheckpointStore(Path(recipe.run_dir)).latest()
-    if newest is None or read_manifest(newest).step != recipe.training.total_steps:
+    """By the newest whole checkpoint, of which the small files alone are read, and the metrics."""
+    run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
+    newest = CheckpointStore(run_dir).latest()
+    if newest is None or read_manifest(newest).step != steps:
         return False
     check_same_run(newest, read_recipe(newest), recipe)
-    return recipe.checkpoint.resume
+    return recipe.checkpoint.resume and not unrecorded_at(recipe, steps, run_dir)

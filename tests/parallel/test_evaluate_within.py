@@ -222,5 +222,7 @@ def test_numbers_that_are_none_have_no_value(folder, within, tmp_path, monkeypat
     overrides = [*SHORT, *ONE, within, f"run_dir={tmp_path / 'run'}"]
     recipe = load_recipe(folder / "tiny.yaml", overrides)
     assert train_stages([recipe], None, open_evaluators)
-    assert {name.split("/")[1] for name in values(tmp_path / "run")[1]} == {"loss", "recall"}
+    found = values(tmp_path / "run")[1]
+    assert {name.split("/")[1] for name in found} == {"loss", "recall", "needle"}
+    assert [name for name in found if "/needle/" in name] == ["eval/needle/without_values"]
     assert "suite needle has no values: of item 400/N=1" in "".join(capfd.readouterr())

@@ -1,5 +1,7 @@
 """A run as a list of stages, and a new run that starts with another's weights."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.training import training_stages as stages_module
+from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 from diffmegatron.training.training_stages import train_stages
@@ -105,6 +108,45 @@ def test_stages_follow_each_other(staged, tiny_recipe, tmp_path, capfd):
         f"weights of {first}/checkpoints/step_00000004; model.rope_theta 10000.0 -> 640000" in said
     )
     assert f"weights of {second}/checkpoints/step_00000003; model.rope_theta 640000.0 -> 1" in said
+
+
+class _SignalAtTheEnd(Hook):
+    """Sends this process SIGTERM when its first run is finished and saved."""
+
+    def __init__(self) -> None:
+        self._is_sent = False
+
+    def after_training(self, run):
+        if not self._is_sent:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._is_sent = True
+
+
+def test_a_stop_signal_at_the_end_of_a_stage_holds_for_the_next_one(staged, capfd):
+    stages = load_stages(staged)
+    assert not train_stages(stages, hooks=[_SignalAtTheEnd()])
+    assert not Path(stages[1].run_dir).exists()
+    said = capfd.readouterr().out
+    assert said.endswith("asked to stop before stage long; the same command goes on with it\n")
+    assert train_stages(stages)
+
+
+def test_a_stage_is_finished_when_its_last_evaluation_is_recorded(staged, capfd):
+    stages = load_stages(staged)
+    assert train_stages(stages)
+    metrics = Path(stages[0].run_dir) / "metrics.jsonl"
+    entries = read_metrics(metrics.parent)
+    recorded = {each["step"]: each["valid/loss"] for each in entries if "valid/loss" in each}
+    assert sorted(recorded) == [0, 4]
+    kept = [line for line in metrics.read_text().splitlines(True) if '"valid/loss"' not in line]
+    metrics.write_text("".join(kept))
+    capfd.readouterr()
+    assert train_stages(stages)
+    said = capfd.readouterr().out
+    assert "stage 1 of 2, short: 4 steps\n" in said and "held-out loss" in said
+    assert "stage 2 of 2, long: finished at step 3\n" in said
+    again = read_metrics(metrics.parent)
+    assert [each["valid/loss"] for each in again if "valid/loss" in each] == [recorded[4]]
 
 
 def test_a_mistake_in_a_stage_names_it(staged):

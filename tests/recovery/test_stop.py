@@ -6,31 +6,45 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.errors import UserError
+from diffmegatron.operations.status import examine
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring import evaluators
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.saving import saver
 from diffmegatron.training.trainer import train
 
-SHORT = ["training.steps=12", "training.eval_interval=6", "training.eval_batches=2"]
+SHORT = [
+    "training.steps=12",
+    "training.eval_interval=6",
+    "training.eval_batches=2",
+    "data.test_fraction=0.2",
+]
 
 
-def losses(run_dir: Path) -> list[tuple[float, float]]:
-    return [(e["step"], e["train/loss"]) for e in read_metrics(run_dir) if "train/loss" in e]
+def losses(run_dir: Path) -> list[tuple[str, float, float]]:
+    """Return every loss in ``metrics.jsonl``: its name, its step and its value, sorted."""
+    names = ("train/loss", "valid/loss", "test/loss")
+    entries = read_metrics(run_dir)
+    return sorted((name, e["step"], e[name]) for e in entries for name in names if name in e)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
-    """The losses of the run that nobody stopped."""
+    """The losses of the run that nobody stopped: 12 steps, evaluated at 0, 6 and 12."""
     from diffmegatron.config.load import load_recipe
     from tests.conftest import TINY
 
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
     train(load_recipe(folder / "tiny.yaml", SHORT))
-    return losses(folder / "run")
+    found = losses(folder / "run")
+    assert [step for name, step, _ in found if name == "valid/loss"] == [0, 6, 12]
+    assert [step for name, step, _ in found if name == "test/loss"] == [12]
+    return found
 
 
 def signalling(function, call: int, number: int):
@@ -46,18 +60,27 @@ def signalling(function, call: int, number: int):
     return wrapper
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize(
-    ("module", "name", "call", "stops_at"),
+    ("module", "name", "call", "stops_at", "left", "number"),
     [
-        (trainer, "forward_backward", 1, 1),  # the first step, which may compile
-        (trainer, "forward_backward", 5, 5),
-        (evaluators, "forward_only", 3, 6),  # the evaluation after step 6
-        (saver, "write_pieces", 1, 11),  # the save of step 10
+        # The first step, which may compile, by each signal.
+        (trainer, "forward_backward", 1, 1, "", signal.SIGTERM),
+        (trainer, "forward_backward", 1, 1, "", signal.SIGUSR1),
+        (trainer, "forward_backward", 1, 1, "", signal.SIGINT),
+        (trainer, "forward_backward", 5, 5, "", signal.SIGTERM),
+        (saver, "write_pieces", 1, 11, "", signal.SIGTERM),  # the save of step 10
+        # A step that is evaluated, and each evaluation, of two batches a loss.
+        (evaluators, "forward_only", 1, 0, "valid/loss", signal.SIGTERM),
+        (trainer, "forward_backward", 6, 6, "valid/loss", signal.SIGTERM),
+        (evaluators, "forward_only", 3, 6, "valid/loss", signal.SIGTERM),
+        (trainer, "forward_backward", 12, 12, "valid/loss, test/loss", signal.SIGTERM),
+        (evaluators, "forward_only", 5, 12, "valid/loss, test/loss", signal.SIGTERM),
+        (evaluators, "forward_only", 6, 12, "test/loss", signal.SIGTERM),
+        (evaluators, "forward_only", 7, 12, "test/loss", signal.SIGTERM),
     ],
 )
 def test_stopped_saved_and_resumed(
-    module, name, call, stops_at, number, tiny_recipe, monkeypatch, undisturbed
+    module, name, call, stops_at, left, number, tiny_recipe, monkeypatch, undisturbed, capfd
 ):
     handlers = signal.getsignal(number)
     recipe = tiny_recipe(*SHORT)
@@ -66,8 +89,53 @@ def test_stopped_saved_and_resumed(
         assert not train(recipe), "it says that it is not finished"
     assert signal.getsignal(number) is handlers, "handlers are as they were"
     assert CheckpointStore(Path(recipe.run_dir)).steps()[-1] == stops_at
+    said = f"saved step {stops_at}; the same command goes on from there"
+    assert f"{said}{f', first with {left}' if left else ''}\n" in capfd.readouterr().out
     assert train(recipe)
     assert losses(Path(recipe.run_dir)) == undisturbed
+
+
+def test_a_run_that_has_measured_all_is_finished_though_asked_to_stop(
+    tiny_recipe, monkeypatch, undisturbed
+):
+    recipe = tiny_recipe(*SHORT)
+    with monkeypatch.context() as patch:  # in the last batch of the last evaluation
+        last = signalling(evaluators.forward_only, 8, signal.SIGTERM)
+        patch.setattr(evaluators, "forward_only", last)
+        assert train(recipe)
+    assert losses(Path(recipe.run_dir)) == undisturbed
+
+
+def test_an_evaluation_is_resumed_by_what_is_recorded_and_stopped_again(
+    tiny_recipe, monkeypatch, undisturbed, capfd
+):
+    """As often as the evaluation of the last step is stopped, the same command goes on with it."""
+    recipe = tiny_recipe(*SHORT)
+    for call in (5, 1, 3):  # of each start: at valid/loss twice, then at test/loss
+        with monkeypatch.context() as patch:
+            stopped = signalling(evaluators.forward_only, call, signal.SIGTERM)
+            patch.setattr(evaluators, "forward_only", stopped)
+            assert not train(recipe)
+        stopped_at = examine(Path(recipe.run_dir))
+        left = "test/loss" if call == 3 else "valid/loss, test/loss"
+        assert f"unfinished, as {left} of the last step are not recorded" in stopped_at.state
+        assert stopped_at.exit_status == 1
+    assert "first with test/loss\n" in capfd.readouterr().out
+    assert train(recipe)
+    assert losses(Path(recipe.run_dir)) == undisturbed
+    assert examine(Path(recipe.run_dir)).state == "finished"
+
+
+def test_weights_found_unsound_after_a_restart_end_the_run(tiny_recipe, monkeypatch):
+    recipe = tiny_recipe(*SHORT)
+    with monkeypatch.context() as patch:
+        stopped = signalling(evaluators.forward_only, 5, signal.SIGTERM)
+        patch.setattr(evaluators, "forward_only", stopped)
+        assert not train(recipe)
+    original = evaluators.forward_only
+    monkeypatch.setattr(evaluators, "forward_only", lambda *each: original(*each) * torch.nan)
+    with pytest.raises(UserError, match="test loss is inf"):
+        train(recipe)
 
 
 def test_stops_in_time_before_the_end_of_a_slurm_job(tiny_recipe, monkeypatch, undisturbed):

@@ -44,30 +44,33 @@ def stopping_at_once(record: RankRecord) -> Iterator[None]:
 
 
 class StopRequest:
-    """Remembers that this rank was asked to stop; entered around a run, in the main thread.
+    """Remembers that this rank was asked to stop; entered around one run or several in a row.
+
+    It is entered in the main thread, which alone may handle signals.
 
     The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is remembered for the ranks to agree on at the
     next step. A second one ends the process at once, with the status a shell gives such a death.
     Rank 0 alone watches the time limit, for all ranks.
 
     Args:
-        margin_seconds: how long before the end of a Slurm job the run is to stop.
         folder: of the attempt; None: no job script has begun one.
     """
 
-    def __init__(self, margin_seconds: float, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         launch = read_launch()
         self._speaks = launch.rank == 0
         self._limit = TimeLimit(launch.job_end, folder) if launch.rank == 0 else None
-        self._margin_seconds = margin_seconds
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
-    @property
-    def pending(self) -> bool:
-        """Whether the run is to save and end."""
+    def is_pending(self, margin_seconds: float) -> bool:
+        """Return whether the run is to save and end.
+
+        Args:
+            margin_seconds: before the end of a Slurm job, from which on it is.
+        """
         return self._first is not None or (
-            self._limit is not None and self._limit.is_within(self._margin_seconds)
+            self._limit is not None and self._limit.is_within(margin_seconds)
         )
 
     def __enter__(self) -> Self:

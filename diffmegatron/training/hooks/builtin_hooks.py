@@ -9,7 +9,7 @@ from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.hooks.metrics_hook import MetricsHook
 from diffmegatron.training.hooks.profile_hook import ProfileHook
 from diffmegatron.training.hooks.save_hooks import BeginSaveHook, FinishSaveHook
-from diffmegatron.training.monitoring.evaluators import Evaluator, final_test_loss, held_out_loss
+from diffmegatron.training.monitoring.evaluators import Evaluator, split_losses
 
 
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
@@ -29,7 +29,7 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
         FinishSaveHook(),
         GuardHook(),
         MetricsHook(),
-        EvaluationHook([*held_out_loss(recipe), *evaluators], at_the_end=final_test_loss(recipe)),
+        EvaluationHook([*split_losses(recipe), *evaluators]),
         BeginSaveHook(),
         *([] if profile is None else [ProfileHook(profile)]),
     ]

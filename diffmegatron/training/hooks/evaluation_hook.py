@@ -1,54 +1,62 @@
-"""The held-out loss and the suites of ``training.evaluate``, where they are due."""
+"""The held-out losses and the suites of ``training.evaluate``, at the steps where they are due."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import distributed
 
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST, Evaluator, measure
+from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
+from diffmegatron.training.monitoring.evaluators import Evaluator, measure
 from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.run import Run
+
+_SAID = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
 
 class EvaluationHook(Hook):
     """Measures the network before the first step, every so many steps and after the last one.
 
+    A run that received a stop signal before an evaluation or during it resumes at that step, and
+    measures what is not recorded of it before anything else.
+
     Args:
-        evaluators: asked at each of these.
-        at_the_end: asked after the last step alone.
+        evaluators: all that may be due at a step.
     """
 
-    def __init__(
-        self, evaluators: Sequence[Evaluator], at_the_end: Sequence[Evaluator] = ()
-    ) -> None:
-        self._evaluators, self._at_the_end = evaluators, at_the_end
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        self._evaluators = evaluators
 
     def before_training(self, run: Run) -> None:
         """See :class:`Hook`."""
-        if run.step == 0:
-            self._evaluate(run, self._evaluators)
+        missing: list[Any] = [None]
+        if run.parallel_state.is_main:  # which alone writes and reads what is recorded
+            missing = [unrecorded_at(run.recipe, run.step, Path(run.recipe.run_dir))]
+        distributed.broadcast_object_list(missing, src=0)
+        self._evaluate(run, missing[0])
 
     def after_step(self, run: Run) -> None:
         """See :class:`Hook`."""
-        if run.is_finished:
-            self._evaluate(run, [*self._evaluators, *self._at_the_end])
-        else:
-            self._evaluate(run, [each for each in self._evaluators if run.step % each.every == 0])
+        self._evaluate(run, due_at(run.recipe, run.step))
 
-    def _evaluate(self, run: Run, due: Sequence[Evaluator]) -> None:
+    def _evaluate(self, run: Run, names: Collection[str]) -> None:
+        due = {each.name: each for each in self._evaluators if each.name in names}
+        run.unmeasured = tuple(due)
         if not due or run.stopping:
             return
         with run.pause():
-            values = measure(due, run.network, run.parallel_state, lambda: _goes_on(run))
+            found = measure(due.values(), run.network, run.parallel_state, lambda: _goes_on(run))
+        run.unmeasured = tuple(name for name in due if name not in found)
+        values = {name: value for each in found.values() for name, value in each.items()}
         run.write_metrics(values)
-        if TEST in values and run.parallel_state.is_main:
-            say(f"test loss {values[TEST]:.4f} at step {run.step}")
-        if HELD_OUT in values:
-            if run.parallel_state.is_main:
-                say(f"held-out loss {values[HELD_OUT]:.4f} at step {run.step}")
-            if not math.isfinite(values[HELD_OUT]):
-                run.unsound = f"held-out loss is {values[HELD_OUT]}"
+        for name, said in _SAID.items():
+            if name in values and run.parallel_state.is_main:
+                say(f"{said} {values[name]:.4f} at step {run.step}")
+            if not math.isfinite(values.get(name, 0.0)):
+                run.unsound = f"{said} is {values[name]}"
 
 
 def _goes_on(run: Run) -> bool:

@@ -10,7 +10,7 @@ class MetricsHook(Hook):
 
     def after_step(self, run: Run) -> None:
         """See :class:`Hook`."""
-        if run.step % run.recipe.training.log_interval and not run.is_finished:
+        if run.step % run.recipe.training.log_interval and not run.is_at_last_step:
             return
         speed = run.progress.tokens_per_second(run.step)
         values = run.values | {

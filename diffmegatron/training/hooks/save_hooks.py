@@ -35,9 +35,13 @@ class BeginSaveHook(Hook):
 
     def after_training(self, run: Run) -> None:
         """Save the last step unless it is saved, and wait until that counts."""
-        if run.saver.saved_step != run.step:
+        # An evaluation that was made after a restart can find what was saved to be unsound.
+        if run.saver.saved_step != run.step or run.unsound is not None:
             self._save_now(run)
         run.saver.wait()
+        if run.stopping and not run.is_finished and run.parallel_state.is_main:
+            first = f", first with {', '.join(run.unmeasured)}" if run.unmeasured else ""
+            say(f"asked to stop: saved step {run.step}; the same command goes on from there{first}")
 
     def _save_now(self, run: Run) -> None:
         with run.pause():
@@ -46,8 +50,6 @@ class BeginSaveHook(Hook):
             run.close_save()
             if run.saver.saved_step != run.step:
                 run.write_metrics(run.saver.save_now(run.position()))
-        if run.stopping and run.parallel_state.is_main:
-            say(f"asked to stop: saved step {run.step}; the same command goes on from there")
 
 
 def _check_sound(run: Run) -> None:

@@ -1,6 +1,6 @@
-"""What a run measures beside its training loss: held-out losses, and the suites it is given."""
+"""Measurements of a run beside its training loss: held-out losses and suites."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 
 from diffmegatron.config.schema import Recipe
@@ -10,6 +10,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.compute.step import forward_only
+from diffmegatron.training.monitoring.due import HELD_OUT, TEST
 
 Values = dict[str, float]
 
@@ -18,10 +19,10 @@ class Evaluator(Protocol):
     """Measures a network that is being trained, and changes nothing of it.
 
     Attributes:
-        every: how many steps.
+        name: of its metric, or the beginning of the names of its metrics, such as ``eval/recall``.
     """
 
-    every: int
+    name: str
 
     def measure(
         self, network: Network, parallel_state: ParallelState
@@ -29,12 +30,10 @@ class Evaluator(Protocol):
         """In parts of a forward pass or a few, which are the same on every rank.
 
         Returns:
-            Values by the names of metrics.
+            Values by the names of metrics, one at least.
         """
 
 
-HELD_OUT = "valid/loss"
-TEST = "test/loss"
 # From a recipe, before anything of it runs.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
@@ -42,9 +41,9 @@ OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 class _SplitLoss:
     """Mean loss over the first global batches of the documents of a split."""
 
-    def __init__(self, recipe: Recipe, split: Split, name: str, every: int) -> None:
-        self.every = every
-        self._recipe, self._split, self._name = recipe, split, name
+    def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
+        self.name = name
+        self._recipe, self._split = recipe, split
 
     def measure(
         self, network: Network, parallel_state: ParallelState
@@ -63,31 +62,21 @@ class _SplitLoss:
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
-        return {self._name: sum(losses) / len(losses)}
+        return {self.name: sum(losses) / len(losses)}
 
 
-def held_out_loss(recipe: Recipe) -> list[Evaluator]:
-    """What measures it, where the recipe asks for any."""
-    training = recipe.training
-    every = training.eval_interval
-    return [_SplitLoss(recipe, "validation", HELD_OUT, every)] if training.eval_batches else []
-
-
-def final_test_loss(recipe: Recipe) -> list[Evaluator]:
-    """What measures the loss of the test documents after the last step, where there are any."""
-    training = recipe.training
-    if not training.eval_batches or not recipe.data.test_fraction:
-        return []
-    return [_SplitLoss(recipe, "test", TEST, training.total_steps)]
+def split_losses(recipe: Recipe) -> list[Evaluator]:
+    """Return the evaluators of the held-out splits. Those of a recipe without any never are due."""
+    return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
 
 def measure(
-    due: Sequence[Evaluator],
+    due: Iterable[Evaluator],
     network: Network,
     parallel_state: ParallelState,
     goes_on: Callable[[], bool],
-) -> Values:
-    """The values of evaluators, up to one that is broken off.
+) -> dict[str, Values]:
+    """Return the values of evaluators by the evaluators' names, up to one that is broken off.
 
     Args:
         due: the evaluators.
@@ -95,7 +84,7 @@ def measure(
         parallel_state: where it stands.
         goes_on: asked after every part; the same on all ranks.
     """
-    found: Values = {}
+    found: dict[str, Values] = {}
     network.eval()
     try:
         for evaluator in due:
@@ -104,7 +93,7 @@ def measure(
                 try:
                     next(parts)
                 except StopIteration as end:
-                    found |= end.value
+                    found[evaluator.name] = end.value
                     parts = None
                 if not goes_on():
                     return found

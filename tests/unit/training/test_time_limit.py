@@ -49,4 +49,4 @@ def test_rank_0_watches_the_limit_for_all(rank, tmp_path, monkeypatch):
     launcher = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
     for name, value in (launcher | {"SLURM_JOB_END_TIME": str(time.time() + 9999)}).items():
         monkeypatch.setenv(name, value)
-    assert StopRequest(300, tmp_path).pending == (rank == 0)
+    assert StopRequest(tmp_path).is_pending(300) == (rank == 0)
