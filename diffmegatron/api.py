@@ -46,7 +46,7 @@ def train(
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
-            the run, ``run_dir`` was removed or the last save failed.
+            the run, ``run_dir`` was moved or removed, or the last save failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()

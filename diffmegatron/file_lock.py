@@ -65,9 +65,11 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # removed with its folder, or the folder is not empty
-            self._path.unlink()
-            if self._made:
-                self._path.parent.rmdir()
+            # The folder may have been moved: another process holds the lock in the new one.
+            if self._is_in_place():
+                self._path.unlink()
+                if self._made:
+                    self._path.parent.rmdir()
         os.close(self._descriptor)
 
     def _open(self) -> int:
@@ -101,11 +103,15 @@ class FileLock:
             )
             return True
         # The one before may have removed the file between our opening and our locking it.
-        try:
-            if os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
-                return True
-        except FileNotFoundError:
-            pass
+        if self._is_in_place():
+            return True
         os.close(self._descriptor)
         self._descriptor = self._open()
         return False
+
+    def _is_in_place(self) -> bool:
+        """Return whether the path leads to the file that this process has opened."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False

@@ -5,13 +5,14 @@ files (JSON, YAML) are read by this module alone, so that what a size, a kind of
 nesting may be is decided here, once.
 """
 
+import errno
 import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
@@ -159,6 +160,37 @@ def write_durably(path: Path, content: bytes) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+class HeldFolder:
+    """A context that keeps a folder open, to tell it from another one that takes its place.
+
+    A number of a removed folder that nobody holds open may be given to the next folder.
+
+    Args:
+        path: of the folder; links are followed.
+
+    Raises:
+        OSError: on entering; the folder cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to the folder; true where the disk cannot tell."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        except OSError as error:
+            # ESTALE: a file server has removed one of them.
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def sync_folder(folder: Path) -> None:

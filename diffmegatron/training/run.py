@@ -14,7 +14,7 @@ from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import rotary_changes
 from diffmegatron.data.loader import Batch
-from diffmegatron.files import write_durably
+from diffmegatron.files import HeldFolder, write_durably
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Guard, StepDecision
@@ -86,7 +86,12 @@ class Run:
         self.unmeasured: tuple[str, ...] = ()
         self.unsound: str | None = None
         saved_step = None if start is None else self.step
-        self.saver = Saver(self.store, self.engine, self.shards, recipe, parallel_state, saved_step)
+        held = None
+        if parallel_state.is_main:
+            held = exits.enter_context(HeldFolder(Path(recipe.run_dir)))
+        self.saver = Saver(
+            self.store, self.engine, self.shards, recipe, parallel_state, saved_step, held
+        )
         self.loader = exits.enter_context(
             open_loader(recipe, parallel_state, "train", position.data)
         )

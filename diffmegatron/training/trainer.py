@@ -50,8 +50,8 @@ def train(
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit, wandb is asked for
-            and not installed, the guard stopped the run, ``run_dir`` was removed or the last save
-            failed.
+            and not installed, the guard stopped the run, ``run_dir`` was moved or removed, or the
+            last save failed.
     """
     hooks = [*builtin_hooks(recipe, evaluators), *hooks]
     launch, record = read_launch(), record or RankRecord()

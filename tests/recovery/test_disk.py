@@ -131,24 +131,65 @@ def test_a_full_disk_loses_nothing_of_the_metrics_and_ends_nothing(
     assert losses(run) == losses(finished / "run")
 
 
-@pytest.mark.parametrize("then", ["removed", "replaced by a file"])
-@pytest.mark.parametrize("call", [2, 6, 11], ids=["before any save", "between", "before the last"])
-def test_a_run_whose_run_dir_goes_ends_at_its_next_save(call, then, tiny_recipe, monkeypatch):
+def remove(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def replace_by_a_file(run: Path) -> None:
+    shutil.rmtree(run)
+    run.write_text("")
+
+
+def remove_and_make(run: Path) -> None:
+    """The new folder may get the number of the old one."""
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+def move_and_make(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+    run.mkdir()
+    (run / "lock").write_text("another run's")
+
+
+@pytest.mark.parametrize(
+    ("go", "call"),
+    [
+        (remove, 2),  # before any save
+        (remove, 6),  # between two
+        (remove, 11),  # before the last
+        (replace_by_a_file, 6),
+        (remove_and_make, 6),
+        (move_and_make, 2),
+        (move_and_make, 11),
+    ],
+)
+def test_a_run_whose_run_dir_goes_ends_at_its_next_save(go, call, tiny_recipe, monkeypatch):
+    recipe = tiny_recipe(*SHORT)
+    run = Path(recipe.run_dir)
+    interrupted(monkeypatch, **{f"call_{call}": lambda: go(run)})
+    step = min(s for s in (4, 8, 12) if s >= call)
+    said = f"^run_dir {run} was moved, removed .*; step {step} could not be saved; put it back"
+    with pytest.raises(UserError, match=said):
+        train(recipe)
+    assert not (run / "checkpoints").exists()
+    if go is move_and_make:
+        assert (run / "lock").read_text() == "another run's", "the lock of a run in the new folder"
+        assert CheckpointStore(run.with_name("moved")).steps() == [s for s in (4, 8) if s < call]
+
+
+def test_a_run_whose_run_dir_moves_and_comes_back_goes_on(tiny_recipe, finished, monkeypatch):
+    """As where a folder is moved to another disk that a link leads to, before anything is saved."""
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
 
     def go():
-        shutil.rmtree(run)
-        if then == "replaced by a file":
-            run.write_text("")
+        run.rename(run.with_name("elsewhere"))
+        run.symlink_to("elsewhere")
 
-    interrupted(monkeypatch, **{f"call_{call}": go})
-    step = min(s for s in (4, 8, 12) if s >= call)
-    with pytest.raises(
-        UserError, match=f"^run_dir {run} is no folder any more; step {step} could not be saved$"
-    ):
-        train(recipe)
-    assert run.is_file() if then == "replaced by a file" else not run.exists()
+    interrupted(monkeypatch, call_6=go)
+    assert train(recipe)
+    assert losses(run) == losses(finished / "run")
 
 
 def test_files_that_a_run_can_do_without(tiny_recipe, finished, tmp_path, caplog):

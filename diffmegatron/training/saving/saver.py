@@ -11,7 +11,6 @@ back to.
 import errno
 import logging
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
 from diffmegatron.checkpoint.sharded import write_pieces
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import HeldFolder, shown
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
@@ -43,6 +42,15 @@ _RETRIES = 2
 class Saver:
     """One rank's part in the saves of a run. Every method is called by all ranks alike.
 
+    Args:
+        store: of the run.
+        engine: the optimizer.
+        shards: of its parameters.
+        recipe: of the run.
+        parallel_state: the ranks.
+        saved_step: of the checkpoint that the run resumes from; None: it is new.
+        run_dir: the folder in which the run began, on rank 0; None on the others.
+
     Attributes:
         saved_step: of the newest checkpoint known to count; None: there is none.
     """
@@ -55,9 +63,10 @@ class Saver:
         recipe: Recipe,
         parallel_state: ParallelState,
         saved_step: int | None,
+        run_dir: HeldFolder | None,
     ) -> None:
         self.saved_step = saved_step
-        self._store, self._engine, self._shards = store, engine, shards
+        self._store, self._engine, self._shards, self._run_dir = store, engine, shards, run_dir
         self._recipe, self._parallel_state = recipe, parallel_state
         self._copy = HostCopy()
         self._write: _Write | None = None
@@ -97,11 +106,11 @@ class Saver:
         """Begin to save; returns metrics when it has failed already.
 
         Raises:
-            UserError: ``run_dir`` was removed. Made again it would have none of what was saved, and
-                no lock.
+            UserError: ``run_dir`` was moved or removed. A new folder of its name has none of what
+                was saved, and no lock.
         """
         assert not self.is_open
-        self._all(self._check_run_dir, position.step, only=self._parallel_state.is_main)
+        self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
         self._started = time.perf_counter()
         self._position, self._sound = position, False
         try:
@@ -193,16 +202,12 @@ class Saver:
                 raise UserError(self._problem)
 
     def _check_run_dir(self, step: int) -> None:
-        run_dir = self._store.directory.parent
-        try:
-            is_there = stat.S_ISDIR(run_dir.stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            is_there = False
-        except OSError:
-            return  # a disk that fails for now: so does this save, and is tried again
-        if not is_there:
+        # Where a disk fails for now this save fails too, and is tried again.
+        if self._run_dir is not None and not self._run_dir.is_in_place():
+            run_dir = self._store.directory.parent
             raise UserError(
-                f"run_dir {shown(run_dir)} is no folder any more; step {step} could not be saved"
+                f"run_dir {shown(run_dir)} was moved, removed or replaced while the run was in it; "
+                f"step {step} could not be saved; put it back and start the run again"
             )
 
     def _fail(self, position: Position, problem: str) -> dict[str, float]:
