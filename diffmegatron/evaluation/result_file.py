@@ -1,8 +1,14 @@
-"""The results of a suite on a target: a file with a line per item, which a restart goes on from."""
+"""The results of a suite on a target: a file with a line per item, which a restart goes on from.
+
+Every line ends with a checksum of what is before it: a digit that a disk or an editor changed is
+still JSON, and would give other results without a word.
+"""
 
 import hashlib
 import json
 import os
+import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +23,7 @@ from diffmegatron.files import clipped, create_file, parse_json, read_bytes, rea
 # Instead of an item's record: where the model gave what is no number.
 NOT_FINITE = "not_finite"
 _MAX_BYTES = 1 << 34
+_SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 
 @dataclass
@@ -52,7 +59,7 @@ class RecordFile:
     """A context that appends records; those of an earlier process are :attr:`records` already.
 
     The first line says what was asked of which weights. A last line that was not finished is
-    dropped.
+    dropped. A line whose checksum is not its own is refused.
 
     Args:
         path: of the file; made where missing.
@@ -71,7 +78,7 @@ class RecordFile:
             if not os.path.lexists(path) or not path.stat().st_size:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with create_file(path) as stream:
-                    stream.write(_line(header))
+                    stream.write(sealed_line(header))
             self._stream = path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
@@ -98,7 +105,7 @@ class RecordFile:
             UserError: it cannot be written.
         """
         line = {"item": key} | record
-        content = memoryview(_line(line))
+        content = memoryview(sealed_line(line))
         try:
             while content:
                 content = content[self._stream.write(content) :]
@@ -126,10 +133,16 @@ class RecordFile:
 
     def _parsed(self, number: int, line: bytes) -> _Line:
         place = f"{shown(self._path)} at line {number}"
-        return _Line(parse_json(line, Record, place), place)
+        sealed = _SEALED.fullmatch(line)
+        if sealed is None or sealed[2] != _checksum(sealed[1]):
+            raise UserError(
+                f"{place} is not as it was written: its checksum is another or missing; remove "
+                "the file to measure again"
+            )
+        return _Line(parse_json(sealed[1] + b"}", Record, place), place)
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
-        asked = json.loads(_line(header))
+        asked = json.loads(_json(header))
         if asked != found:
             wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
             raise UserError(
@@ -245,6 +258,20 @@ def digest(items: Sequence[Item]) -> str:
     return found.hexdigest()
 
 
-def _line(entry: dict[str, Any]) -> bytes:
+def sealed_line(entry: dict[str, Any]) -> bytes:
+    """Return an entry as a line of JSON whose last key is the CRC-32 of the bytes before that key.
+
+    Args:
+        entry: not empty, without a key ``crc32``.
+    """
+    content = _json(entry).removesuffix(b"}")
+    return content + b', "crc32": "%s"}\n' % _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(content)
+
+
+def _json(entry: dict[str, Any]) -> bytes:
     # A NaN would be no JSON: it is an error of the suite that gives it.
-    return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()

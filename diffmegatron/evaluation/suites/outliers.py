@@ -204,4 +204,12 @@ def _packed(counts: np.ndarray) -> str:
 
 
 def _unpacked(text: str) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
+    """Return the int64 counts [bins] that :func:`_packed` wrote.
+
+    Raises:
+        ValueError: the text is not what it writes.
+    """
+    try:
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
+    except zlib.error as error:
+        raise ValueError(f"its counts cannot be unpacked: {error}") from None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.result_file import RecordFile
+from diffmegatron.evaluation.result_file import RecordFile, sealed_line
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
@@ -274,8 +275,44 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
     with pytest.raises(UserError, match="damaged at line 8"):
         measure("plain")
     file.write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
-    with pytest.raises(UserError, match="at line 2 is damaged"):
+    with pytest.raises(UserError, match="at line 2 is not as it was written"):
         measure("plain")
+
+
+def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
+    """Any byte of the file: a sentence, or, where a line lost its end, an item without a record."""
+    header, records = {"suite": "x", "items": "y"}, [{"v": 0.125}, {"v": "ä"}]
+    path = tmp_path / "file.jsonl"
+    with RecordFile(path, header) as file:
+        for number, record in enumerate(records):
+            file.add(str(number), record)
+        written = file.records
+    content, draw = path.read_bytes(), random.Random(0)
+    for place, byte in enumerate(content):
+        for changed in {byte ^ (1 << draw.randrange(8)), ord("7")} - {byte}:
+            path.write_bytes(content[:place] + bytes([changed]) + content[place + 1 :])
+            try:
+                with RecordFile(path, header) as file:
+                    found = file.records
+            except UserError as error:
+                assert "is not as it was written" in str(error)
+            else:
+                assert place == len(content) - 1, "the end of the last line"
+                assert found == {"0": written["0"]}
+
+
+@pytest.mark.parametrize("line", [0, 3])
+def test_a_changed_digit_of_a_result_ends_in_a_sentence(line, measure, tmp_path):
+    measure("plain")
+    file = tmp_path / "out/loss/plain.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    # A line that an earlier version wrote has no checksum.
+    changed = re.sub(r"\d(?=\D*$)", lambda found: str((int(found[0]) + 1) % 10), lines[line])
+    for other in (changed, re.sub(', "crc32": .*', "}", lines[line])):
+        assert other != lines[line]
+        file.write_text("".join([*lines[:line], other, *lines[line + 1 :]]))
+        with pytest.raises(UserError, match=rf"at line {line + 1} is not as it was written"):
+            measure("plain")
 
 
 @pytest.mark.parametrize(
@@ -293,8 +330,9 @@ def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
     file = tmp_path / "out/loss/plain.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     record = json.loads(lines[2])
+    del record["crc32"]
     change(record)
-    file.write_text("".join([*lines[:2], json.dumps(record) + "\n", *lines[3:5]]))
+    file.write_text("".join([*lines[:2], sealed_line(record).decode(), *lines[3:5]]))
     asked = []
     monkeypatch.setattr(Loss, "score", lambda *given: asked.append(given))
     with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is no record .*{said}"):
