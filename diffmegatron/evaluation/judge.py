@@ -5,10 +5,13 @@ import http.client
 import json
 import os
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +90,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
         model: its name there.
         key: the environment variable that may have the key.
         tokens: of an answer at most.
-        seconds: that it may take.
+        seconds: for a whole answer of an address, from the question to its last byte.
 
     Raises:
         UserError: the folder is no model, or the address or the key is not valid.
@@ -206,8 +209,7 @@ class _Endpoint(Judge):
     def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
         """The answer; or what is wrong, and whether that may pass."""
         try:
-            with self._opener.open(request, timeout=self._seconds) as response:
-                content = response.read(_MAX_BYTES)
+            content = _within(self._seconds, lambda: self._read(request))
         except urllib.error.HTTPError as error:
             error.close()
             passing = error.code == _TOO_MANY_REQUESTS or error.code >= _SERVER_ERRORS
@@ -224,3 +226,40 @@ class _Endpoint(Judge):
         except UserError:
             return None, "answers with what is no chat completion", False
         return found.choices[0].message.content or "", "", False
+
+    def _read(self, request: urllib.request.Request) -> bytes:
+        """Return the body of the response, of 4 MiB at most.
+
+        Raises:
+            TimeoutError: it is not there in time.
+        """
+        deadline = time.monotonic() + self._seconds
+        pieces, left = [], _MAX_BYTES
+        with self._opener.open(request, timeout=self._seconds) as response:
+            while left and (piece := response.read1(left)):
+                pieces.append(piece)
+                left -= len(piece)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        return b"".join(pieces)
+
+
+def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
+    """Return what a function returns, if it does so in time.
+
+    The limit of a socket is one for each read, which an answer that trickles in never reaches, in
+    its headers or in its body. So a thread reads, and is left to itself when the time is up.
+
+    Raises:
+        TimeoutError: the time is up.
+    """
+    found: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(read())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="judge", daemon=True).start()
+    return found.result(timeout=seconds)

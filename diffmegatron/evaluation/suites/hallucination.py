@@ -85,7 +85,9 @@ class Hallucination(Suite):
         default="OPENAI_API_KEY", description="the environment variable that may have the key"
     )
     judge_tokens: Size = 512
-    judge_seconds: Annotated[float, Field(gt=0)] = 120.0
+    judge_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        default=120.0, description="for a whole answer of a URL"
+    )
 
     def check(self, target: Target) -> None:
         """The data and the judge are there, an address aside that does not answer yet."""

@@ -4,9 +4,12 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pyarrow
 import pyarrow.parquet
@@ -286,6 +289,31 @@ def test_an_address_judges_and_its_verdicts_count(endpoint, measure, tmp_path):
     # Nothing that is kept has the key.
     for file in (tmp_path / "out").rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize("trickling", ["headers", "body"])
+def test_an_answer_that_trickles_in_is_not_waited_for(trickling, monkeypatch):
+    """A byte every 0.02 seconds, 3 seconds or more in all; a read takes no longer than a byte."""
+    monkeypatch.setattr(judges, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    body = json.dumps({"choices": [{"message": {"content": "late" + " " * 150}}]}).encode()
+    headers = b"HTTP/1.0 200 OK\r\nX-Long: " + b"x" * 150 + b"\r\n\r\n"
+    at_once, slowly = (b"", headers + body) if trickling == "headers" else (headers, body)
+
+    class Trickle(StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(at_once)
+            with suppress(OSError):  # the client has gone
+                for byte in slowly:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.02)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Trickle) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        judge = open_judge(f"http://127.0.0.1:{server.server_address[1]}", "m", "NO_KEY", 16, 0.3)
+        with pytest.raises(UserError, match=r"does not answer within 0\.3 seconds"):
+            judge.ask("?")
+        server.shutdown()
 
 
 def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
