@@ -169,7 +169,6 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
         network = build_model(recipe, parallel_state, initial_weights=False).to("meta")
         stage = network.virtual_stages[0]
         stage.config.bias_activation_fusion = True
-        stage.rotary_pos_emb.inv_freq = stage.rotary_pos_emb.inv_freq.to("meta")
         shape = (training.micro_batch_size, training.seq_length)
         tokens = torch.zeros(shape, dtype=torch.long, device="meta")
         with Work() as work, _stand_ins(work), instead or nullcontext():

@@ -10,6 +10,7 @@ from hypothesis import settings
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.prepare.prepare import prepare
+from tests.deprecations import raise_on_deprecations
 
 TINY = """
 run_dir: {run_dir}
@@ -38,6 +39,8 @@ optimizer:
 checkpoint:
   interval: 10
 """
+
+raise_on_deprecations()
 
 # A deadline would test the machine and what else runs on it.
 settings.register_profile("untimed", deadline=None)

@@ -22,6 +22,7 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from diffmegatron.optim.zero import import_deepspeed
+from tests.deprecations import raise_on_deprecations
 from tests.paths import ROOT
 
 
@@ -63,6 +64,7 @@ def main() -> None:
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
     import_deepspeed()
+    raise_on_deprecations()
     # What was imported is neither looked through nor copied by the ranks' collections.
     gc.freeze()
     for call in json.loads(calls):

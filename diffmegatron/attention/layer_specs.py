@@ -9,10 +9,12 @@ from typing import Literal, TypeAlias
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -149,7 +151,26 @@ def _self_attention(
     )
 
 
-def _mlp(column_linear: Linear, row_linear: Linear) -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
-    )
+def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
+    """Megatron-core's MLP of these projections, as a class.
+
+    A layer builds a class alike in every version. Of a spec 0.16 knows the module by name and 0.19
+    warns of it.
+    """
+
+    class ProjectedMLP(MLP):
+        def __init__(
+            self,
+            config: TransformerConfig,
+            pg_collection: ProcessGroupCollection | None = None,
+            **_: object,
+        ) -> None:
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
+            super().__init__(
+                config,
+                MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear),
+                ffn_hidden_size=config.ffn_hidden_size,
+                tp_group=groups.tp,
+            )
+
+    return ProjectedMLP

@@ -1,13 +1,9 @@
-"""A recipe's network as Megatron-core's GPTModel, on this rank's stage."""
+"""A recipe's network, of Megatron-core's parts, on this rank's stage."""
 
 import math
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
@@ -118,7 +114,6 @@ def _build_virtual_stage(
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
-    virtual_stage = number if stages > 1 else None
     spec = layer_spec(
         model.attention,
         host,
@@ -126,23 +121,20 @@ def _build_virtual_stage(
         context_communication(recipe),
         model.lora,
     )
+    layers = model.num_layers // (parallel_state.pipeline_size * stages)
     return VirtualStage(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage),
-            layer_norm=final_norm(host),
-        ),
+        config,
+        [spec] * layers,
+        final_norm(host),
         vocab_size=model.vocab_size,
-        max_sequence_length=recipe.training.seq_length,
+        vocab_padding=model.vocab_padding,
+        rope_theta=model.rope_theta,
+        rope_scaling=model.rope_scaling,
+        loss_chunk=recipe.training.loss_chunk,
+        tied_embeddings=model.tied_embeddings,
         pre_process=parallel_state.is_first_stage and number == 0,
         post_process=parallel_state.is_last_stage and number == stages - 1,
-        share_embeddings_and_output_weights=model.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=model.rope_theta,
-        vp_stage=virtual_stage,
-        loss_chunk=recipe.training.loss_chunk,
-        rope_scaling=model.rope_scaling,
-        vocab_padding=model.vocab_padding,
+        vp_stage=number if stages > 1 else None,
     )
 
 

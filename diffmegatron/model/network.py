@@ -1,39 +1,163 @@
 """The network of one pipeline rank: its layers, in one stage or several that are interleaved."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache, partial
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.rope_config import RopeScaling
-from diffmegatron.model.language_model_loss import LanguageModel
-from diffmegatron.model.rope import scaled_frequencies
+from diffmegatron.model.decoder import Decoder
+from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
+from diffmegatron.model.rope import rotary_angles
 
 
-class VirtualStage(LanguageModel):
+class VirtualStage(LanguageModule):
     """Consecutive layers of the network, with the embedding or the output layer at its ends.
 
-    Without interleaving it is the whole pipeline stage, without a pipeline the whole network.
+    Without interleaving it is the whole pipeline stage, without a pipeline the whole network. Its
+    parts are Megatron-core's, and so are the names of its public attributes: Megatron-core's
+    schedules, and the sharded state of tied embeddings, read them
+    (tests/unit/model/test_megatron_attributes.py lists them).
+
+    Args:
+        config: sizes, layout and recomputation.
+        layer_specs: one for each layer of this virtual stage, in order.
+        final_norm: class of the norm after the network's last layer.
+        vocab_size: rows of the embedding and of the output layer, on all ranks together.
+        vocab_padding: rows at the end of the output layer that stand for no token.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: of the rotary frequencies.
+        loss_chunk: positions whose logits exist at a time; None: all.
+        tied_embeddings: whether the output layer has the embedding's weight.
+        pre_process: whether this is the first virtual stage, which embeds.
+        post_process: whether this is the last virtual stage, which has the loss.
+        vp_stage: number of the virtual stage on this rank; None without interleaving.
     """
 
-    def __init__(self, *args: object, rope_scaling: RopeScaling | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if rope_scaling is not None:
-            rotary = self.rotary_pos_emb
-            rotary.inv_freq = scaled_frequencies(rotary.inv_freq, rope_scaling)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_specs: Sequence[ModuleSpec],
+        final_norm: type,
+        *,
+        vocab_size: int,
+        vocab_padding: int = 0,
+        rope_theta: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        loss_chunk: int | None = None,
+        tied_embeddings: bool = False,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.model_type, self.vp_stage = ModelType.encoder_or_decoder, vp_stage
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = tied_embeddings
+        self.words, self.loss_chunk = vocab_size - vocab_padding, loss_chunk
+        self._angles = cache(
+            partial(
+                rotary_angles,
+                width=config.kv_channels,
+                theta=rope_theta,
+                scaling=rope_scaling,
+                group=self.cp_group,
+            )
+        )
+        self._received: Tensor | None = None
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                vocab_size,
+                # Of learned positions, which rotary ones replace.
+                max_sequence_length=0,
+                position_embedding_type="rope",
+                tp_group=self.tp_group,
+            )
+        self.decoder = Decoder(
+            config,
+            layer_specs,
+            final_norm if post_process else None,
+            self.pg_collection,
+            vp_stage,
+        )
+        if post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=pre_process and tied_embeddings,
+                tp_group=self.tp_group,
+            )
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        """Take the hidden states of the stage before, which Megatron-core's schedules hand over."""
+        (self._received,) = received
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        attention_mask: None,
+        labels: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Megatron's calling convention; positions count from each row's first token.
+
+        Returns:
+            Hidden states [s, b, hidden size] of a virtual stage before the last; else the loss of
+            each token [b, s] in float32, or without labels this rank's share of the logits
+            [b, s, v].
+        """
+        hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
+        assert hidden is not None
+        length = tokens.shape[1] * self.cp_group.size()
+        angles = self._angles(length, device=hidden.device)
+        hidden = self.decoder(hidden, angles, packed_seq_params)
+        if not self.post_process:
+            return hidden
+        if labels is None:
+            return self._logits(hidden).transpose(0, 1).contiguous()
+        if self.loss_chunk is None:
+            return self._losses(labels, hidden)
+        return chunked_losses(self._losses, labels, hidden, self.loss_chunk)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """This rank's share, [s, b, v]."""
+        shares = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shares else None
+        logits: Tensor = self.output_layer(hidden, weight=weight)[0]
+        return logits
+
+    def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
+        logits, megatrons = self._logits(hidden), self.compute_language_model_loss
+        return cross_entropy(megatrons, labels, logits, self.tp_group, self._used(logits.shape[-1]))
+
+    def _used(self, share: int) -> int:
+        """Return how many of this rank's ``share`` rows of the output layer stand for words."""
+        return min(max(self.words - self.tp_group.rank() * share, 0), share)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
         """Ids int64 [b, s] from this rank's share of the logits [b, s, v], the same on every rank.
 
         Rows that pad the vocabulary are none; -1 is given where a logit is not finite.
         """
-        group, share = self.pg_collection.tp, logits.shape[-1]
-        first = group.rank() * share
-        used = min(max(self.vocab_size - self.vocab_padding - first, 0), share)
+        group, share = self.tp_group, logits.shape[-1]
+        first, used = group.rank() * share, self._used(share)
         bad = ~logits[..., :used].isfinite().all(-1)
         padded = torch.arange(share, device=logits.device) >= used
         value, place = logits.float().masked_fill(padded, -torch.inf).max(-1)

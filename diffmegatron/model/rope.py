@@ -1,11 +1,42 @@
-"""The frequencies of rotary embeddings, scaled as a recipe says."""
+"""The angles of rotary embeddings, and their frequencies, scaled as a recipe says."""
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from diffmegatron.attention.context_parallel.zigzag import shard_sequence
 from diffmegatron.config.rope_config import RopeScaling
+
+
+def rotary_angles(
+    length: int,
+    width: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    group: distributed.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Return the angles of the positions that this context-parallel rank holds.
+
+    Args:
+        length: positions of the whole sequence.
+        width: channels of a head, d.
+        theta: base of the frequencies.
+        scaling: of the frequencies.
+        group: context-parallel ranks.
+        device: of the result.
+
+    Returns:
+        Float32 [s, 1, 1, d] in radians, the second half of d as the first.
+    """
+    channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (theta ** (channels / width))
+    if scaling is not None:
+        frequencies = scaled_frequencies(frequencies, scaling)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+    whole = torch.cat((angles, angles), dim=-1)[:, None, None]
+    return shard_sequence(whole, 0, group.rank(), group.size())
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

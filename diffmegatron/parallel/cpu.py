@@ -24,7 +24,6 @@ def without_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
@@ -39,7 +38,6 @@ def without_cuda() -> Iterator[None]:
             (torch.cuda, "stream", lambda *_: nullcontext()),
             (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
             (schedules, "torch", _TorchOnCpu()),
-            (rope_utils, "torch", _TorchOnCpu()),
             # Megatron's tracker of model-parallel random states keeps the CPU's instead.
             (torch.cuda, "manual_seed", torch.manual_seed),
             (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),

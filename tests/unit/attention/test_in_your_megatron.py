@@ -1,4 +1,4 @@
-"""The code of docs/in_your_megatron.md, as it stands there: a plain GPTModel that trains."""
+"""The code of docs/in_your_megatron.md, as it stands there: a network that trains."""
 
 import math
 import re
