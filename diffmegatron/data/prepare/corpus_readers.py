@@ -199,7 +199,11 @@ def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> It
 
 
 def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    with open_file(file.path) as stream, pyarrow.parquet.ParquetFile(stream) as table:
+    with (
+        open_file(file.path) as stream,
+        # Pages without a checksum are read as they are.
+        pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as table,
+    ):
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -127,6 +128,33 @@ def test_a_row_group_that_is_damaged_refuses_the_corpus(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"in\.parquet cannot be read beyond document \d+: "):
         run(path, tmp_path / "out", max_reject_share=1.0)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_a_page_with_another_checksum_refuses_the_corpus(tmp_path: Path, compression: str) -> None:
+    """Where the writer gave pages checksums, no flipped bit of them gives another text."""
+    path, draw = tmp_path / "in.parquet", random.Random(0)
+    table = pyarrow.table({"text": [*TEXTS, *(draw.randbytes(40).hex() for _ in range(200))]})
+    pyarrow.parquet.write_table(table, path, compression=compression, write_page_checksum=True)
+    content = path.read_bytes()
+    # The footer, whose length is before the last magic bytes, has no checksum.
+    end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+
+    def texts() -> list[object]:
+        (file,) = find_files([path], "*")
+        return [record.payload["text"] for record in read_records(file, ("text",), 1 << 20)]
+
+    whole, refused = texts(), 0
+    for _ in range(60):
+        place = draw.randrange(4, end)
+        flipped = content[place] ^ (1 << draw.randrange(8))
+        path.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+        try:
+            assert texts() == whole
+        except UserError as error:
+            assert "cannot be read beyond document" in str(error)
+            refused += 1
+    assert refused > 50, "the others are in what a page says of itself and nobody reads"
 
 
 def test_one_row_that_python_cannot_hold_is_one_reject(tmp_path: Path) -> None:
