@@ -42,9 +42,11 @@ class Model:
         register()
         transformers_logging.disable_progress_bar()
         is_gpu, folder = torch.cuda.is_available(), self.target.folder
+        config = self.target.config
         try:
             network, report = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=config,
                 dtype="auto" if is_gpu else torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,

@@ -14,7 +14,7 @@ from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown
-from diffmegatron.hf.modeling import register
+from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.section import MAX_SIZE
 
 # What a field of config.json must be where it stands, for the networks here have nothing else.
@@ -24,8 +24,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
     "sliding_window": (None,),
+    "is_causal": (True, None),
+    "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
+# An adapter's configuration, beside which transformers loads the adapter where peft is installed.
+_ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
 # Far above what anybody trains; transformers makes lists as long as a file says.
 _MAX_LAYERS = 10_000
@@ -148,20 +152,35 @@ def _says(config: PretrainedConfig, key: str, value: Any) -> bool:
 def load_config(folder: Path) -> PretrainedConfig:
     """The configuration of any model that ``transformers`` has a class for, or that is ours.
 
-    None of the code that may lie in the folder is run.
+    None of the code that may lie in the folder is run. transformers chooses the attention function
+    of a model that is loaded with it, whatever ``config.json`` names.
 
     Raises:
-        UserError: ``config.json`` cannot be read or used.
+        UserError: ``config.json`` cannot be read or used, names an attention function that would
+            have to be loaded from somewhere, or has an adapter beside it.
     """
     path = folder / CONFIG_NAME
+    if (folder / _ADAPTER).exists():
+        raise UserError(
+            f"{shown(folder)} has an {_ADAPTER} beside its {CONFIG_NAME}, and the adapter would be "
+            "left out; merge it into the weights and save these without it"
+        )
     raw = read_json(path, dict[str, Any])
     if "num_hidden_layers" in raw:
         _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
     register()
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers has no narrower one for what it does not like
         raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
+    attention = config._attn_implementation
+    if attention is not None and not (isinstance(attention, str) and attention.isidentifier()):
+        raise UserError(
+            f"{shown(path)} has attn_implementation {clipped(repr(attention))}, whose code is "
+            "loaded from elsewhere; remove the key"
+        )
+    config._attn_implementation = None
+    return config
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -178,6 +197,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     if raw.get("model_type") not in known:
         raise _no_equivalent(path, "model_type", raw.get("model_type"), ", ".join(known))
     _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
+    _check_code(path, raw)
     config = load_config(folder)
     values = config.to_dict()
     for key in ("num_attention_heads", "num_key_value_heads"):
@@ -200,15 +220,41 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
         )
 
 
+def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse a folder whose model is computed by code in it, unless that is this project's."""
+    code = raw.get("auto_map")
+    own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
+    if code is not None and code not in own:
+        raise UserError(
+            f"{shown(path)} has auto_map {clipped(repr(code))}, code of its own, which is not run; "
+            f"if transformers' {raw['model_type']} computes the same, remove the key"
+        )
+
+
 def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     # Older files have the type of the scaling here.
     section = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
-    kind, share = rope["rope_type"], rope.get("partial_rotary_factor", 1)
+    if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        raise _no_equivalent(path, f"{section}.{nested[0]}", rope[nested[0]], "one for all layers")
+    kind, share = rope.get("rope_type"), rope.get("partial_rotary_factor", 1)
     if kind not in ("default", *_SCALINGS):
         known = ", ".join(("default", *_SCALINGS))
         raise _no_equivalent(path, f"{section}.rope_type", kind, known)
     if share != 1:
         raise _no_equivalent(path, "partial_rotary_factor", share, "1")
+    for key in ("rope_theta", *_SCALINGS.get(kind, {}).values()):
+        if isinstance(rope.get(key), str):
+            raise UserError(
+                f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; it must be a number"
+            )
+    # transformers 4 and 5 differ in which of the two they take.
+    own = raw.get(section) or {}
+    for key in ("rope_theta", "original_max_position_embeddings"):
+        if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
+            raise UserError(
+                f"{shown(path)} has {key} {clipped(repr(raw[key]))} beside {section}, whose own is "
+                f"{clipped(repr(own.get(key, rope.get(key))))}; keep one of the two"
+            )
 
 
 def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserError:

@@ -9,14 +9,15 @@ from diffmegatron.checkpoint.checkpoint_format import RECIPE, open_checkpoint
 from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.config.load import check_recipe, dump_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from diffmegatron.data.tokenizers import HuggingFaceTokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import clipped, read_json, shown
 from diffmegatron.hf.atomic_directory import appearing_whole
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export_checkpoint import sample, training_logits
 from diffmegatron.hf.pretrained_files import keep_original
 from diffmegatron.hf.pretrained_weights import Source
+from diffmegatron.hf.tokenizer import CONFIG
 from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import LogitDifference, verify_export
 
@@ -97,7 +98,13 @@ def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, nam
     return check_recipe(values, name)
 
 
-def _check_tokenizer(tokenizer: Tokenizer, recipe: Recipe) -> None:
+def _check_tokenizer(tokenizer: HuggingFaceTokenizer, recipe: Recipe) -> None:
+    config = tokenizer.folder / CONFIG
+    if code := read_json(config, dict[str, Any]).get("auto_map"):
+        raise UserError(
+            f"{shown(config)} has auto_map {clipped(repr(code))}, code of its own, which is not "
+            "run; if tokenizer.json gives the same ids, remove the key"
+        )
     if tokenizer.vocab_size > recipe.model.tokens:
         raise UserError(
             f"the tokenizer in {shown(Path(tokenizer.name))} uses {tokenizer.vocab_size} ids, and "

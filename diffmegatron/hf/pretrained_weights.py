@@ -62,6 +62,10 @@ class Source:
                         f"{clipped(name)}; each tensor must be in one file"
                     )
                 self.tensors[name] = stored
+        if not self.tensors:
+            raise UserError(
+                f"{shown(folder / SAFE_WEIGHTS_NAME)} has no tensor in it; copy it again"
+            )
         for name, file in index.items():
             if name not in self.tensors or self.tensors[name].path.name != file:
                 raise UserError(

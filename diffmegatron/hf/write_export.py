@@ -14,7 +14,7 @@ from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_json
+from diffmegatron.files import clipped, read_json, shown
 from diffmegatron.hf.atomic_directory import appearing_whole
 from diffmegatron.hf.configuration import to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
@@ -140,20 +140,28 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
         expected: logits of the training model, [b, s, vocab_size].
 
     Raises:
-        UserError: the files lack a weight of the model or hold one it does not have.
+        UserError: transformers cannot load the files, or they lack a weight of the model or hold
+            one it does not have.
         ValueError: too many tokens, or shapes that do not fit.
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
-    # Without the report, transformers would fill a missing weight with random numbers.
-    model, report = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=_carries_our_code(directory),
-        output_loading_info=True,
-        use_safetensors=True,
-    )
+    try:
+        # Without the report, transformers would fill a missing weight with random numbers.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            # Not what config.json may name, which could be a path to a kernel or its address.
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=_carries_our_code(directory),
+            output_loading_info=True,
+            use_safetensors=True,
+        )
+    except Exception as error:  # transformers has no narrower one for what it does not like
+        raise UserError(
+            f"{shown(directory)} does not load as a model: {clipped(str(error))}"
+        ) from None
     if problems := {kind: sorted(names) for kind, names in report.items() if names}:
         raise UserError(f"{directory} does not load as a whole model: {problems}")
     logits = model(input_ids=tokens.cpu()).logits

@@ -151,8 +151,7 @@ def test_a_network_that_reads_the_configuration_wrong_is_not_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
+def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -188,7 +187,7 @@ def tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
 
 
 def config(**changes: object) -> Callable[[Path], None]:
-    return lambda folder: edit_config(folder, **changes)
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
 def rope(kind: str, **values: object) -> Callable[[Path], None]:
@@ -231,6 +230,46 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         config(model_type="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1),
         "sliding_window 32, which has no equivalent",
     ),
+    "not causal": (config(is_causal=False), "is_causal False, which has no equivalent"),
+    "two halves": (config(is_encoder_decoder=True), "is_encoder_decoder True, which has no"),
+    "nested": (
+        config(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+        r"rope_parameters\.full_attention .* which has no equivalent",
+    ),
+    "text": (
+        rope("default", rope_theta="10000"),
+        "rope_theta '10000', a text; it must be a number",
+    ),
+    "text of a factor": (rope("linear", factor="2"), "factor '2', a text; it must be a number"),
+    "two lengths": (
+        config(rope_parameters=LLAMA3, original_max_position_embeddings=16),
+        "original_max_position_embeddings 16 beside rope_parameters, whose own is 32",
+    ),
+    "two thetas": (config(rope_theta=500.0), "rope_theta 500.0 beside rope_parameters"),
+    "own code": (
+        config(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}),
+        "auto_map .*modeling_mine.*, code of its own, which is not run",
+    ),
+    "own code of the tokenizer": (
+        lambda f: edit_json(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.X", None]}),
+        r"tokenizer_config\.json has auto_map .*x\.X.*, code of its own",
+    ),
+    "adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        r"has an adapter_config\.json beside its config\.json",
+    ),
+    "kernel": (
+        config(attn_implementation="/tmp/kernel"),
+        "attn_implementation '/tmp/kernel', whose code is loaded from elsewhere",
+    ),
+    "kernel of the hub": (
+        config(_attn_implementation="kernels-community/flash-attn"),
+        "attn_implementation 'kernels-community/flash-attn', whose code",
+    ),
+    "no tensors": (
+        lambda f: save_file({}, f / "model.safetensors"),
+        r"model\.safetensors has no tensor in it",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), r"cannot read .*config\.json"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"cannot read .*tokenizer\.json"),
     "no factor": (rope("linear", factor=None), r"model\.rope_scaling\.factor is None"),
@@ -251,6 +290,22 @@ def test_what_cannot_be_imported_is_one_sentence(kind: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match=message) as caught:
         import_model(source, tmp_path / "run", verify=False)
     assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_an_attention_function_that_is_not_here_is_not_asked_for(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 2")
+    edit_json(source / "config.json", attn_implementation="flash_attention_2")
+    difference = import_model(source, tmp_path / "run")
+    assert difference is not None
+    assert difference.relative < 1e-6
+
+
+def test_what_transformers_cannot_compute_is_one_sentence(tmp_path: Path) -> None:
+    source = write_pretrained(tmp_path / "hf", "llama 2")
+    edit_json(source / "config.json", pad_token_id=10**6)
+    with pytest.raises(UserError, match="hf does not load as a model: Padding_idx must be within"):
+        import_model(source, tmp_path / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
