@@ -57,11 +57,13 @@ rank='
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
   "$@"
   status=$?
-  end=$(printf "%s/rank_%05d.json" "$DIFFMEGATRON_ATTEMPT" "$RANK")
-  if [ ! -e "$end" ] && [ "$PHASE$status" != preflight0 ]; then
+  end=$(printf "%s/rank_%05d" "$DIFFMEGATRON_ATTEMPT" "$RANK")
+  if [ "$PHASE$status" = preflight0 ]; then
+    : >"$end.fit"
+  elif [ ! -e "$end.json" ]; then
     # bash reads the clock itself: a signal to all processes would end date.
     printf "{\"status\": %d, \"host\": \"%s\", \"time\": %(%s)T}\n" \
-      "$status" "$SLURMD_NODENAME" -1 >"$end.tmp" && mv "$end.tmp" "$end"
+      "$status" "$SLURMD_NODENAME" -1 >"$end.tmp" && mv "$end.tmp" "$end.json"
   fi
   [ "$status" -eq 75 ] || exit "$status"'
 # Write the end of the job where the ranks read it, if it has moved.
@@ -71,29 +73,44 @@ note_job_end() {
   [ "$end" = "$(cat "$noted" 2>/dev/null)" ] ||
     { echo "$end" >"$noted.tmp" && mv "$noted.tmp" "$noted"; }
 }
-# What this script does while the ranks run, in a process that is killed when they have ended.
+# The files by which the ranks of a phase say that they are done with it, one per rank.
+ends() {
+  compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json"
+  [ "$1" != preflight ] || compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.fit"
+}
+# What this script does while the ranks of a phase run under an srun, in a process that is killed when
+# srun has ended. Without its slurmstepd a node never tells srun that its ranks have ended, and srun
+# waits without a limit.
 watch() {
-  local second
+  local second all_ended=0
   for ((second = 0; ; second++)); do
     kill -0 $$ || return  # this script has ended
     [ $((second % 30)) -ne 0 ] || note_job_end
+    [ $((second % 5)) -ne 0 ] || [ "$(ends "$1" | wc -l)" -lt "$SLURM_NTASKS" ] ||
+      all_ended=$((all_ended + 1))
+    if [ "$all_ended" -eq 3 ]; then  # for ten seconds
+      echo "all ranks have ended, and srun waits for a node without slurmstepd: ending srun" >&2
+      kill -TERM "$2"
+      return
+    fi
     sleep 1
   done
 }
 # All that the ranks say is in ranks.log, with the rank in front; here what rank 0 and srun do.
-# --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone.
+# --kill-on-bad-exit: what ends one rank ends the job step, not its own rank alone. --overlap: Slurm
+# counts a step that lost a slurmstepd as running until the job ends, and the next one needs its place.
 others='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
 ranks() {
-  PHASE="$1" srun --nodes="$needed" --nodelist="$nodes" --kill-on-bad-exit=1 --label \
+  PHASE="$1" srun --nodes="$needed" --nodelist="$nodes" --kill-on-bad-exit=1 --overlap --label \
     "${srun_options[@]}" \
     bash -c "$rank" rank "${within[@]}" diffmegatron "$@" 2>&1 |
     tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$others" &
-  local said=$! watching
-  watch &
+  local said=$! srun watching
+  srun="$(jobs -p %%)"  # the first process of the pipeline
+  watch "$1" "$srun" &
   watching=$!
   wait "$said"
-  kill "$watching"
-  wait "$watching" 2>/dev/null  # else the shell writes "Terminated"
+  { kill "$watching"; wait "$watching"; } 2>/dev/null  # it may have ended; else it is "Terminated"
 }
 described='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
 status=69 bad=""

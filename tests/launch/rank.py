@@ -6,7 +6,8 @@ The script is a list with a mapping for each attempt, from the rank's number to 
 does, ``exit STATUS`` leaves none, ``kill`` dies by SIGKILL, ``wait`` waits to be ended, ``train``
 says that it has gone from step 3 to 7, ``deaf`` ignores SIGTERM and SIGUSR1, ``together`` waits
 until all ranks are there, ``slurm COMMAND`` runs one of Slurm's commands with ``%j`` as the job's
-number, and ``moved`` waits until the job script has noted that the job ends at another time.
+number, ``moved`` waits until the job script has noted that the job ends at another time, and
+``orphan`` kills the slurmstepd of its node.
 """
 
 import json
@@ -27,6 +28,11 @@ actions = script[number - 1] if number <= len(script) else {}
 def leave(status: int, reason: str) -> None:
     end = {"status": status, "reason": reason, "step": 7, "host": os.environ["SLURMD_NODENAME"]}
     (attempt / f"rank_{int(rank):05d}.json").write_text(json.dumps(end | {"time": time.time()}))
+
+
+def parent_of(process: int) -> int:
+    stat = pathlib.Path(f"/proc/{process}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 if sys.argv[1] == "preflight":
@@ -60,6 +66,8 @@ for action in actions.get(rank_key, otherwise).split(" | "):
         before = noted.read_text()
         while noted.read_text() == before:
             time.sleep(0.1)
+    if name == "orphan":
+        os.kill(parent_of(os.getppid()), signal.SIGKILL)  # of the shell around this rank
     if name == "slurm":
         command = rest.replace("%j", os.environ["SLURM_JOB_ID"]).split()
         subprocess.run(command, check=True)

@@ -31,6 +31,10 @@ SCRIPTS = {
     "asked to stop while it starts": [
         WAITING | {"0": "together | slurm scancel --signal=USR1 %j | wait"}
     ],
+    "a slurmstepd that dies before its ranks end": [
+        {str(rank): "together | end 75 SIGUSR1: saved step 7" for rank in range(4)}
+        | {"preflight 2": "orphan", "3": "orphan | together | end 75 SIGUSR1: saved step 7"}
+    ],
     "a time limit that somebody extended": [
         {"0": "slurm scontrol update JobId=%j TimeLimit=60 | moved"}
     ],
@@ -132,6 +136,13 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
             "rank 0 on 127.0.0.1: of the 4 ranks of WORLD_SIZE, rank 3 did not arrive",
         ),
         ("asked to stop while it starts", "stopped", 0, (), "SIGUSR1 ended ranks 0, 1, 2, 3"),
+        (
+            "a slurmstepd that dies before its ranks end",
+            "stopped",
+            0,
+            (),
+            "SIGUSR1: saved step 7",
+        ),
         ("ended from outside", "lost", 0, (), "the job ended before ranks 0, 1, 2, 3"),
         (
             "a time limit that somebody shortened",
