@@ -1,32 +1,16 @@
 """Intervals by the paired bootstrap: items are drawn again, for all targets alike."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from diffmegatron.evaluation.suite import Mean
+from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
 _COUNTS_AT_ONCE = 1 << 22
 # Of 95%.
 _PERCENTILES = (2.5, 97.5)
-
-
-class Estimate(NamedTuple):
-    """A number with its interval.
-
-    Attributes:
-        value: on all items.
-        low, high: the 2.5% and 97.5% percentiles over the resamples; None of fewer than 2 items.
-        items: how many it was measured on.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    items: int
 
 
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
@@ -43,6 +27,34 @@ def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estima
     return _estimate(_arrays(shares, both), _arrays(others, both))
 
 
+def estimate_of_means(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
+) -> Estimate:
+    """Estimate a statistic of several means over the same units.
+
+    Args:
+        values: float64 [units, means], what each unit adds to each mean.
+        statistic: from means [..., means] to numbers [...], such as their largest.
+    """
+    units = len(values)
+    value = float(statistic(values.mean(0)))
+    if units < 2:
+        return Estimate(value, None, None, units)
+    found = np.concatenate([statistic(drawn @ values / units) for drawn in _resamples(units)])
+    low, high = np.percentile(found, _PERCENTILES)
+    return Estimate(value, float(low), float(high), units)
+
+
+def _resamples(units: int) -> Iterator[np.ndarray]:
+    """Yield how often each unit is drawn, int64 [resamples, units], ``RESAMPLES`` rows in all."""
+    random = np.random.default_rng(_SEED)
+    left = RESAMPLES
+    while left:
+        rows = min(left, max(1, _COUNTS_AT_ONCE // units))
+        yield random.multinomial(units, np.full(units, 1 / units), size=rows)
+        left -= rows
+
+
 def _arrays(shares: Mapping[str, Mean], keys: list[str]) -> np.ndarray:
     """Float64 [items, 2]: totals and weights."""
     return np.array([shares[key][:2] for key in keys], dtype=np.float64).reshape(-1, 2)
@@ -55,14 +67,9 @@ def _estimate(*targets: np.ndarray) -> Estimate | None:
     value = _subtracted([target.sum(0) for target in targets])
     if items < 2:
         return Estimate(float(value), None, None, items)
-    random = np.random.default_rng(_SEED)
-    found, left = [], RESAMPLES
-    while left:
-        rows = min(left, max(1, _COUNTS_AT_ONCE // items))
-        counts = random.multinomial(items, np.full(items, 1 / items), size=rows)
-        found.append(_subtracted([counts @ target for target in targets]))
-        left -= rows
-    values = np.concatenate(found)
+    values = np.concatenate(
+        [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(items)]
+    )
     # A resample may have drawn no item with a weight.
     low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
     return Estimate(float(value), float(low), float(high), items)

@@ -90,6 +90,8 @@ def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
                 "have other tokenizers"
             )
         for target in targets:
+            if not suite.reads_runs:
+                target.check_vocabulary()
             suite.check(target)
 
 

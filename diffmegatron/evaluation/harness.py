@@ -176,6 +176,24 @@ class Network(TemplateLM):
         raise NotImplementedError("tasks of multiple choice ask for likelihoods of choices alone")
 
 
+def longest_choice(requests: Sequence[tuple[str, str]], tokenizer: Any, context: float) -> int:
+    """Return the most tokens of a choice among ``requests`` if ``context`` is shorter, else 0.
+
+    A token has one byte or more, so that short choices need not be tokenised. The tokens of a
+    choice are those that lm-eval counts: what the choice, with the space before it, adds to the
+    tokens of its prompt.
+    """
+    longest = 0
+    for prompt, choice in requests:
+        before = prompt.rstrip()
+        if len((prompt[len(before) :] + choice).encode()) > context:
+            whole, start = (
+                tokenizer.encode(text, verbose=False) for text in (prompt + choice, before)
+            )
+            longest = max(longest, len(whole) - len(start))
+    return longest if longest > context else 0
+
+
 def load_tokenizer(target: Target) -> Any:
     """As ``transformers`` makes it, which lm-eval's own command uses too.
 

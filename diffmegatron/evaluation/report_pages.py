@@ -120,7 +120,7 @@ def _totals(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
     rows = []
     for name in names:
         values = (suite["totals"].get(target, {}).get(name) for target in targets)
-        row = [name, *("" if value is None else f"{value:.4g}" for value in values)]
+        row = [name, *map(_estimate, values)]
         rows.append([*row, _published(published.get(name))] if shown else row)
     return header, rows
 

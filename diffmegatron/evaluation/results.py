@@ -11,10 +11,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.bootstrap import Estimate, difference, estimate
+from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
-from diffmegatron.evaluation.suite import Mean, Record, Suite
+from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import reason, shown, write_durably
 
@@ -122,7 +122,10 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
             }
             for measure in measures
         },
-        "totals": {name: dict(suite.totals(each)) for name, each in records.items()},
+        "totals": {
+            name: {measure: _total(value) for measure, value in suite.totals(each).items()}
+            for name, each in records.items()
+        },
         "across": dict(suite.across(records)) if records else {},
         "published": [each._asdict() for each in suite.published],
         "not_run": left_out,
@@ -130,16 +133,29 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """By measure and item."""
+    """Return shares by measure and unit; those of one unit are added up."""
     found: Shares = {}
     for key, record in records.items():
+        unit = suite.unit(key, record)
         for measure, share in suite.means(record).items():
-            found.setdefault(measure, {})[key] = share
+            of_measure = found.setdefault(measure, {})
+            before = of_measure.get(unit)
+            if before is not None:
+                share = share._replace(
+                    total=before.total + share.total, weight=before.weight + share.weight
+                )
+            of_measure[unit] = share
     return found
 
 
 def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
     return any(share.per_token for share in shares.values())
+
+
+def _total(value: float | Estimate) -> dict[str, Any]:
+    """Return a number as an estimate is written; without an interval if it has none."""
+    found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
+    return found._asdict()
 
 
 def _as_json(found: Estimate | None) -> dict[str, Any] | None:

@@ -50,6 +50,22 @@ class Mean(NamedTuple):
     per_token: bool = False
 
 
+class Estimate(NamedTuple):
+    """A number with its interval.
+
+    Attributes:
+        value: on all items.
+        low, high: the 2.5% and 97.5% percentiles over the resamples; None of fewer than 2 units.
+        items: number of units (:meth:`Suite.unit`) that it was measured on; None if it is not of
+            units.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    items: int | None
+
+
 class Published(NamedTuple):
     """A number of a paper.
 
@@ -123,12 +139,20 @@ class Suite(Section, ABC):
         """An item's share of every measure that it has a part in."""
         return {}
 
+    def unit(self, key: str, record: Record) -> str:
+        """Return what intervals draw again: items of one unit are drawn together.
+
+        An item is a unit of its own by default. Items that ask the same question in several ways
+        are not independent; intervals that draw them one by one are too narrow.
+        """
+        return key
+
     def ordered(self, measures: Sequence[str]) -> list[str]:
         """The measures as they stand in the report; by default as the items brought them up."""
         return list(measures)
 
-    def totals(self, records: Records) -> Mapping[str, float]:
-        """Numbers of a target that are no mean over its items."""
+    def totals(self, records: Records) -> Mapping[str, float | Estimate]:
+        """Return numbers of a target that are not means over its items."""
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:

@@ -118,6 +118,20 @@ class Target:
             )
         return value
 
+    def check_vocabulary(self) -> None:
+        """Check that the network has a row for each id that the tokenizer can give.
+
+        Raises:
+            UserError: it has fewer.
+        """
+        rows = self._number("vocab_size", 1)
+        if rows is not None and self.tokenizer.vocab_size > rows:
+            raise UserError(
+                f"the tokenizer of {shown(self.folder)} gives ids up to "
+                f"{self.tokenizer.vocab_size - 1}, and {CONFIG_NAME} has vocab_size {rows}; "
+                "evaluate the model with the tokenizer that it was trained with"
+            )
+
     @property
     def variant(self) -> Variant:
         """Its kind of attention.

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from pydantic import Field
+
 from diffmegatron.data.index.corpus_manifest import manifest_path
 from diffmegatron.data.index.token_store import check_tokenizer, open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
@@ -13,6 +15,11 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
+# The setting ``characters`` of suites that cut documents into windows.
+CHARACTERS = Field(
+    default=None,
+    description="a longer document ends there; by default 20,000 or 8 per token of the context",
+)
 _MAX_BYTES = 1 << 28
 _FIELDS = Fields()
 
@@ -61,6 +68,15 @@ def first_texts(
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
             yield name, text[:characters]
+
+
+def default_characters(context: int) -> int:
+    """Return how many characters of a document fill a window of ``context`` tokens.
+
+    Tokens of common vocabularies hold 3 to 5 characters of a text on average; 8 is
+    more than enough. The number is 20,000 at least.
+    """
+    return max(20_000, 8 * context)
 
 
 def digest(texts: Iterator[str]) -> str:

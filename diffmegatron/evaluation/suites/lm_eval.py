@@ -3,7 +3,7 @@
 Needs lm-eval (the extra ``evaluation``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -82,9 +82,22 @@ class MultipleChoice(Suite):
         _tokenizer(target)
 
     def items(self, target: Target) -> list[Item]:
-        """A question after a number of examples."""
+        """Return the questions of each task after each number of examples.
+
+        The beginning of a prompt can be cut off but a choice cannot: an item needs a context that
+        holds its longest choice.
+        """
+        tokenizer = _tokenizer(target)
+
+        def longest(requests: Sequence[tuple[str, str]]) -> int:
+            return _harness().longest_choice(requests, tokenizer, target.context)
+
         return [
-            Item(f"{name}/{shots}/{number}", 0, (name, shots, number, question.requests))
+            Item(
+                f"{name}/{shots}/{number}",
+                longest(question.requests),
+                (name, shots, number, question.requests),
+            )
             for name in self.tasks
             for shots in self.shots
             for number, question in enumerate(self._asked(name, shots).questions)

@@ -3,14 +3,17 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 from pydantic import Field
 
+from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts, named_paths
+from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts, named_paths
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
@@ -18,7 +21,10 @@ if TYPE_CHECKING:
 
 BYTE = "bits per byte"
 TOKEN = "nats per token"
-_UP_TO = "nats per token, tokens 1 to "
+_UP_TO = "nats per token, tokens 1 to {:,}"
+_UP_TO_OWN = _UP_TO + " of windows that have as many"
+# The first mean over the beginning of windows is of so many tokens.
+_FEWEST = 16
 
 
 class Loss(Suite):
@@ -37,7 +43,7 @@ class Loss(Suite):
         min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
     )
     documents: Count = Field(default=64, description="the first of every source")
-    characters: Count = Field(default=20_000, description="a longer document ends there")
+    characters: Count | None = CHARACTERS
     context: Size = Field(default=2048, description="tokens of a window, the start token counted")
     packed: bool = False
 
@@ -49,7 +55,8 @@ class Loss(Suite):
     def items(self, target: Target) -> list[Item]:
         """A document, or a window of packed ones."""
         texts: dict[str, list[str]] = defaultdict(list)
-        for source, text in first_texts(self.data, self.documents, self.characters):
+        characters = self.characters or default_characters(self.context)
+        for source, text in first_texts(self.data, self.documents, characters):
             texts[source].append(text)
         pieces: dict[str, Sequence[str | list[int]]] = dict(texts)
         if self.packed:
@@ -63,34 +70,54 @@ class Loss(Suite):
             for number, piece in enumerate(of_source)
         ]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of tokens at which the mean over the beginning of windows is taken, ascending.
+
+        They are powers of two from 16, and what a full window holds beside the start token.
+        """
+        full = self.context - 1
+        powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
+        return [*powers, full]
+
     def score(self, model: Model, item: Item) -> Record:
-        """Sums of nats, tokens and bytes, and nats by position in powers of two."""
+        """Return sums of nats, tokens and bytes, and of the beginnings of windows.
+
+        ``beginnings`` has, by number n of tokens, nats and tokens of the first n tokens of the
+        windows with n tokens or more; ``full`` has the same of the windows that are full.
+        """
         source, piece = item.content
         end = model.target.tokenizer.end_of_document
         ids = model.target.encode(piece) if isinstance(piece, str) else piece
-        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0])
+        nats, tokens = 0.0, 0
+        beginnings = {n: [0.0, 0] for n in self.lengths}
+        full = {n: [0.0, 0] for n in self.lengths}
         for window in windows(ids, self.context - 1):
-            losses = model.losses([model.target.start, *window]).double().tolist()
-            for position, (token, loss) in enumerate(zip(window, losses, strict=True)):
-                # Whole documents have no such token.
-                if token != end or isinstance(piece, str):
-                    part = sums[position.bit_length()]
-                    part[0] += loss
-                    part[1] += 1
+            losses = model.losses([model.target.start, *window]).double().numpy()
+            # The token that ends a packed document is not text; whole documents lack it.
+            counted = np.array([isinstance(piece, str) or token != end for token in window])
+            sums, counts = np.cumsum(losses * counted), np.cumsum(counted)
+            nats, tokens = nats + float(sums[-1]), tokens + int(counts[-1])
+            for n in self.lengths:
+                if n <= len(window):
+                    _add(beginnings[n], sums[n - 1], counts[n - 1])
+                if len(window) == self.context - 1:
+                    _add(full[n], sums[n - 1], counts[n - 1])
         return {
             "source": source,
-            # A window may begin or end within a character.
+            # A packed window may begin or end within a character.
             "bytes": len(piece.encode()) if isinstance(piece, str) else None,
-            "nats": math.fsum(nats for nats, _ in sums.values()),
-            "tokens": sum(tokens for _, tokens in sums.values()),
-            # Of positions 2^(k-1) to 2^k - 1, counted from 0: nats and tokens.
-            "positions": {str(power): part for power, part in sorted(sums.items())},
+            "nats": nats,
+            "tokens": tokens,
+            "beginnings": {str(n): sums for n, sums in beginnings.items() if sums[1]},
+            "full": {str(n): sums for n, sums in full.items() if sums[1]},
         }
 
     def means(self, record: Record) -> dict[str, Mean]:
-        """Nats per token and, of whole documents, bits per byte, of all and per source.
+        """Return nats per token and, of whole documents, bits per byte, of all and per source.
 
-        And nats of the tokens up to a position, of the items that have so many in a window.
+        Also nats per token of the first n tokens of windows: of the full windows, which are the
+        same for every n, and of all windows with n tokens, which differ from n to n.
         """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
@@ -98,46 +125,80 @@ class Loss(Suite):
         shares = dict(own)
         if len(self.data) > 1:
             shares |= {f"{name}, {record['source']}": share for name, share in own.items()}
-        nats, tokens = 0.0, 0
-        for power in range(self.context.bit_length()):
-            more = record["positions"].get(str(power), (0.0, 0))
-            if more[1] < 2**power // 2:
-                break
-            nats, tokens = nats + more[0], tokens + more[1]
-            if power >= 4:
-                shares[f"{_UP_TO}{2**power:,}"] = Mean(nats, tokens, per_token=True)
+        for name, sums in ((_UP_TO, record["full"]), (_UP_TO_OWN, record["beginnings"])):
+            shares |= {
+                name.format(n): Mean(sums[str(n)][0], sums[str(n)][1], per_token=True)
+                for n in self.lengths
+                if str(n) in sums
+            }
         return shares
 
+    def remarks(self, records: Mapping[str, Records]) -> list[str]:
+        """Name the targets of which no window is full."""
+        return [
+            f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
+            "1 to n of full windows; set loss.context lower or give longer texts"
+            for name, of_target in records.items()
+            if not any(record["full"] for record in of_target)
+        ]
+
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Those of all text, then each source's in the order of ``data``."""
-        places = {
-            f"{measure}, {name}": place
-            for place, name in enumerate(named_paths(self.data))
-            for measure in (TOKEN, BYTE)
-        }
-        return sorted(measures, key=lambda measure: places.get(measure, -1))
+        """Return those of all text, of beginnings, then of each source in the order of ``data``."""
+        order = [
+            *(TOKEN, BYTE),
+            *(name.format(n) for name in (_UP_TO, _UP_TO_OWN) for n in self.lengths),
+            *(f"{name}, {source}" for source in named_paths(self.data) for name in (TOKEN, BYTE)),
+        ]
+        return sorted(measures, key=order.index)
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """The mean over the tokens up to a position, as positions go on."""
-        from matplotlib.ticker import StrMethodFormatter
+        """Draw the mean over the first n tokens of full windows, with its interval."""
+        from matplotlib.ticker import NullLocator, StrMethodFormatter
 
         axes = figure.subplots()
         for name, of_target in records.items():
-            sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-            for measure, share in (each for one in of_target for each in self.means(one).items()):
-                if measure.startswith(_UP_TO):
-                    part = sums[int(measure.removeprefix(_UP_TO).replace(",", ""))]
-                    part[0] += share.total
-                    part[1] += share.weight
-            points = [(n, nats / tokens) for n, (nats, tokens) in sorted(sums.items())]
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set(xlabel="n", ylabel=TOKEN, title="Mean loss of tokens 1 to n")
-        # The powers of two that are measured: those of ten leave a narrow range without a number.
+            shares = [self.means(record) for record in of_target]
+            measured = {
+                n: estimate(
+                    {
+                        str(place): own[_UP_TO.format(n)]
+                        for place, own in enumerate(shares)
+                        if _UP_TO.format(n) in own
+                    }
+                )
+                for n in self.lengths
+            }
+            points = [(n, each) for n, each in measured.items() if each is not None]
+            if not points:
+                continue
+            lengths, values = [n for n, _ in points], [each.value for _, each in points]
+            (line,) = axes.plot(lengths, values, "o-", label=name)
+            ends = [(each.low, each.high) for _, each in points if each.low is not None]
+            if ends:
+                low, high = zip(*ends, strict=True)
+                axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.2)
+        if not axes.has_data():
+            return False
+        axes.set(
+            xlabel="n (tokens)",
+            ylabel=f"{TOKEN}, mean of tokens 1 to n",
+            title="Loss of the first n tokens of full windows, 95% intervals",
+        )
+        # A label for every number that is measured: the powers of ten would leave a narrow range
+        # without one.
         axes.set_xscale("log", base=2)
+        *powers, full = self.lengths
+        axes.set_xticks([*(n for n in powers if n < full / 1.5), full])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.grid(alpha=0.3)
         axes.legend()
         return True
+
+
+def _add(sums: list[float], nats: float, tokens: float) -> None:
+    sums[0] += float(nats)
+    sums[1] += int(tokens)
 
 
 def windows(ids: list[int], length: int) -> Iterator[list[int]]:

@@ -53,13 +53,18 @@ class ManyShot(Suite):
         """The label given, and whether it is the right one."""
         name, shots, prompt, question, label = item.content
         given = choose(model, prompt, question)
-        numbers = {"shots": shots, "tokens": len(prompt.prefix)}
+        asked = int(item.key.rpartition("/")[2])
+        numbers = {"question": asked, "shots": shots, "tokens": len(prompt.prefix)}
         return {"task": name, **numbers, "label": label, "given": given, "right": given == label}
 
     def means(self, record: Record) -> dict[str, Mean]:
         """By task and shots, and by task."""
         right = Mean(float(record["right"]))
         return {f"{record['task']}, {record['shots']} shots": right, record["task"]: right}
+
+    def unit(self, key: str, record: Record) -> str:
+        """Return the question, which is asked once for each number of shots."""
+        return f"{record['task']}/{record['question']}"
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Accuracy as prompts grow, by task."""

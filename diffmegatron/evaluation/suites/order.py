@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
+from diffmegatron.evaluation.bootstrap import estimate_of_means
 from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks, choose
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
@@ -61,19 +62,33 @@ class Order(Suite):
         name, arrangement, permutation, prompt, question, label = item.content
         given = choose(model, prompt, question)
         where = {"task": name, "arrangement": arrangement, "permutation": permutation}
+        where["question"] = int(item.key.rpartition("/")[2])
         return {**where, "label": label, "given": given, "right": given == label}
 
     def means(self, record: Record) -> dict[str, Mean]:
         """By task and arrangement, over all permutations."""
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
-    def totals(self, records: Records) -> dict[str, float]:
-        """Best, worst and margin."""
-        found: dict[str, float] = {}
-        for name, accuracies in _accuracies(records).items():
-            best, worst = max(accuracies), min(accuracies)
-            numbers = {"best": best, "worst": worst, "margin": best - worst}
-            found |= {f"{name}, {key}": value for key, value in numbers.items()}
+    def unit(self, key: str, record: Record) -> str:
+        """Return the question, which is asked once for each permutation."""
+        return f"{record['task']}/{record['question']}"
+
+    def totals(self, records: Records) -> dict[str, Estimate]:
+        """Return accuracies of the best and the worst permutation, and the margin between them.
+
+        Each resample draws questions, and takes the best and the worst of its own permutations.
+        """
+        found: dict[str, Estimate] = {}
+        for name, right in _right_by_permutation(records).items():
+            statistics = {
+                "best": lambda means: means.max(-1),
+                "worst": lambda means: means.min(-1),
+                "margin": lambda means: np.ptp(means, axis=-1),
+            }
+            found |= {
+                f"{name}, {key}": estimate_of_means(right, statistic)
+                for key, statistic in statistics.items()
+            }
         return found
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
@@ -81,7 +96,8 @@ class Order(Suite):
         names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             for target, of_target in records.items():
-                axes.plot(sorted(_accuracies(of_target)[name]), "o-", label=target)
+                accuracies = sorted(_right_by_permutation(of_target)[name].mean(0))
+                axes.plot(accuracies, "o-", label=target)
             axes.set(title=name, xlabel="permutations, worst first", ylabel="accuracy")
             axes.grid(alpha=0.3)
         axes.legend()
@@ -104,12 +120,19 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
         yield from (example for example in turn if example is not None)
 
 
-def _accuracies(records: Records) -> dict[str, list[float]]:
-    """By task and arrangement, of every permutation."""
-    right: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
+    """Return, by task and arrangement, what was right: float64 [questions, permutations].
+
+    Only questions that every permutation was asked count: some prompts may have been too long.
+    """
+    right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
         name = f"{record['task']}, {record['arrangement']}"
-        right[name][record["permutation"]].append(record["right"])
-    return {
-        name: [float(np.mean(each)) for each in of_name.values()] for name, of_name in right.items()
-    }
+        right[name][record["permutation"]][record["question"]] = record["right"]
+    found = {}
+    for name, by_permutation in right.items():
+        questions = sorted(set.intersection(*map(set, by_permutation.values())))
+        if questions:
+            rows = [[each[question] for each in by_permutation.values()] for question in questions]
+            found[name] = np.array(rows, dtype=np.float64)
+    return found

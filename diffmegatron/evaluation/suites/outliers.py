@@ -23,7 +23,7 @@ from diffmegatron.evaluation.suite import (
 )
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts
 from diffmegatron.section import Count, Size
 
 LOGITS, HIDDEN = "attention logits", "hidden states"
@@ -60,7 +60,7 @@ class Outliers(Suite):
 
     data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
     documents: Count = Field(default=64, description="the first of every source")
-    characters: Count = Field(default=20_000, description="a longer document ends there")
+    characters: Count | None = CHARACTERS
     context: Size = Field(default=2048, description="tokens of a window, the start token counted")
     tokens: Count = Field(default=400_000, description="at most, as many as the paper's")
 
@@ -72,7 +72,8 @@ class Outliers(Suite):
         """A window."""
         found: list[Item] = []
         left = self.tokens
-        for _, text in first_texts(self.data, self.documents, self.characters):
+        characters = self.characters or default_characters(self.context)
+        for _, text in first_texts(self.data, self.documents, characters):
             for window in windows(target.encode(text), self.context - 1):
                 ids = [target.start, *window][:left]
                 left -= len(ids)

@@ -20,7 +20,7 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Suite
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target, give_same_ids
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts
 from diffmegatron.files import shown
 from diffmegatron.section import Count, Size, SizeOrNone
 
@@ -51,7 +51,7 @@ class Recall(Suite):
     training: Path = Field(description="the PREFIX of the corpus that the targets were trained on")
     rare: SizeOrNone = Field(default=1250, description="most occurrences of a hit in training")
     documents: Count = Field(default=64, description="the first of every source")
-    characters: Count = Field(default=20_000, description="a longer document ends there")
+    characters: Count | None = CHARACTERS
     context: Size = Field(default=2048, description="tokens of a window, the start token counted")
 
     @property
@@ -71,9 +71,10 @@ class Recall(Suite):
 
     def items(self, target: Target) -> list[Item]:
         """A document: its windows, and in each the positions of AR hits."""
+        characters = self.characters or default_characters(self.context)
         pieces = [
             list(windows(target.encode(text), self.context - 1))
-            for _, text in first_texts(self.data, self.documents, self.characters)
+            for _, text in first_texts(self.data, self.documents, characters)
         ]
         repeated = [[list(_repeated(window)) for window in each] for each in pieces]
         bigrams = {pair for each in repeated for window in each for pair, _ in window}

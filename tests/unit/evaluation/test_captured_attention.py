@@ -258,8 +258,8 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
     for of, parts in (("attention logits", logits), ("hidden states", hidden)):
         values = np.sort(torch.cat(parts).numpy())[::-1]
         for rank in RANKS:
-            assert totals[f"{of}, top-{rank}"] == pytest.approx(values[rank - 1], rel=1e-5)
-        assert totals[f"{of}, median"] == pytest.approx(np.median(values), rel=1e-5)
+            assert totals[f"{of}, top-{rank}"]["value"] == pytest.approx(values[rank - 1], rel=1e-5)
+        assert totals[f"{of}, median"]["value"] == pytest.approx(np.median(values), rel=1e-5)
     lines = (tmp_path / f"outliers/{name}.jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
 
@@ -298,7 +298,7 @@ def test_outliers_tell_larger_weights(folder, tmp_path):
     found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["outliers"]
     totals = found["totals"]
     name = "attention logits, top-1"
-    assert totals["louder"][name] > 3 * totals["diff"][name]
+    assert totals["louder"][name]["value"] > 3 * totals["diff"][name]["value"]
 
 
 # Needles

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from diffmegatron.evaluation.classification_datasets import (
 )
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suites.order import arranged
+from diffmegatron.evaluation.suites.order import Order, arranged
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
@@ -205,8 +206,12 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     settings = ("many-shot.tasks=[trec]", "many-shot.shots=[1,5,12]")
     found = results(folder, tmp_path, "many-shot", *settings)
     for name in ("trec", "trec, 1 shots", "trec, 5 shots"):
-        value = found["measures"][name]["targets"]["plain"]["value"]
-        assert value == pytest.approx(5 / 6)
+        value = found["measures"][name]["targets"]["plain"]
+        assert value["value"] == pytest.approx(5 / 6)
+        # The model is right about a question or not, however many examples it reads. The mean over
+        # the numbers of examples has as many units, and the same interval.
+        assert value == found["measures"]["trec, 1 shots"]["targets"]["plain"]
+        assert value["items"] == 6
     assert [line.split(" need")[0] for line in found["not_run"]] == [
         "plain: 6 of 18 items",
         "diff: 6 of 18 items",
@@ -214,6 +219,28 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     records = [json.loads(x) for x in (tmp_path / "many-shot/plain.jsonl").read_text().splitlines()]
     assert Counter(r["shots"] for r in records[1:]) == {1: 6, 5: 6}
     assert {r["given"] for r in records[1:] if not r["right"]} == {"entity"}
+
+
+def test_a_margin_has_the_interval_of_questions_drawn_again():
+    """Compare with a loop over resamples that draws questions one by one."""
+    right = np.random.default_rng(1).random((40, 5)) < np.linspace(0.3, 0.7, 5)
+    records = [
+        {"task": "trec", "arrangement": "random", "permutation": p, "question": q, "right": bool(r)}
+        for q, row in enumerate(right)
+        for p, r in enumerate(row)
+    ]
+    # One permutation was not asked the last question, so that it counts for none.
+    del records[-1]
+    totals = Order(data_dir=Path()).totals(records)
+    random, margins = np.random.default_rng(2), []
+    for _ in range(2000):
+        means = right[random.integers(0, 39, 39)].mean(0)
+        margins.append(means.max() - means.min())
+    margin = totals["trec, random, margin"]
+    assert margin.value == pytest.approx(np.ptp(right[:39].mean(0)))
+    assert margin.items == 39
+    expected = np.percentile(margins, (2.5, 97.5))
+    assert (margin.low, margin.high) == pytest.approx(expected, abs=0.03)
 
 
 def test_order_gives_best_worst_and_margin(folder, tmp_path):
@@ -229,9 +256,11 @@ def test_order_gives_best_worst_and_margin(folder, tmp_path):
             / 4
             for p in range(3)
         ]
-        assert totals[f"trec, {each}, best"] == max(accuracies)
-        assert totals[f"trec, {each}, margin"] == max(accuracies) - min(accuracies)
+        assert totals[f"trec, {each}, best"]["value"] == max(accuracies)
+        assert totals[f"trec, {each}, margin"]["value"] == max(accuracies) - min(accuracies)
+        assert totals[f"trec, {each}, margin"]["items"] == 4
         mean = found["measures"][f"trec, {each}"]["targets"]["plain"]["value"]
         assert mean == pytest.approx(sum(accuracies) / 3)
+        assert found["measures"][f"trec, {each}"]["targets"]["plain"]["items"] == 4
     again = results(folder, tmp_path, "order", *settings, targets=("plain",))
     assert again == found

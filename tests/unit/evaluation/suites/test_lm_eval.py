@@ -214,10 +214,24 @@ def test_averages_stand_beside_the_papers(found, folder, tmp_path):
             for task in QUESTIONS
         ]
         average = found["totals"]["diff"][f"average, {shots} shots"]
-        assert average == pytest.approx(sum(of_tasks) / 7)
+        assert average["value"] == pytest.approx(sum(of_tasks) / 7)
     assert measured(folder, tmp_path, "shots=[0]", "tasks=[piqa]")["totals"] == {"diff": {}}
     report = (tmp_path / "report.md").read_text()
     assert "0.768 / not given (3B, 1T tokens" in report
+
+
+def test_a_choice_that_is_longer_than_the_context_is_left_out_and_counted(folder, tmp_path):
+    data = tmp_path / "data/piqa/plain_text"
+    data.mkdir(parents=True)
+    rows = [row("piqa", number) for number in range(3)]
+    # The model reads bytes, and has a context of 180. lm-eval puts a space before the choice.
+    rows[0]["sol2"], rows[1]["sol1"] = "x" * 180, "x" * 179
+    (data / "validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    settings = ["lm-eval.tasks=[piqa]", "lm-eval.shots=[0]"]
+    evaluate([folder / "diff"], ["lm-eval"], tmp_path, {"data_dir": tmp_path / "data"}, settings)
+    found = json.loads((tmp_path / "results.json").read_text())["suites"]["lm-eval"]
+    assert found["measures"]["piqa, 0 shots, acc"]["targets"]["diff"]["items"] == 2
+    assert found["not_run"][0].startswith("diff: 1 of 3 items need a context of up to 181 tokens")
 
 
 def test_an_accuracy_tells_a_model_that_knows(folder, tmp_path, monkeypatch):

@@ -1,26 +1,115 @@
-"""The picture of suite loss."""
+"""The suite ``loss``: means over the beginnings of windows, and its picture."""
 
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from diffmegatron.evaluation.suite import Item
 from diffmegatron.evaluation.suites.loss import Loss
+from diffmegatron.evaluation.suites.recall import Recall
+
+# Tokens of documents: two full windows of 40 and a rest, less than a window, a window and a rest.
+LENGTHS = (100, 25, 45)
 
 
-def test_every_position_of_a_narrow_range_has_its_number() -> None:
+def loss_of(position: int, document: int) -> float:
+    """Return what the stand-in model gives: distinct for every position and document."""
+    return 1.0 + document + np.sin(position)
+
+
+class Windows:
+    """Stands for a model: losses of windows in the order in which they are asked."""
+
+    def __init__(self, document: int) -> None:
+        self.target = SimpleNamespace(
+            start=0,
+            tokenizer=SimpleNamespace(end_of_document=256),
+            encode=lambda text: list(text.encode()),
+        )
+        self.document, self.position = document, 0
+
+    def losses(self, ids: list[int]) -> torch.Tensor:
+        places = range(self.position, self.position + len(ids) - 1)
+        self.position += len(places)
+        return torch.tensor([loss_of(place, self.document) for place in places])
+
+
+def totals_of(suite: Loss) -> dict[str, tuple[float, float]]:
+    found: dict[str, np.ndarray] = {}
+    for document, length in enumerate(LENGTHS):
+        record = suite.score(Windows(document), Item(str(document), 0, ("text", "x" * length)))
+        for name, share in suite.means(record).items():
+            found[name] = found.get(name, 0) + np.array([share.total, share.weight])
+    return found
+
+
+def test_means_of_beginnings_are_of_single_windows_that_have_as_many_tokens():
+    """Against windows that are cut and averaged here, as docs/evaluation.md defines it."""
+    suite = Loss(data=("text",), context=41)
+    windows = [
+        [loss_of(place, document) for place in range(first, min(first + 40, length))]
+        for document, length in enumerate(LENGTHS)
+        for first in range(0, length, 40)
+    ]
+    found = totals_of(suite)
+    assert suite.lengths == [16, 32, 40]
+    for n in suite.lengths:
+        full = [each[:n] for each in windows if len(each) == 40]
+        own = [each[:n] for each in windows if len(each) >= n]
+        assert len(full) == 3
+        for name, of in (("", full), (" of windows that have as many", own)):
+            nats, tokens = found[f"nats per token, tokens 1 to {n}{name}"]
+            assert tokens == sum(map(len, of))
+            assert nats / tokens == pytest.approx(np.mean(np.concatenate(of)), rel=1e-6)
+    # The rest of 20 tokens counts at 16 alone, and the 25 of the second document too.
+    assert found["nats per token, tokens 1 to 16 of windows that have as many"][1] == 5 * 16
+    assert not [name for name in found if "1 to 41" in name]
+
+
+def test_without_a_full_window_a_remark_says_so():
+    suite = Loss(data=("text",), context=2048)
+    record = suite.score(Windows(0), Item("0", 0, ("text", "x" * 100)))
+    (remark,) = suite.remarks({"model": [record]})
+    assert remark.startswith("model: no window has 2,047 tokens")
+    assert "nats per token, tokens 1 to 64 of windows that have as many" in suite.means(record)
+    assert not suite.draw(Figure(), {"model": [record]})
+
+
+@pytest.mark.parametrize("context", [2048, 65536])
+def test_documents_are_long_enough_for_the_context(context, tmp_path):
+    (tmp_path / "book.txt").write_text("word " * 200_000)
+    suite = Loss(data=(str(tmp_path / "book.txt"),), context=context)
+    ((_, (_, text)),) = [(item.key, item.content) for item in suite.items(None)]
+    assert len(text) == max(20_000, 8 * context)
+    assert Recall.model_fields["characters"].default is None
+
+
+def test_every_position_of_a_narrow_range_has_its_number():
     figure = Figure()
     canvas = FigureCanvasAgg(figure)
-    positions = {str(power): (3.0 * 2**power, max(1, 2**power // 2)) for power in range(8)}
-    record = {
-        "source": "text",
-        "bytes": 100,
-        "nats": 300.0,
-        "tokens": 127,
-        "positions": positions,
-    }
-    assert Loss(data=("text",), context=128).draw(figure, {"model": [record]})
+    suite = Loss(data=("text",), context=129)
+    records = [
+        {
+            "source": "text",
+            "bytes": 100,
+            "nats": 300.0,
+            "tokens": 128,
+            "beginnings": {},
+            "full": {str(n): [nats * n, n] for n in suite.lengths},
+        }
+        for nats in (3.0, 4.0)
+    ]
+    assert suite.draw(figure, {"model": records})
     canvas.draw()
     (axes,) = figure.axes
     low, high = axes.get_xlim()
     ticks = axes.xaxis.get_major_ticks()
     shown = [each.label1.get_text() for each in ticks if low <= each.get_loc() <= high]
     assert shown == ["16", "32", "64", "128"]
+    # The band is the interval of two documents, which differ by 1.
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == (3.0, 4.0)
