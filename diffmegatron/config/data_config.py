@@ -54,7 +54,10 @@ class DataConfig(Section):
     upsampling: Upsampling = Upsampling()
     on_exhausted: Literal["repeat", "stop"] = "repeat"
     reset_position_ids: bool = Field(default=False, description="positions restart per document")
-    reset_attention_mask: bool = Field(default=False, description="attention stays within one")
+    reset_attention_mask: bool | None = Field(
+        default=None,
+        description="attention stays within a document; null: if a packed source has conversations",
+    )
     eod_mask_loss: bool = Field(default=False, description="no loss across document ends")
     verify: Literal["sizes", "hashes"] = Field(
         default="sizes", description="hashes: read every source in full before a run starts"

@@ -49,7 +49,7 @@ class Recipe(RecipeSections):
         """Rotary positions are relative: a restart shows only where attention crosses it."""
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(
-                "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
+                "data.reset_position_ids is on and data.reset_attention_mask is not; rotary "
                 "embeddings see distances only, so turn both on or both off"
             )
 

@@ -176,7 +176,7 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 def needed_features(recipe: Recipe) -> frozenset[str]:
     """What the attention will ask of its kernel, in the words of ``registry.FEATURES``."""
     return choose_backend.needed_features(
-        documents=recipe.data.reset_attention_mask,
+        documents=bool(recipe.data.reset_attention_mask),
         context=recipe.parallel.context,
         communication=context_communication(recipe),
     )

@@ -14,6 +14,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.agreement import AgreedDecision
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
+from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.fault_tolerance.run_lock import refuse_a_file, run_lock
 from diffmegatron.training.fault_tolerance.signals import StopRequest
 from diffmegatron.training.fault_tolerance.watchdog import Watchdog
@@ -53,6 +54,7 @@ def train(
             and not installed, the guard stopped the run, ``run_dir`` was moved or removed, or the
             last save failed.
     """
+    recipe = decide_document_mask(recipe)
     hooks = [*builtin_hooks(recipe, evaluators), *hooks]
     launch, record = read_launch(), record or RankRecord()
     recipe.data_parallel(launch.ranks)

@@ -105,6 +105,11 @@ class Manifest(Section):
         return self
 
     @property
+    def is_fine_tuning(self) -> bool:
+        """Whether documents alternate between prompts and responses: instructions, chats."""
+        return self.settings["layout"] != "text"
+
+    @property
     def content(self) -> str:
         """Hash of the prepared files: what the caches and the sampling order depend on."""
         joined = ",".join(output.sha256 for output in self.outputs)

@@ -60,7 +60,7 @@ class Corpus:
     @property
     def is_fine_tuning(self) -> bool:
         """Whether documents alternate between prompts and responses, and only the latter learn."""
-        return self.manifest.settings["layout"] != "text"
+        return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
         """Which tokens of a fine-tuning document count in the loss: bool ``[length]``."""

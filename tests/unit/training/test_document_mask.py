@@ -1,0 +1,102 @@
+"""Packed conversations do not see each other, unless the recipe lets them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffmegatron.checkpoint.checkpoint_format import read_recipe
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.training.compute.step import token_losses
+from diffmegatron.training.document_mask import decide_document_mask
+from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.trainer import train
+
+END = 256  # of a document, as tokenizer bytes has it
+BEST_FIT = ["data.packing=best_fit", "training.eval_batches=0"]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """The prefix of 60 conversations, of which a sequence of 256 tokens holds several."""
+    folder = tmp_path_factory.mktemp("chats")
+    conversations = [
+        [{"role": "user", "content": "ab"[n % 2]}, {"role": "assistant", "content": str(n)}]
+        for n in range(60)
+    ]
+    lines = [json.dumps({"messages": each}) + "\n" for each in conversations]
+    (folder / "chats.jsonl").write_text("".join(lines))
+    prepare([folder / "chats.jsonl"], folder / "chats", "bytes", layout="chat")
+    return folder / "chats"
+
+
+def sources(*prefixes: Path) -> str:
+    return "data.sources=[{}]".format(", ".join(f"{{path: {prefix}}}" for prefix in prefixes))
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "changes", "is_masked"),
+    [
+        (["chats"], ["data.packing=best_fit"], True),
+        (["chats"], ["data.packing=concatenate"], True),
+        (["chats"], ["data.packing=none"], False),  # nothing shares a sequence
+        (["chats"], ["data.packing=best_fit", "data.reset_attention_mask=false"], False),
+        (["corpus"], ["data.packing=best_fit"], False),
+        (["corpus"], ["data.reset_attention_mask=true"], True),
+        (["corpus", "chats"], [], True),
+    ],
+)
+def test_the_sources_decide_what_the_recipe_leaves_open(
+    prefixes, changes, is_masked, tiny_recipe, corpus, chats, capfd
+):
+    paths = {"corpus": corpus, "chats": chats}
+    recipe = tiny_recipe(sources(*(paths[name] for name in prefixes)), *changes)
+    assert decide_document_mask(recipe).data.reset_attention_mask is is_masked
+    is_said = f"as {chats} has conversations that share sequences" in capfd.readouterr().out
+    assert is_said == (is_masked and "chats" in prefixes)
+
+
+class _Neighbours(Hook):
+    """Compares the losses of a conversation beside one neighbour with those beside another."""
+
+    def after_training(self, run):
+        (batch,) = run.last_batch()[:1]
+        row = batch.tokens[:1]
+        (ends,) = (row[0] == END).nonzero(as_tuple=True)
+        first = int(ends[0]) + 1
+        one = replace(
+            batch,
+            tokens=row,
+            labels=batch.labels[:1],
+            loss_mask=batch.loss_mask[:1],
+            position_ids=batch.position_ids[:1],
+            document_ids=None if batch.document_ids is None else batch.document_ids[:1],
+        )
+        changed = row.clone()
+        changed[0, : first - 1] = 65
+        run.network.eval()
+        losses = [
+            token_losses(run.network, each, run.parallel_state)[0, first:]
+            for each in (one, replace(one, tokens=changed))
+        ]
+        self.are_equal = torch.equal(*losses)
+
+
+@pytest.mark.parametrize("lets_them_see", [False, True])
+def test_a_conversation_has_the_loss_that_it_has_beside_any_other(
+    lets_them_see, tiny_recipe, chats
+):
+    more = ["data.reset_attention_mask=false"] if lets_them_see else []
+    recipe = tiny_recipe(
+        *BEST_FIT, "training.steps=3", "training.seq_length=256", sources(chats), *more
+    )
+    neighbours = _Neighbours()
+    assert train(recipe, hooks=[neighbours])
+    assert neighbours.are_equal != lets_them_see
+    # The checkpoint has the recipe of what was trained.
+    newest = CheckpointStore(Path(recipe.run_dir)).latest()
+    assert newest is not None
+    assert read_recipe(newest).data.reset_attention_mask is not lets_them_see
