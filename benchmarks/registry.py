@@ -9,6 +9,9 @@ BENCHMARKS = {
     "data": "tokenising, parts, the loader, start-up and up-sampling",
     "layer": "whole layers of kinds of attention side by side",
     "layer_operations": "operations and bytes of a layer outside the attention kernels",
+    "study": "many training runs that a file describes, with intervals over seeds",
+    "study_corpus": "the prepared corpus of the studies, from a text",
+    "study_text": "the English text of the studies, from public packages",
     "startup": "from the command to the first step on a CPU, phase by phase",
     "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",
 }

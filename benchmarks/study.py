@@ -1,0 +1,116 @@
+"""Run a study: many training runs that one file describes, their figures, a table and a picture.
+
+    python -m benchmarks study benchmarks/studies/language_modelling.yaml --jobs 2
+
+Each run is ``diffmegatron train`` of the study's recipe with overrides, then ``diffmegatron
+evaluate``. Stop the command at any time and run it again: finished runs are skipped, others
+continue from their newest checkpoint. Into ``--out`` go NAME.jsonl, a line per finished run, and
+from these lines NAME.md and NAME.png, with means and 95% intervals over seeds.
+``benchmarks/study_file.py`` shows the keys of a study's file, docs/studies.md how to repeat the
+studies here.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from benchmarks.command_line import RESULTS, make_parser
+from benchmarks.study_file import Cell, PlannedRun, Study, load_study, wanted_runs
+from benchmarks.study_report import write_report
+from benchmarks.study_runs import Line, Lines, Runner, StoppedError
+from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import shown
+from diffmegatron.training.monitoring.evaluators import HELD_OUT
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run what is not finished, and write the report."""
+    arguments = parse_arguments(argv)
+    study = load_study(arguments.study)
+    name = arguments.study.stem
+    lines = Lines(arguments.out / f"{name}.jsonl")
+    if not arguments.report_only:
+        cells = selected_cells(study, arguments.arms)
+        work = (arguments.work / name).absolute()
+        runner = Runner(study, arguments.study.parent / study.recipe, work)
+        with FileLock(work / "study.lock", f"study {shown(work)}", "give another --work"):
+            run_all(study, cells, runner, lines, arguments.jobs)
+    write_report(study, lines.by_run, arguments.out / name)
+    print((arguments.out / f"{name}.md").read_text())
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("study", type=Path, metavar="FILE", help="YAML file of the study")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a thread each")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="run these alone: A,B")
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=RESULTS / "studies", help="folder of results")
+    return parser.parse_args(argv)
+
+
+def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
+    """Return the cells of some arms; of None, all.
+
+    Raises:
+        UserError: the study has no such arm.
+    """
+    for arm in arms or ():
+        if arm not in study.arms:
+            raise UserError(f"--arms names {arm!r}; the study has {', '.join(study.arms)}")
+    return [cell for cell in study.cells if arms is None or cell.arm in arms]
+
+
+def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, jobs: int) -> None:
+    """Finish every run that is wanted, ``jobs`` at once, and add the line of each as it ends.
+
+    Raises:
+        UserError: runs failed; the others are finished.
+        SystemExit: a signal stopped the study.
+    """
+    failed: dict[str, UserError] = {}
+    running: dict[Future[Line], PlannedRun] = {}
+    # A job's time limit and `kill` stop the study as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            while True:
+                for run in missing_runs(study, cells, runner, lines):
+                    is_known = run.name in failed or run in running.values()
+                    if not is_known and len(running) < jobs:
+                        print(f"running {run.name}", flush=True)
+                        running[pool.submit(runner.finish, run)] = run
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    run = running.pop(future)
+                    try:
+                        lines.add(future.result())
+                        loss = lines.by_run[run.name]["measures"][HELD_OUT]
+                        print(f"finished {run.name}: {HELD_OUT} {loss:.4f}", flush=True)
+                    except UserError as error:
+                        failed[run.name] = error
+                        print(f"error: {error}", file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, StoppedError):
+            runner.stop()
+            sys.exit("study stopped; run the same command again to continue")
+    if failed:
+        raise UserError(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def missing_runs(
+    study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines
+) -> list[PlannedRun]:
+    """Return the runs that are wanted and not finished, most urgent first."""
+    losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}
+    return [
+        run
+        for run in wanted_runs(study, cells, losses)
+        if not runner.is_finished(run, lines.by_run.get(run.name))
+    ]

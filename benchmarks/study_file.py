@@ -1,0 +1,219 @@
+"""A study as its YAML file describes it, and the runs that it consists of.
+
+title: Language modelling at 1.8M parameters
+recipe: english_small.yaml             # relative to this file
+arms:                                  # overrides of the recipe by the name in tables
+  softmax: {model.attention.kind: softmax}
+  diff_v1: {model.attention.kind: diff_v1}
+sizes:                                 # optional: every arm at every size
+  small: {model.num_layers: 4}
+seeds: [1, 2, 3]
+choice: {key: optimizer.lr, grid: [0.001, 0.002, 0.004], seed: 0}
+evaluate: [--suite, loss, --data, held_out.jsonl]
+baseline: softmax
+compared: {test/loss: difference}
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from diffmegatron.config.yaml_documents import parse_yaml
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.section import PathText, Section, Seed
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]{0,63}$")]
+_Overrides = dict[str, Any]
+_Value = Annotated[float, Field(gt=0)]
+
+
+class Choice(Section):
+    """A key whose value is chosen for every arm at every size.
+
+    The value with the lowest ``valid/loss`` wins, of runs with a seed that is not reported. Where
+    an end of the grid wins, the grid is extended beyond it by the ratio of its last two values,
+    until neither end wins.
+    """
+
+    key: str
+    grid: Annotated[tuple[_Value, ...], Field(min_length=3)]
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _grid_rises(self) -> Self:
+        if sorted(set(self.grid)) != list(self.grid):
+            raise ValueError(f"choice.grid is {list(self.grid)}; its values must rise")
+        return self
+
+
+class Study(Section):
+    """The whole of a study's file.
+
+    Attributes:
+        title: heading of the report.
+        recipe: path of the recipe that all runs share, relative to the study's file.
+        arms: overrides of the recipe, by the names of what is compared.
+        sizes: overrides that come before those of the arms, by name; none: one size.
+        seeds: ``training.seed`` of the runs that are reported.
+        choice: the key that is chosen for each arm at each size; None: the recipe has all values.
+        evaluate: arguments of ``diffmegatron evaluate`` after the target, for reported runs,
+            without ``--out``.
+        baseline: the arm that all others are compared with, at equal size and seed.
+        compared: measures of a run, and whether arms are compared by difference or ratio.
+    """
+
+    title: str
+    recipe: PathText
+    arms: Annotated[dict[_Name, _Overrides], Field(min_length=1)]
+    sizes: dict[_Name, _Overrides] = Field(default={})
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
+    choice: Choice | None = None
+    evaluate: tuple[str, ...] = ()
+    baseline: str
+    compared: dict[str, Literal["difference", "ratio"]] = Field(default={"test/loss": "difference"})
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.baseline not in self.arms:
+            raise ValueError(f"baseline is {self.baseline!r}; give one of {', '.join(self.arms)}")
+        if self.choice is not None and self.choice.seed in self.seeds:
+            raise ValueError(
+                f"choice.seed {self.choice.seed} is one of seeds {list(self.seeds)}; choose on a "
+                "seed that is not reported"
+            )
+        return self
+
+    @property
+    def cells(self) -> list["Cell"]:
+        """Every arm at every size, the arms of a size side by side."""
+        return [
+            Cell(size, arm, tuple(_written(overrides | own)))
+            for size, overrides in (self.sizes or {"": {}}).items()
+            for arm, own in self.arms.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An arm at a size; ``size`` is empty where the study has one size."""
+
+    size: str
+    arm: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A training run of a study.
+
+    Attributes:
+        cell: its arm and size.
+        seed: ``training.seed``.
+        chosen: the override of the key that is chosen; empty where none is.
+        is_reported: whether tables show it; else a value is chosen by it.
+    """
+
+    cell: Cell
+    seed: int
+    chosen: str
+    is_reported: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder and of its line; different for all runs of a study."""
+        parts = (self.cell.size, self.cell.arm, self.chosen, f"seed{self.seed}")
+        return "-".join(part for part in parts if part)
+
+    @property
+    def overrides(self) -> list[str]:
+        """What the command line of ``train`` has after the recipe, but for ``run_dir``."""
+        chosen = [self.chosen] if self.chosen else []
+        return [*self.cell.overrides, *chosen, f"training.seed={self.seed}"]
+
+
+def load_study(path: Path) -> Study:
+    """Read and check a study's file.
+
+    Raises:
+        UserError: it cannot be read, or a value does not fit.
+    """
+    values = parse_yaml(read_text(path), shown(path))
+    try:
+        return Study.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        message = str(first.get("ctx", {}).get("error") or first["msg"])
+        raise UserError(f"{shown(path)}: {key + ': ' if key else ''}{clipped(message)}") from None
+
+
+def wanted_runs(
+    study: Study, cells: Sequence[Cell], valid_losses: Mapping[str, float]
+) -> list[PlannedRun]:
+    """Return the runs that are known to be needed, finished ones included, most urgent first.
+
+    Runs of the choice come first. Reported runs follow by seed, so that an interrupted study has
+    every arm on the same seeds; those of a cell are known when its choice is made.
+
+    Args:
+        study: the study.
+        cells: those of its cells that are run.
+        valid_losses: ``valid/loss`` of finished runs by their names.
+    """
+    chosen: dict[Cell, str] = {}
+    wanted: list[PlannedRun] = []
+    for cell in cells:
+        if study.choice is None:
+            chosen[cell] = ""
+            continue
+        runs = choice_runs(study.choice, cell, valid_losses)
+        wanted += runs
+        if (value := chosen_value(runs, valid_losses)) is not None:
+            chosen[cell] = value
+    return wanted + [
+        PlannedRun(cell, seed, chosen[cell], is_reported=True)
+        for seed in study.seeds
+        for cell in cells
+        if cell in chosen
+    ]
+
+
+def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -> list[PlannedRun]:
+    """Return the runs of a cell's grid by rising value, extended as far as finished runs show."""
+    grid = list(choice.grid)
+    while True:
+        runs = [PlannedRun(cell, choice.seed, f"{choice.key}={v:g}", False) for v in grid]
+        if any(run.name not in valid_losses for run in runs):
+            return runs
+        losses = [valid_losses[run.name] for run in runs]
+        best = losses.index(min(losses))
+        if best == 0:
+            grid.insert(0, grid[0] * grid[0] / grid[1])
+        elif best == len(grid) - 1:
+            grid.append(grid[-1] * grid[-1] / grid[-2])
+        else:
+            return runs
+
+
+def chosen_value(runs: Sequence[PlannedRun], valid_losses: Mapping[str, float]) -> str | None:
+    """Return the override of the grid that won; None while runs of the grid are missing."""
+    if any(run.name not in valid_losses for run in runs):
+        return None
+    return min(runs, key=lambda run: valid_losses[run.name]).chosen
+
+
+def _written(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Overrides as the command line takes them; JSON is YAML on one line."""
+    for key, value in overrides.items():
+        text = (
+            value
+            if isinstance(value, str) and re.fullmatch(r"[\w./]+", value)
+            else json.dumps(value)
+        )
+        yield f"{key}={text}"

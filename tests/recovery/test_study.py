@@ -1,0 +1,90 @@
+"""A study that is killed in the middle of a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from tests.paths import ROOT
+
+STEPS = 400
+RECIPE = """
+model:
+  num_layers: 1
+  hidden_size: 32
+  attention: {{head_dim: 8}}
+  ffn_hidden_size: 32
+  vocab_size: 320
+data:
+  tokenizer: bytes
+  sources: [{{path: {corpus}}}]
+  validation_fraction: 0.2
+training:
+  seq_length: 32
+  global_batch_size: 2
+  micro_batch_size: 2
+  steps: {steps}
+  precision: fp32
+  log_interval: 1
+  eval_interval: 100
+  eval_batches: 1
+optimizer: {{lr: 1.0e-3}}
+checkpoint: {{interval: 20, keep_last: 1}}
+"""
+STUDY = """
+title: Killed
+recipe: recipe.yaml
+arms: {diff_v1: {model.attention.kind: diff_v1}}
+seeds: [1]
+baseline: diff_v1
+compared: {valid/loss: difference}
+"""
+
+
+def test_a_killed_run_changes_nothing(tmp_path, corpus):
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus, steps=STEPS))
+    (tmp_path / "study.yaml").write_text(STUDY)
+    assert start(tmp_path, "whole").wait() == 0
+
+    killed = start(tmp_path, "killed")
+    checkpoints = tmp_path / "killed" / "study" / "diff_v1-seed1" / "checkpoints"
+    while not list(checkpoints.glob("step_????????")):
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    recorded = metrics_of(checkpoints.parent)
+    assert 20 <= json.loads(recorded[-1])["step"] < STEPS
+    assert not (tmp_path / "killed.out").exists()
+
+    assert start(tmp_path, "killed").wait() == 0
+    whole, resumed = (read_line(tmp_path, name) for name in ("whole", "killed"))
+    assert resumed == whole
+    # Their times too: the second process resumed.
+    assert metrics_of(checkpoints.parent)[:20] == recorded[:20]
+    log = tmp_path / "killed" / "study" / "logs" / "diff_v1-seed1.log"
+    before = log.read_bytes()
+    assert start(tmp_path, "killed").wait() == 0
+    assert log.read_bytes() == before, "a finished run is skipped"
+
+
+def start(folder, name):
+    """The command in a process group of its own."""
+    command = [sys.executable, "-m", "benchmarks", "study", folder / "study.yaml"]
+    command += [f"--work={folder / name}", f"--out={folder / name}.out"]
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def metrics_of(run_dir):
+    """The whole lines of the metrics: a process that was killed may leave a part of one."""
+    return (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
+
+
+def read_line(folder, name):
+    """The one line of a study, without what depends on the time."""
+    (text,) = (folder / f"{name}.out" / "study.jsonl").read_text().splitlines()
+    line = json.loads(text)
+    del line["measures"]["tokens per second"]
+    return line
