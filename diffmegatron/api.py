@@ -20,7 +20,7 @@ from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.progress import say
 
 if TYPE_CHECKING:
-    from diffmegatron.hf.write_export import LogitDifference
+    from diffmegatron.hf.write_export import Verified
     from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 
 
@@ -61,7 +61,7 @@ def train(
 
 def export(
     checkpoint: str | PathLike[str], out: str | PathLike[str], *, verify: bool = True
-) -> "LogitDifference | None":
+) -> "Verified | None":
     """Write a checkpoint as files that Hugging Face transformers loads.
 
     Args:
@@ -70,7 +70,8 @@ def export(
         verify: whether to load what was written and compare logits with the training network's.
 
     Returns:
-        The largest difference of logits, ``absolute`` and ``relative``; None without ``verify``.
+        The largest difference of logits, ``absolute`` and ``relative``, with the ``tolerance`` and
+        the ``reason`` for it; None without ``verify``.
 
     Raises:
         UserError: there is no good checkpoint, ``out`` exists, or the logits differ.

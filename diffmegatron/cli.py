@@ -237,11 +237,10 @@ def export(
     """Write a checkpoint for Hugging Face, and prove it right. Compares logits."""
     from diffmegatron import api
 
-    difference = api.export(checkpoint, out, verify=verify)
+    verified = api.export(checkpoint, out, verify=verify)
     print(f"wrote {out}")
-    if difference is not None:
-        absolute, relative = difference
-        print(f"logits differ by at most {absolute:.1e} ({relative:.1e} relative)")
+    if verified is not None:
+        print(verified)
 
 
 @app.command("import")
@@ -271,11 +270,10 @@ def import_(
     with importing_engines():
         from diffmegatron.hf.import_model import import_model
 
-    difference = import_model(folder, out, vocab_multiple=vocab_multiple, verify=verify)
+    verified = import_model(folder, out, vocab_multiple=vocab_multiple, verify=verify)
     print(f"wrote {out}")
-    if difference is not None:
-        absolute, relative = difference
-        print(f"logits differ by at most {absolute:.1e} ({relative:.1e} relative)")
+    if verified is not None:
+        print(verified)
 
 
 @app.command()

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.hf.modeling import register
 from diffmegatron.hf.tokenizer import write_tokenizer
+from diffmegatron.hf.weight_mapping import table
 
 SIZES = {
     "vocab_size": 264,
@@ -49,6 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **TIED},
     "qwen2.5": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6}},
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "head_dim": 10,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
     "smollm2": {
         "model_type": "llama",
         "hidden_size": 72,
@@ -97,3 +106,17 @@ def write_pretrained(
                 parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
+
+
+def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+    """Random weights of any kind: no bias is zero, no norm is one."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in (line for rule in table(model) for line in rule.ours.items()):
+        random = torch.randn(shape, generator=generator)
+        if len(shape) == 2:
+            weights[name] = random * 1.5 / shape[1] ** 0.5
+        else:
+            is_norm = "norm" in name
+            weights[name] = 0.3 * random + is_norm
+    return weights

@@ -51,6 +51,11 @@ def split_responses(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *([before] if before else [])])
 
 
+def load_exported(directory: Path) -> Any:
+    """Return the tokenizer of an export as its users load it; no code of the folder is run."""
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
     """Compare the ids of an exported chat template with those of prepared chats.
 
@@ -62,7 +67,7 @@ def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: s
     Raises:
         UserError: they differ.
     """
-    exported = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    exported = load_exported(directory)
     roles, texts = itertools.cycle(_ROLES), itertools.cycle(_TEXTS)
     chat: list[dict[str, str]] = []
     for role, text in itertools.islice(zip(roles, texts, strict=False), 30):

@@ -28,6 +28,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
+# And of one kind of model, where it is another.
+_NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+    "seed_oss": {
+        "attention_bias": (True,),
+        "attention_out_bias": (False,),
+        "residual_dropout": (0,),
+    }
+}
 # An adapter's configuration, beside which transformers loads the adapter where peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
@@ -59,6 +67,7 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
     model = recipe.model
     described = model.attention.hugging_face(model.hidden_size)
     values = decided(model) | {
+        **described.fixed,
         "max_position_embeddings": recipe.training.seq_length,
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
@@ -202,7 +211,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     values = config.to_dict()
     for key in ("num_attention_heads", "num_key_value_heads"):
         _check_count(path, values, key, MAX_SIZE)
-    for key, allowed in _NEUTRAL.items():
+    neutral = _NEUTRAL | _NEUTRAL_OF.get(values["model_type"], {})
+    for key, allowed in neutral.items():
         if values.get(key) not in allowed:
             raise _no_equivalent(path, key, values[key], str(allowed[0]))
     kinds = set(values.get("layer_types") or [_FULL])

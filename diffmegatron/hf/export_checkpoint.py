@@ -16,13 +16,14 @@ from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf.pretrained_files import find_original
-from diffmegatron.hf.write_export import LogitDifference, verify_export, write_export
+from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, write_export
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# float32 leaves the order of summation. In a bf16 file the headwise norm is folded into the
-# output projection before rounding, in training it multiplies after: each rounds by up to 2^-9.
+# In a bf16 file the headwise norm is folded into the output projection before rounding, in training
+# it multiplies after: each rounds by up to 2^-9.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 _SAMPLE = (
     "def attention(q, k, v):\n    return softmax(q @ k.T / sqrt(d)) @ v\n\n"
@@ -32,7 +33,7 @@ _SAMPLE = (
 
 def export_checkpoint(
     directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
-) -> LogitDifference | None:
+) -> Verified | None:
     """Write a checkpoint as Hugging Face files and compare the logits of what was written.
 
     Args:
@@ -43,7 +44,7 @@ def export_checkpoint(
         tokens: ids [b, s] to compare on, at most 256; default: a line of text.
 
     Returns:
-        LogitDifference: of the comparison, None without.
+        Verified: the comparison, None without.
 
     Raises:
         UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
@@ -58,8 +59,9 @@ def export_checkpoint(
     original = find_original(recipe)
     dtype = DTYPES[recipe.training.precision]
     stored = dtype if original is None else original.usual_dtype
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[stored])
-    differences: list[LogitDifference] = []
+    coarsest = max(dtype, stored, key=TOLERANCE.__getitem__)
+    tolerance = TOLERANCE[coarsest]
+    verified: list[Verified] = []
 
     def compare(written: Path) -> None:
         ids = sample(tokenizer) if tokens is None else tokens
@@ -70,7 +72,7 @@ def export_checkpoint(
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
                 f"{out} was not written"
             )
-        differences.append(difference)
+        verified.append(Verified(*difference, tolerance, _why(coarsest)))
 
     write_export(
         merged_weights(checkpoint),
@@ -83,7 +85,14 @@ def export_checkpoint(
         chat=_was_trained_on_chats(checkpoint),
         verify=compare if verify else None,
     )
-    return differences[0] if differences else None
+    return verified[0] if verified else None
+
+
+def _why(dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        return SUMMATION
+    name = _NAMES[dtype]
+    return f"weights are rounded to {name}, after what is folded into them and not before"
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:

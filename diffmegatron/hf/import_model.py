@@ -19,7 +19,7 @@ from diffmegatron.hf.pretrained_files import keep_original
 from diffmegatron.hf.pretrained_weights import Source
 from diffmegatron.hf.tokenizer import CONFIG
 from diffmegatron.hf.weight_mapping import from_hf, table
-from diffmegatron.hf.write_export import LogitDifference, verify_export
+from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
 # Both sides compute in float32 with the same weights: what is left is the order of summation.
@@ -29,7 +29,7 @@ _SEQ_LENGTH = 2048
 
 def import_model(
     folder: Path, out: Path, *, vocab_multiple: int = 1, verify: bool = True
-) -> LogitDifference | None:
+) -> Verified | None:
     """Write a pretrained model as a run directory whose weights other runs start from.
 
     ``out`` has ``recipe.yaml`` for them to extend, a checkpoint of step 0 with weights alone, and
@@ -44,7 +44,7 @@ def import_model(
             this process and in float32, and compare them: both must fit its memory.
 
     Returns:
-        LogitDifference: of the comparison, None without.
+        Verified: the comparison, None without.
 
     Raises:
         UserError: the model's files cannot be used, it is of no network that a recipe can have,
@@ -77,7 +77,7 @@ def import_model(
                 f"{difference.relative:.1e} relative, more than {TOLERANCE:g}; {shown(out)} was "
                 "not written"
             )
-    return difference
+    return Verified(*difference, TOLERANCE, SUMMATION)
 
 
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:

@@ -16,13 +16,18 @@ from typing import Any
 import tiktoken
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json
-from diffmegatron.hf.chat_template import CHAT_TEMPLATE, check_chat, split_responses
+from diffmegatron.hf.chat_template import (
+    CHAT_TEMPLATE,
+    check_chat,
+    load_exported,
+    split_responses,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +119,8 @@ def write_tokenizer(
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
     config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
+    # Training took tokenizer.json alone, and the code that this key names is not copied.
+    config.pop("auto_map", None)
     if chat:
         # Its own is of other ids than those that the run was trained on.
         config.pop("chat_template", None)
@@ -124,6 +131,24 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
             return
         shutil.copyfile(tokenizer.folder / "tokenizer.json", directory / "tokenizer.json")
     _write_config(config, directory)
+    if _first_difference(tokenizer, directory) is not None:
+        _write_config(config | {"tokenizer_class": _CLASS}, directory)
+    if (different := _first_difference(tokenizer, directory)) is not None:
+        log.warning(
+            "AutoTokenizer gives other ids than training for %r, for this model_type has a class "
+            "of its own; PreTrainedTokenizerFast.from_pretrained gives those of training",
+            different,
+        )
+
+
+def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
+    """Return the first text of the sample of which AutoTokenizer gives other ids; None: of none."""
+    exported = load_exported(directory)
+    for text in SAMPLE:
+        ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids != tokenizer.encode(text).tolist():
+            return text
+    return None
 
 
 def _give_template(
@@ -246,7 +271,7 @@ def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
     Raises:
         UserError: ids differ, or decoding does not give the text back.
     """
-    exported = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    exported = load_exported(directory)
     specials = sorted(encoding.special_tokens_set)
     texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]
     for text in texts:

@@ -25,6 +25,8 @@ from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
+# Why two networks of equal weights differ in float32.
+SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
@@ -33,6 +35,23 @@ class LogitDifference(NamedTuple):
     absolute: float
     relative: float
     """``absolute`` over the largest expected logit."""
+
+
+class Verified(NamedTuple):
+    """Logits that agree, as text the sentence that an export or an import prints of them."""
+
+    absolute: float
+    relative: float
+    tolerance: float
+    """Largest ``relative`` that passes."""
+    reason: str
+    """Why there may be a difference."""
+
+    def __str__(self) -> str:
+        return (
+            f"logits differ by at most {self.absolute:.1e} ({self.relative:.1e} relative, up to "
+            f"{self.tolerance:.0e} passes: {self.reason})"
+        )
 
 
 def write_export(

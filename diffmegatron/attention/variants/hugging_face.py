@@ -39,13 +39,15 @@ class HuggingFace:
         model_type: of its configuration.
         architecture: name of the class.
         config: keys of the configuration that the variant decides.
-        also: other model types whose classes compute the same from the same keys.
+        fixed: keys of a new configuration beside them, which the classes in ``also`` do without.
+        also: other model types whose classes compute the same from the keys in ``config``.
         remote_code: transformers has no such class, so that the export brings it along.
     """
 
     model_type: str
     architecture: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     remote_code: bool = False
 

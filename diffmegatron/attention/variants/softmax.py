@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QK_NORMS = ("q_norm", "k_norm")
+# SeedOss has dropouts that are not off where its configuration does not name them.
+_SEED_OSS = {
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+}
 
 
 class Softmax(Variant):
@@ -38,7 +45,7 @@ class Softmax(Variant):
     headwise_norm: bool = False
 
     title: ClassVar[str] = "Transformer"
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 
     @property
     def heads(self) -> Heads:
@@ -138,7 +145,10 @@ class Softmax(Variant):
         return HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0).apply_to(out)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """The class that has what this has: Qwen3, Qwen2, Mistral, or Llama.
+        """The class that has what this has: Qwen3, SeedOss, Mistral, or Llama.
+
+        Qwen2 has biases as SeedOss does, but transformers 5 builds a tokenizer of Qwen's beside it
+        whatever the folder holds, which gives other ids; and its heads fill the hidden size.
 
         Raises:
             UserError: none has it.
@@ -151,19 +161,23 @@ class Softmax(Variant):
         if self.qkv_bias and self.qk_norm:
             raise UserError(
                 "model.attention.qkv_bias True with model.attention.qk_norm True cannot be "
-                "exported: Hugging Face's Qwen2 has the one and Qwen3 the other"
+                "exported: Hugging Face's SeedOss has the one and Qwen3 the other"
             )
         config: dict[str, Any] = {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
         }
-        # The configuration of Qwen2 has no such key, and its class reads it where it is.
-        if not self.qkv_bias or self.num_heads * self.head_dim != hidden_size:
-            config["head_dim"] = self.head_dim
+        own = {"head_dim": self.head_dim}
+        if self.qkv_bias:
+            # Qwen2's configuration has no such key, and its class reads it where it is.
+            if self.num_heads * self.head_dim != hidden_size:
+                config |= own
+            return hf.HuggingFace(
+                "seed_oss", "SeedOssForCausalLM", config, fixed=own | _SEED_OSS, also=("qwen2",)
+            )
+        config |= own
         if self.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
-        if self.qkv_bias:
-            return hf.HuggingFace("qwen2", "Qwen2ForCausalLM", config)
         if hidden_size % self.num_heads:
             # Llama's configuration wants a multiple of the heads; Mistral is Llama without that.
             whole = {"sliding_window": None}
@@ -177,7 +191,7 @@ class Softmax(Variant):
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or 0,
-            qkv_bias=config["model_type"] == "qwen2",
+            qkv_bias=config["model_type"] in ("qwen2", "seed_oss"),
             qk_norm=config["model_type"] == "qwen3",
         )
 

@@ -341,10 +341,10 @@ def test_smollm2_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
     source = Path(os.environ["DIFFMEGATRON_SMOLLM2"])
     difference = import_model(source, tmp_path / "run")
     assert difference is not None
-    assert difference.relative < 1e-6
+    assert difference.relative < 1e-5
     exported = export_checkpoint(tmp_path / "run" / CHECKPOINT, tmp_path / "out")
     assert exported is not None
-    assert exported.relative < 1e-6
+    assert exported.relative < 1e-5
     assert_round_trip(source, tmp_path / "out")
 
 

@@ -10,7 +10,12 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from diffmegatron.data.tokenizers import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
 from diffmegatron.errors import UserError
@@ -169,3 +174,30 @@ def test_cl100k_on_any_text(
     ids = exported_cl100k(text).input_ids
     assert ids == cl100k.encoding.encode(text, allowed_special="all")
     assert exported_cl100k.decode(ids) == text
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_copied_tokenizer_gives_the_ids_of_training_or_a_warning(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder names Qwen2's class, which transformers 5 builds with a normalisation."""
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    for path in (folder, out):
+        path.mkdir()
+    write_tokenizer(load_tokenizer("bytes"), 64, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": ["x.X", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    AutoConfig.for_model(model_type).save_pretrained(out)
+    trained = load_tokenizer(str(folder))
+    write_tokenizer(trained, 64, out)
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
+    exported = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    given = [exported(text).input_ids for text in hf_tokenizer.SAMPLE]
+    is_equal = given == [trained.encode(text).tolist() for text in hf_tokenizer.SAMPLE]
+    # transformers 5 takes Qwen2's class for this model_type whatever the folder names.
+    assert is_equal == (model_type == "llama")
+    assert ("AutoTokenizer gives other ids than training" in caplog.text) != is_equal
+    plain = PreTrainedTokenizerFast.from_pretrained(out)
+    for text in hf_tokenizer.SAMPLE:
+        assert plain(text).input_ids == trained.encode(text).tolist()

@@ -12,17 +12,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from diffmegatron.config.load import load_resolved
-from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.modeling import register
 from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.hf.tokenizer import SAMPLE
-from diffmegatron.hf.weight_mapping import table
 from diffmegatron.hf.write_export import logit_difference, write_export
 from tests.paths import ROOT
-from tests.pretrained import write_pretrained
+from tests.pretrained import random_weights, write_pretrained
 from tests.unit.hf.test_weight_mapping import DIFF, GQA, make_recipe, make_tokens
 
 FOLDER = Path(os.environ.get("DIFFMEGATRON_TRANSFORMERS4", ROOT / ".transformers4"))
@@ -44,6 +42,7 @@ KINDS: dict[str, dict[str, object]] = {
     "llama, linear": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 4.0}},
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
     "qwen3": SOFTMAX | {"qk_norm": True},
+    "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
     "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3},
     "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True},
     "grouped, its own lambda": RATIO
@@ -83,20 +82,6 @@ torch.save({"version": transformers.__version__, "found": found}, sys.argv[3])
 """
 
 
-def make_weights(model: ModelConfig) -> dict[str, Tensor]:
-    """Random weights of any kind: no bias is zero, no norm is one."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, shape in (line for rule in table(model) for line in rule.ours.items()):
-        random = torch.randn(shape, generator=generator)
-        if len(shape) == 2:
-            weights[name] = random * 1.5 / shape[1] ** 0.5
-        else:
-            is_norm = "norm" in name
-            weights[name] = 0.3 * random + is_norm
-    return weights
-
-
 def logits(folder: Path) -> Tensor:
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -121,7 +106,7 @@ def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
     recipes = {kind: make_recipe(**keys) for kind, keys in KINDS.items()}
     recipes[CHANGED] = changed_import(tmp_path)
     for kind, recipe in recipes.items():
-        weights = make_weights(recipe.model)
+        weights = random_weights(recipe.model)
         original = find_original(recipe)
         out = root / kind
         write_export(weights, recipe, tokenizer, out, torch.float32, original=original)
@@ -165,7 +150,7 @@ def test_config_json_has_the_rotary_keys_of_both_majors(
     scaling: dict[str, object] | None, tmp_path: Path
 ) -> None:
     recipe = make_recipe(**SOFTMAX, rope_scaling=scaling)
-    weights = make_weights(recipe.model)
+    weights = random_weights(recipe.model)
     write_export(weights, recipe, load_tokenizer("bytes"), tmp_path / "hf", torch.float32)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     both = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters")}

@@ -17,14 +17,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import tokenizer as hf_tokenizer
 from diffmegatron.hf.atomic_directory import appearing_whole
+from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
-from diffmegatron.hf.write_export import logit_difference, verify_export, write_export
+from diffmegatron.hf.write_export import (
+    Verified,
+    logit_difference,
+    verify_export,
+    write_export,
+)
+from tests.pretrained import random_weights
 from tests.unit.hf.test_weight_mapping import (
     DIFF,
     END,
@@ -79,6 +87,39 @@ def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path
     assert config["architectures"] == [f"{kind}ForCausalLM"]
     assert config.get("sliding_window") is None
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"kind": "softmax", "num_kv_heads": 2},
+        {"kind": "softmax", "head_dim": 10},
+        {"kind": "dex", "selected_heads": [[0], [1, 5], []], "annealing_steps": None},
+    ],
+    ids=str,
+)
+def test_biases_without_a_pretrained_model_are_exported(
+    attention: dict[str, object], tmp_path: Path
+) -> None:
+    recipe = make_recipe(**attention, qkv_bias=True)
+    weights = random_weights(recipe.model)
+    out = tmp_path / "hf"
+    write_export(weights, recipe, load_tokenizer("bytes"), out, torch.float32)
+    difference = import_model(out, tmp_path / "run")
+    assert difference is not None
+    assert difference.relative < 1e-5
+    imported = open_checkpoint(tmp_path / "run/checkpoints/step_00000000").tensors
+    for name in imported.names():
+        # What DEX folds into the output projection stays there.
+        if not (attention["kind"] == "dex" and "linear_proj" in name):
+            assert torch.equal(imported.whole("weight", name), weights[name]), name
+
+
+def test_what_is_printed_of_the_comparison_names_the_tolerance_and_why() -> None:
+    assert str(Verified(9.3e-3, 1.2e-3, 5e-2, "weights are rounded to bf16")) == (
+        "logits differ by at most 9.3e-03 (1.2e-03 relative, up to 5e-02 passes: weights are "
+        "rounded to bf16)"
+    )
 
 
 def test_bf16_export_keeps_lambda_in_fp32_and_folds_before_it_rounds(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import versions
 
+from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.hf.modeling import (
     CLASSES,
     DiffV2Config,
@@ -22,6 +23,7 @@ from diffmegatron.hf.modeling import (
     register,
     remote_files,
 )
+from diffmegatron.hf.tokenizer import write_tokenizer
 from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_model, make_tokens
 
 TYPES = ["diff_v2", "grouped_diff"]
@@ -32,7 +34,9 @@ import sys
 from pathlib import Path
 import torch
 sys.modules["diffmegatron"] = None
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+)
 for directory in sys.argv[1:]:
     config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -47,6 +51,7 @@ for directory in sys.argv[1:]:
     cached, whole = (model.generate(saved["tokens"], use_cache=u, **options) for u in (True, False))
     assert torch.equal(cached, whole)
     model.save_pretrained(Path(directory, "again"))
+    assert PreTrainedTokenizerFast.from_pretrained(directory)("a").input_ids == [97]
 print("loaded", *sys.argv[1:])
 """
 
@@ -82,6 +87,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
             path.unlink()
         for path in remote_files(case.kind):
             (directory / path.name).write_bytes(path.read_bytes())
+        write_tokenizer(load_tokenizer("bytes"), 64, directory)
         with torch.no_grad():
             logits = model(tokens).logits
         torch.save({"tokens": tokens, "logits": logits}, directory / "expected.pt")
@@ -98,6 +104,8 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=1700,
+        # Nobody answers a question whether code is to be run.
+        stdin=subprocess.DEVNULL,
     )
     assert run.returncode == 0, run.stderr
     # DeepSpeed, which transformers imports where it is installed, may print before it.
