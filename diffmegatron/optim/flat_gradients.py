@@ -9,6 +9,7 @@ the time of a small update on a CPU.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +60,12 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 
 
 class _OfBf16Optimizer:
-    """In bf16, where DeepSpeed's BF16_Optimizer keeps them so itself."""
+    """In bf16, where DeepSpeed's BF16_Optimizer keeps them so itself.
+
+    Its hooks make a float32 copy of a gradient before they add it to the others, 4 bytes for each
+    element of the largest matrix while the loss is differentiated. Ours add the bf16 one, which
+    gives the same bits: the sum is in float32 either way.
+    """
 
     def __init__(self, zero_optimizer: Any) -> None:
         self.groups = [
@@ -68,12 +74,41 @@ class _OfBf16Optimizer:
                 zero_optimizer.fp32_groups_gradients_flat, zero_optimizer.bf16_groups, strict=True
             )
         ]
+        for hook in zero_optimizer._grad_acc_hooks:
+            hook.remove()
+        # In its list, so that the engine removes them at its end.
+        zero_optimizer._grad_acc_hooks[:] = [
+            parameter.register_post_accumulate_grad_hook(
+                partial(_add, zero_optimizer, (number, place), gradient)
+            )
+            for number, group in enumerate(self.groups)
+            for place, (parameter, gradient) in enumerate(group.gradients())
+        ]
 
     def hand_over(self) -> None:
         """They are there."""
 
     def reset(self) -> None:
         """DeepSpeed's step has done it."""
+
+
+def _add(
+    zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
+) -> None:
+    """Add a parameter's gradient to the float32 one and free it, as DeepSpeed's hook does.
+
+    Args:
+        zero_optimizer: DeepSpeed's, which counts gradients by ``place``.
+        place: number of the parameter group, and of the parameter in it.
+        total: the float32 gradient, in the parameter's shape.
+        parameter: which has a new gradient.
+    """
+    assert parameter.grad is not None
+    total.add_(parameter.grad)
+    parameter.grad = None
+    parameter._hp_grad = total  # type: ignore[attr-defined]
+    number, index = place
+    zero_optimizer.fp32_groups_has_gradients[number][index] = True
 
 
 class _OfZeroOptimizer:
