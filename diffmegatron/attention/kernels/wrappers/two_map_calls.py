@@ -30,9 +30,14 @@ def two_calls(
 def four_calls(
     attend: Attend, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
 ) -> Tensor:
-    """As `two_calls`, with V in two halves of Q's width."""
+    """As `two_calls`, with V in two halves of Q's width.
 
-    def attend_by_halves(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        return torch.cat([attend(q, k, half.contiguous()) for half in values.chunk(2, -1)], -1)
+    Both maps attend to the same copy of each half, which the backward pass keeps. Views would keep
+    more: V is one itself, of all heads of the projection.
+    """
+    halves = [half.contiguous() for half in v.chunk(2, -1)]
+
+    def attend_by_halves(q: Tensor, k: Tensor, _: Tensor) -> Tensor:
+        return torch.cat([attend(q, k, half) for half in halves], -1)
 
     return two_calls(attend_by_halves, q1, k1, q2, k2, v, lambda_)
