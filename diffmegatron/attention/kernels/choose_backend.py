@@ -8,15 +8,17 @@ from dataclasses import replace
 
 from .registry import BACKENDS, FEATURES, Call, Op
 
-# By operation and device, as on a CPU where a device is not named: the first that can run is taken.
-# Attention in "triton" is not among them until tests/gpu has passed on a GPU: its kernels are
-# proven in the interpreter and by the compiler alone. Nor is "cudnn_2call", which ran nowhere yet.
+# By operation and device: the first that can run is taken. Until tests/gpu has passed on a GPU,
+# attention in "triton" comes after all libraries: its kernels are proven in the interpreter and by
+# the compiler alone. It is taken where no library can run (a ring with documents, a ring in
+# float32): "blocked" is a loop in Python there, of thousands of small products for 64K positions.
+# "cudnn_2call", which ran nowhere yet, is not among them.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
-        "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "blocked"),
+        "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "triton", "blocked"),
     },
-    "softmax": {"cpu": ("sdpa", "blocked")},
+    "softmax": {"cpu": ("sdpa", "blocked"), "cuda": ("sdpa", "triton", "blocked")},
     "subtraction": {"cpu": ("pytorch",), "cuda": ("triton", "pytorch")},
 }
 
