@@ -9,6 +9,8 @@ from torch import Tensor
 from diffmegatron.errors import UserError
 
 _TRACKED = "random.tracked."
+# A state of CUDA's generator: its seed and its offset.
+_CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
@@ -21,16 +23,24 @@ def random_states() -> dict[str, Tensor]:
     return states
 
 
-def restore_random_states(saved: Callable[[str], Tensor | None]) -> None:
-    """Set every state that ``saved`` knows by name; the others stay as seeded.
+def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
+    """Set every state that ``saved`` finds by name; the others stay as seeded.
+
+    Returns:
+        The names of the states that stay as seeded because they were saved on a CPU and this run is
+        on a GPU, or the reverse: Megatron's tracker keeps those of the device.
 
     Raises:
         UserError: a saved state has another size than those of this torch.
     """
-    states = random_states()
+    states, of_another_device = random_states(), []
+    device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}
     for name, current in states.items():
         state = saved(name)
         if state is None:
+            continue
+        if {state.numel(), current.numel()} == device_sizes:
+            of_another_device.append(name)
             continue
         if state.shape != current.shape:
             raise UserError(
@@ -43,3 +53,4 @@ def restore_random_states(saved: Callable[[str], Tensor | None]) -> None:
         torch.cuda.set_rng_state(states["random.cuda"])
     tracker = get_cuda_rng_tracker()
     tracker.set_states({name: states[_TRACKED + name] for name in tracker.get_states()})
+    return of_another_device

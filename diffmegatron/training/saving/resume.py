@@ -186,7 +186,13 @@ def load_snapshot(
     engine.restore(state["updates"])
     if state["world_size"] == parallel_state.world_size:
         file = rank_file(parallel_state.rank)
-        restore_random_states(lambda name: tensors.extra(file, name))
+        seeded = restore_random_states(lambda name: tensors.extra(file, name))
+        if seeded and parallel_state.is_main:
+            log.warning(
+                "the checkpoint was written on another kind of device: the random states %s start "
+                "from training.seed; weights, optimizer and the order of the data are its own",
+                ", ".join(seeded),
+            )
     return Position(state["step"], state["updates"], state["data"], state["guard"])
 
 
