@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-_PIN = torch.cuda.is_available()
-
 
 def offloaded_activations(
     network: torch.nn.Module, *, enabled: bool
@@ -19,18 +17,19 @@ def offloaded_activations(
     """
     if not enabled:
         return nullcontext()
+    pin = torch.cuda.is_available()
     weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
 
     def pack(saved: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if saved.untyped_storage().data_ptr() in weights:
             return saved
-        host = torch.empty_like(saved, device="cpu", pin_memory=_PIN)
-        return saved.device, host.copy_(saved, non_blocking=_PIN)
+        host = torch.empty_like(saved, device="cpu", pin_memory=pin)
+        return saved.device, host.copy_(saved, non_blocking=pin)
 
     def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         device, host = packed
-        return host.to(device, non_blocking=_PIN)
+        return host.to(device, non_blocking=pin)
 
     return saved_tensors_hooks(pack, unpack)
