@@ -9,8 +9,8 @@ class RMSNorm(torch.nn.Module):
     """RMSNorm with weight, built as Megatron builds its norms.
 
     Megatron's own fallback, ``WrappedTorchNorm``, refuses sequence parallelism; under it this
-    weight sees only its rank's part of the sequence, which the ``sequence_parallel`` mark tells
-    :func:`diffmegatron.model.build.build_model`.
+    weight sees only its rank's part of the sequence, and the ``sequence_parallel`` mark has its
+    gradient summed (:mod:`diffmegatron.optim.tensor_sums`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

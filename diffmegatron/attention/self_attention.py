@@ -13,7 +13,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
@@ -117,6 +116,8 @@ class SelfAttention(MegatronModule):
         )
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
+            # Of a whole one this rank sees the share of its own heads.
+            parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(declared.name, parameter)
@@ -214,18 +215,15 @@ class SelfAttention(MegatronModule):
     def parameter(self, name: str) -> Tensor:
         """A declared parameter as this rank's heads use it: whole, or the rank's share of it.
 
-        Of a whole one each rank sees only its own heads' share of the gradient; Megatron's region
-        sums it over the ranks, with and without sequence parallelism (the ``sequence_parallel``
-        attribute would sum only with). Under ZeRO 3 in bf16 the parameter is a rounded one, and its
-        exact value comes with it (:mod:`diffmegatron.optim.float32_parameters`).
+        The gradient of a whole one is summed over the ranks by the ZeRO engine
+        (:mod:`diffmegatron.optim.tensor_sums`). Under ZeRO 3 in bf16 the parameter is a rounded
+        one, and its exact value comes with it (:mod:`diffmegatron.optim.float32_parameters`).
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
         if exact is not None:
-            parameter = exact + (parameter - parameter.detach())
-        if self._declared[name].sharded or self.tp_group.size() == 1:
-            return parameter
-        return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+            return exact + (parameter - parameter.detach())
+        return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """``hidden`` by a sharded matrix: [s, b, rows of this rank], of the whole sequence.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, distributed
+from torch import Tensor
 
 from diffmegatron.attention.kernels import choose_backend, registry
 from diffmegatron.attention.kernels.resolve_backend import dtype_name, importable_libraries
@@ -100,8 +100,6 @@ def build_model(
         initialize(network, recipe)
     _mark_tensor_parallel(network)
     mark_trained(network, recipe)
-    if recipe.parallel.sequence_parallel:
-        _sum_sequence_parallel_gradients(network, parallel_state)
     return network
 
 
@@ -205,20 +203,3 @@ def _mark_tensor_parallel(network: Network) -> None:
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)
         parameter.tensor_model_parallel = parameter.numel() < whole  # type: ignore[attr-defined]
-
-
-def _sum_sequence_parallel_gradients(network: Network, parallel_state: ParallelState) -> None:
-    """Sum over the tensor-parallel ranks what each saw of its part of the sequence.
-
-    Megatron's own data-parallel wrapper does this for parameters it marks ``sequence_parallel``;
-    under DeepSpeed nobody would, and the ranks would silently diverge.
-    """
-
-    def summed(gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        distributed.all_reduce(total, group=parallel_state.tensor_group)
-        return total
-
-    for parameter in network.parameters():
-        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(summed)

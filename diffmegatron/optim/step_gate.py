@@ -75,17 +75,19 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
 
 
 def held_norms(
-    partition: Partition, network: torch.nn.Module
+    partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
     """The parameters whose gradient this rank holds before a step, and the norms, [n] float32.
 
-    On the device, without waiting for it; one pass over the gradients.
+    On ``device``, without waiting for it; one pass over the gradients, some of which offloading
+    may have left in the host's memory.
     """
     held = [*_on_parameters(network), *partition.gradients()]
     if not held:
-        return [], torch.zeros(0)
+        return [], torch.zeros(0, device=device)
     norms = torch._foreach_norm([gradient for _, gradient in held])
-    return [parameter for parameter, _ in held], torch.stack([norm.float() for norm in norms])
+    on_device = [norm.float().to(device, non_blocking=True) for norm in norms]
+    return [parameter for parameter, _ in held], torch.stack(on_device)
 
 
 def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:

@@ -33,6 +33,12 @@ from diffmegatron.optim.step_gate import (
     decaying_rows,
     held_norms,
 )
+from diffmegatron.optim.tensor_sums import (
+    gradients_of,
+    shared_parameters,
+    sum_in_backward,
+    sum_together,
+)
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
@@ -80,11 +86,16 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         self._reduction: GradientReduction | None = None
+        shared = shared_parameters(network) if parallel_state.tensor_size > 1 else []
+        self._shared_gradients: list[Tensor] = []
         if (gradients := flat_gradients(self._optimizer)) is not None:
             self._engine.enable_backward_allreduce = False
             self._reduction = GradientReduction(
                 gradients, network, parallel_state.data_group, REDUCE_BUCKET
             )
+            self._shared_gradients = gradients_of(shared, gradients)
+        else:
+            sum_in_backward(shared, parallel_state.tensor_group)
         has_peers = parallel_state.data_group.size() > 1
         self._overlaps = has_peers and recipe.parallel.overlaps_gradients
         self._partition = partition_of(self._optimizer)
@@ -136,11 +147,14 @@ class ZeroEngine:
                 whatever ``allow`` says).
         """
         if self._reduction is None:
-            self._held_norms = held_norms(self._partition, self.network)
+            self._held_norms = held_norms(
+                self._partition, self.network, self._parallel_state.device
+            )
             self._sum_tied_embedding()
         else:
             self._sum_tied_embedding()
             self._held_norms = self._reduction.finish()
+            sum_together(self._shared_gradients, self._parallel_state.tensor_group)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
         gate = Gate(self._optimizer, lambda norm: allow(self._checked(norm)))
@@ -169,9 +183,9 @@ class ZeroEngine:
     def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """The norm of each gradient as this rank held it when the last :meth:`step` began.
 
-        That is before the sum over data-parallel ranks with ZeRO 1 (so that it tells whose a
-        gradient that is not finite was; an embedding tied over a pipeline is summed over its two
-        stages before), and this rank's part after it with ZeRO 2.
+        That is before the sums over data-parallel and tensor-parallel ranks with ZeRO 1 (so that it
+        tells whose a gradient that is not finite was; an embedding tied over a pipeline is summed
+        over its two stages before), and this rank's part after them with ZeRO 2.
         """
         if self._held_norms is None:
             return {}
@@ -279,7 +293,9 @@ def import_deepspeed() -> Any:
         import deepspeed
         import deepspeed.runtime.zero.muon.muon_optimizer  # by ZeRO's first step, of any optimizer
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # In place of a look for compilers and CUDA's headers, which prints a warning for each of its
+    # operations that could not be built: none is used.
+    deepspeed.ops.__compatible_ops__ = {}
     # Its warnings are of the optimizer class below, and of skipped steps, which the guard reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed

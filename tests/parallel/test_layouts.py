@@ -152,7 +152,8 @@ def test_gradients_summed_in_the_backward_pass_are_the_same_bits_as_after_it(lay
     assert len(weights["overlapping"]) == layout.ranks
     assert weights["overlapping"] == weights["after"]
     # Two terms have one sum; of more, DeepSpeed's buckets add up the same ones in another order.
-    if sharing(layout) == 2:
+    # Tensor-parallel ranks add their shares before these sums there, and after them here.
+    if sharing(layout) == 2 and "parallel.tensor=2" not in layout.overrides:
         assert weights["overlapping"] == weights["deepspeed"]
 
 
