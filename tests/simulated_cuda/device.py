@@ -61,6 +61,7 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *_, **__: 0)
     torch.compile = _compile
+    _replace_tensor()
     torch.Tensor.record_stream = lambda *_: None
     torch.UntypedStorage.data_ptr = lambda storage: _address(storage)
     _make_fake_tensors_usable()
@@ -203,6 +204,17 @@ def _torch_cuda() -> dict[str, Any]:
         "memory_stats": lambda *_: collections.defaultdict(int),
         "mem_get_info": lambda *_: (PROPERTIES.total_memory - allocated(), PROPERTIES.total_memory),
     }
+
+
+def _replace_tensor() -> None:
+    """``torch.tensor`` makes its copy on CUDA itself in threads that have no fake mode."""
+    original = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **keywords: Any) -> Tensor:
+        made = original(data, device="cpu", **keywords)
+        return made if device is None else made.to(device)
+
+    torch.tensor = tensor
 
 
 def _wait(kind: str) -> None:

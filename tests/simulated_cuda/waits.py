@@ -44,6 +44,13 @@ PERMITTED = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.update_offload_overflow_tracker":
     Wait("ZeRO 1 and 2 offloaded look at each gradient as they take it to the host."),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+        ".complete_grad_norm_calculation_for_cpu_offload"
+    ): Wait("ZeRO 1 and 2 offloaded have the norm on the host."),
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._wait_for_offload_copies": Wait(
+        "ZeRO 1 and 2 offloaded update in the host's memory, when all gradients are there.",
+    ),
 }  # fmt: skip
 
 
