@@ -200,10 +200,11 @@ class SharedRecords:
         """Meet the other processes, and know the records of all.
 
         Args:
-            order: of the keys in the file, as far as their records are new.
+            order: keys of items that the processes have asked, in the order of the file, as far as
+                their records are new.
 
         Raises:
-            UserError: a file is damaged or cannot be written.
+            UserError: a file is damaged or cannot be written, or it has no record of such an item.
         """
         self._close()
         self._ranks.meet()
@@ -212,6 +213,12 @@ class SharedRecords:
         self._ranks.meet()
         with RecordFile(self._path, self._header) as file:
             self.records = file.records
+        missing = sum(key not in self.records for key in order)
+        if missing:
+            raise UserError(
+                f"{shown(self._path)} lacks {missing} items that were measured, as its folder was "
+                "moved or replaced meanwhile; put it back, or run the same command again"
+            )
 
     def _close(self) -> None:
         if self._own is not None:

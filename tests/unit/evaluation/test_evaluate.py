@@ -26,7 +26,7 @@ from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.result_file import RecordFile, sealed_line
+from diffmegatron.evaluation.result_file import RecordFile, SharedRecords, sealed_line
 from diffmegatron.evaluation.suite import Item, Mean, Suite
 from diffmegatron.evaluation.suites import SUITES
 from diffmegatron.evaluation.suites.loss import Loss
@@ -277,6 +277,20 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
     file.write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
     with pytest.raises(UserError, match="at line 2 is not as it was written"):
         measure("plain")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "meet", lambda _: None)
+    path = tmp_path / "loss" / "file.jsonl"
+    with SharedRecords(path, {"suite": "x"}, Ranks(0, count)) as file:
+        file.add("a", {"v": 1})
+        file.gather(["a"])
+        file.add("b", {"v": 2})
+        path.parent.rename(tmp_path / "moved")
+        path.parent.mkdir()
+        with pytest.raises(UserError, match=r"file\.jsonl lacks 2 items that were measured"):
+            file.gather(["a", "b"])
 
 
 def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
