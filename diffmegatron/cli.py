@@ -16,6 +16,7 @@ from diffmegatron.evaluation.commands import compare, evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import configs as configs_app
 from diffmegatron.operations.commands import launch, preflight, quickstart, status
+from diffmegatron.user_paths import named_on_the_command_line, print_any_name
 
 app = typer.Typer(
     name="diffmegatron",
@@ -288,8 +289,10 @@ def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit status 2."""
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    print_any_name()
     try:
-        app()
+        with named_on_the_command_line(sys.argv[1:]):
+            app()
     except UserError as error:
         print(
             f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr

@@ -6,6 +6,7 @@ nesting may be is decided here, once.
 """
 
 import errno
+import io
 import os
 import stat
 from collections import Counter
@@ -146,6 +147,7 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; then what was there before is still there.
     """
+    check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
     opened = create_file(temporary)
     try:
@@ -193,6 +195,32 @@ class HeldFolder:
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
+def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
+    """Write a figure of matplotlib as a PNG, whole or not at all.
+
+    Raises:
+        OSError: as :func:`write_durably`.
+    """
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
+    write_durably(path, content.getvalue())
+
+
+def check_replaceable(*paths: Path) -> None:
+    """Refuse to write over anything but an ordinary file: a rename would replace a FIFO or device.
+
+    Raises:
+        OSError: one of them is there and is something else, or cannot be looked at.
+    """
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EEXIST, f"{_kind(mode)} of that name is there", str(path))
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames within a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -205,6 +233,29 @@ def sync_folder(folder: Path) -> None:
 def shown(path: Path) -> str:
     """A path for a sentence: never longer than a few lines, without bytes that are no text."""
     return clipped(str(path).encode(errors="backslashreplace").decode())
+
+
+def check_utf8(*paths: Path) -> None:
+    """Refuse a name that is not UTF-8, which safetensors and JSON cannot hold.
+
+    Raises:
+        UserError: one of the paths has such a name in it.
+    """
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{shown(path)} is not a name in UTF-8; give one that is") from None
+
+
+def printable(path: str | Path) -> str:
+    r"""A file's name as UTF-8 text, which any JSON and any output takes; one text for one name.
+
+    Names are bytes to the system. Those that are UTF-8 stand as they are, every other byte is
+    written ``\xff``, and a backslash of the name is doubled so that none is mistaken for one of
+    those; undoing the two gives the name back.
+    """
+    return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:

@@ -32,7 +32,7 @@ HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 # How the reason ends of a rank that was asked to stop when there was nothing to save.
 NOT_BEGUN = "before the run had begun"
-_END_NAME = re.compile(r"rank_(\d{5,7})\.json")
+_END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
 # A file server should not be written at every step of milliseconds.
 _BEAT_SECONDS = 5.0
 # A rank is a straggler that was slow in most reports, of so many at least.
@@ -194,7 +194,8 @@ def end_name(rank: int) -> str:
 def read_ends(folder: Path) -> dict[int, End]:
     """The ends that ranks have left in the directory of an attempt, by rank.
 
-    A file that cannot be read counts as none: its rank has left no end that says anything.
+    A file that cannot be read counts as none: its rank has left no end that says anything. A whole
+    file whose writer was killed before it gave it its name counts.
 
     Raises:
         UserError: the directory cannot be read.
@@ -204,12 +205,15 @@ def read_ends(folder: Path) -> dict[int, End]:
     except OSError as error:
         raise UserError(f"cannot read {shown(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
+    # In this order a file comes before the one that was to become it.
     for name in names:
-        if match := _END_NAME.fullmatch(name):
-            try:
-                ends[int(match[1])] = read_json(folder / name, End)
-            except UserError as error:
-                log.warning("passed over: %s", error)
+        match = _END_NAME.fullmatch(name)
+        if match is None or int(match[1]) in ends:
+            continue
+        try:
+            ends[int(match[1])] = read_json(folder / name, End)
+        except UserError as error:
+            log.warning("passed over: %s", error)
     return ends
 
 

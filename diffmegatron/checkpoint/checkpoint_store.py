@@ -1,5 +1,6 @@
 """The checkpoints of a run: complete directories ``step_XXXXXXXX``, or nothing."""
 
+import errno
 import logging
 import os
 import shutil
@@ -106,7 +107,15 @@ class CheckpointStore:
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint; it stops counting before its first file goes."""
+        """Remove a checkpoint; it stops counting before its first file goes.
+
+        Raises:
+            OSError: it cannot be removed; one whose folder is somebody else's still counts then.
+        """
+        path = self.path(step)
+        # Its parent may be ours where it is not: it would be renamed and then stay.
+        if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._set_aside(step))
 
     def leave(self, step: int) -> Path:

@@ -67,6 +67,8 @@ def verify(
     if not is_no_run(path):
         stores = [folder.store for folder in stage_folders(path)]
         checkpoints = [store.path(step) for store in stores for step in store.steps()]
+        if not checkpoints:
+            raise UserError(f"{shown(path)} has no checkpoint yet; train first, or give another")
     damaged = 0
     for directory in checkpoints:
         try:

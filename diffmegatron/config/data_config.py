@@ -47,7 +47,9 @@ class DataConfig(Section):
 
     tokenizer: Annotated[PathText, AfterValidator(_folder)] = "cl100k_base"
     sources: tuple[Source, ...] = Field(min_length=1, max_length=128)
-    validation_fraction: float = Field(default=0.001, ge=0, lt=1)
+    validation_fraction: float = Field(
+        default=0.001, ge=0, lt=1, description="share of the documents; 0: no held-out loss"
+    )
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
     split_seed: Seed = Field(default=1234, description="which documents are held out")
     packing: Literal["concatenate", "best_fit", "none"] = "concatenate"

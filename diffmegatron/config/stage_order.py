@@ -15,9 +15,14 @@ from diffmegatron.files import clipped
 MAX_STAGES = 64
 # Before an override of one stage alone.
 STAGES = "stages."
-# What a run writes into its run_dir, beside which a stage's folder would stand.
+# What a run and its jobs write into run_dir, beside which a stage's folder would stand.
 RESERVED = frozenset(
-    {"checkpoints", "events", "lock", "metrics.jsonl", "recipe.yaml", "stacks", "tensorboard"}
+    {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
+    | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
+)
+# Numbered files of jobs, and what is written beside a file before it is renamed to it.
+_RESERVED_FORMS = re.compile(
+    rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # What a stage may change of the network: none is in the weights that it starts with.
@@ -54,7 +59,7 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
     for stage in stages:
         changes = dict(stage) if isinstance(stage, dict) else {}
         name = changes.pop("name", None)
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in {*named, *RESERVED}:
+        if not isinstance(name, str) or name in named or not is_stage_name(name):
             raise UserError(
                 f"{path}: stages must be a list of mappings, each with a name of its own: up to 64 "
                 "letters, digits, '_', '-' and '.', no '-' or '.' first, and none of "
@@ -72,6 +77,12 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
             raise _starts_elsewhere(f"{path}, stage {name!r}", checkpoint["start_from"])
         named[name] = Stage(changes, start)
     return named
+
+
+def is_stage_name(name: str) -> bool:
+    """Return whether a folder of this name can stand in a ``run_dir``."""
+    is_reserved = name in RESERVED or _RESERVED_FORMS.fullmatch(name)
+    return _NAME.fullmatch(name) is not None and not is_reserved
 
 
 def _starts_elsewhere(origin: str, start: Any) -> UserError:

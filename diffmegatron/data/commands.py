@@ -45,8 +45,10 @@ def inspect(
     from diffmegatron.config.load import load_stages
     from diffmegatron.data import inspect_samples
 
-    if config.with_name(f"{config.name}.idx").exists():
-        raise UserError(f"{config} is a prepared corpus; give a recipe that has it in data.sources")
+    if Path(f"{config}.idx").exists():
+        raise UserError(
+            f"{shown(config)} is a prepared corpus; give a recipe that has it in data.sources"
+        )
     recipe = inspect_samples.choose_stage(load_stages(config, overrides or []), stage)
     console = Console(highlight=False)
     for paragraph in inspect_samples.inspect(

@@ -12,6 +12,7 @@ from diffmegatron.data.sampling.samples import Samples, open_samples
 from diffmegatron.data.sampling.sampling_report import length_table, mixture_table, plot_lengths
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.files import check_replaceable, shown
 
 # Around what carries no loss: a pipe or a file has no dim text.
 _MASKED = "⟦", "⟧"
@@ -39,7 +40,10 @@ def inspect(
 
     Raises:
         UserError: a corpus or the tokenizer cannot be read.
+        OSError: the PNG cannot be written.
     """
+    if lengths is not None:
+        check_replaceable(lengths)
     training = recipe.training
     opened = open_samples(recipe.data, training.seq_length, training.seed, split)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -55,7 +59,7 @@ def inspect(
     yield Text(title, style="bold").append(length_table(opened), style="not bold")
     if lengths is not None:
         plot_lengths(opened, lengths)
-        yield Text(f"wrote {lengths}")
+        yield Text(f"wrote {shown(lengths)}")
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:

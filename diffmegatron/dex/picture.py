@@ -6,6 +6,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from diffmegatron.files import write_picture
+
 _NAMES = {
     "entropy": "attention entropy, nats",
     "gradient": r"importance $|\partial L / \partial \xi_h|$",
@@ -36,4 +38,4 @@ def draw_scores(
     )
     axes.set(xlabel="head", ylabel="layer", title="Heads that DEX extends (dots)")
     axes.set_yticks(range(len(scores)), [str(layer + 1) for layer in range(len(scores))])
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure)

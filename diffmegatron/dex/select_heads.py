@@ -58,6 +58,8 @@ def select_heads(
     Raises:
         UserError: the checkpoint, the text, the layout or ``out`` does not fit.
     """
+    if not out.name:
+        raise UserError(f"--out {shown(out)} is a folder; give a name in it, such as heads.yaml")
     for path in (out, *_beside(out)):
         if path.exists():
             raise UserError(f"{shown(path)} exists already; give an --out that is new")

@@ -15,7 +15,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.plots import Curves, plot_runs
 from diffmegatron.evaluation.report_pages import Table, markdown_table
-from diffmegatron.files import shortest_ends, shown, write_durably
+from diffmegatron.files import check_replaceable, printable, shortest_ends, shown, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
@@ -89,15 +89,18 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     Raises:
         UserError: a run_dir has no recipe or recorded nothing, holds stages of which several are
             last, or is given twice.
+        OSError: ``out`` or a file in it cannot be written.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
     out.mkdir(parents=True, exist_ok=True)
+    picture, page, numbers = (out / f"compare.{suffix}" for suffix in ("png", "md", "json"))
+    check_replaceable(picture, page, numbers)
     table = figures_table(figures)
     text = "# Runs compared\n\n" + markdown_table(table) + "\n\n![curves](compare.png)\n"
-    plot_runs(out / "compare.png", {name: curves_of(run) for name, run in runs.items()})
-    write_durably(out / "compare.md", text.encode())
-    write_durably(out / "compare.json", json.dumps(figures, indent=1).encode() + b"\n")
+    plot_runs(picture, {name: curves_of(run) for name, run in runs.items()})
+    write_durably(page, text.encode())
+    write_durably(numbers, json.dumps(figures, indent=1).encode() + b"\n")
     return table
 
 
@@ -131,7 +134,7 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
     if len(set(paths)) < len(paths):
         twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
         raise UserError(f"{shown(twice)} is given twice; give runs that differ")
-    return shortest_ends(paths)
+    return [printable(end) for end in shortest_ends(paths)]
 
 
 def curves_of(run: RecordedRun) -> Curves:

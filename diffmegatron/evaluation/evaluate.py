@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import shown
+from diffmegatron.files import check_utf8, shown
 
 _LOCK = "evaluate.lock"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -52,9 +52,10 @@ def evaluate(
         ``report.html``.
 
     Raises:
-        UserError: a target is no model, a suite cannot be asked of it, data are missing, or ``out``
-            holds results of something else.
+        UserError: a target is no model, a suite cannot be asked of it, data are missing, ``out``
+            holds results of something else, or a path is not UTF-8.
     """
+    check_utf8(*paths, out, *(Path(path) for path in _given(options)))
     with joined() as ranks, _alone(out) if ranks.is_main else nullcontext():
         ranks.meet()
         targets = find_targets(paths, out)
@@ -70,6 +71,12 @@ def evaluate(
             outcome = make_outcome(suites, targets, measured)
             write_outcome(out, outcome, suites, measured)
         return out / REPORT
+
+
+def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
+    """Every path, or ``NAME=PATH``, of :func:`evaluate`'s options."""
+    for value in options.values():
+        yield from value if isinstance(value, tuple) else (value,)
 
 
 def _alone(out: Path) -> FileLock:

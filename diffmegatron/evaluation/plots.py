@@ -10,6 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from diffmegatron.files import write_picture
+
 # (tokens seen, value) of one metric.
 Series = Sequence[tuple[float, float]]
 
@@ -55,7 +57,7 @@ def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
         panels = lower[0].subplots(1, len(with_lambda), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, with_lambda, strict=True):
             _plot_lambdas(axes, name, runs[name])
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure)
 
 
 def _plot_losses(axes: Axes, runs: Mapping[str, Curves]) -> None:

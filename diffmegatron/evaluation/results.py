@@ -16,7 +16,7 @@ from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
-from diffmegatron.files import reason, shown, write_durably
+from diffmegatron.files import reason, shown, write_durably, write_picture
 
 REPORT = "report.html"
 
@@ -77,7 +77,7 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
     FigureCanvasAgg(figure)
     drawn = suite.draw(figure, records)
     if drawn:
-        figure.savefig(path, dpi=130)
+        write_picture(path, figure)
     return drawn
 
 

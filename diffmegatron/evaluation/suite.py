@@ -7,9 +7,11 @@ report are the same for all.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from diffmegatron.section import Section
+from pydantic import Field
+
+from diffmegatron.section import Section, Size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 # What an item came to, as JSON holds it.
 Record = dict[str, Any]
 Records = Sequence[Record]
+Window = Annotated[Size, Field(ge=2)]
+"""Tokens of a window of text: the start token, and one at least whose loss counts."""
 
 
 class Item(NamedTuple):

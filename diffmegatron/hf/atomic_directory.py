@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import reason, shown
+from diffmegatron.files import check_utf8, reason, shown
 
 
 @contextmanager
@@ -21,9 +21,11 @@ def appearing_whole(out: Path) -> Iterator[Path]:
     one who writes a directory holds a lock on it, which ends with its process.
 
     Raises:
-        UserError: ``out`` exists and is not empty, or cannot be written.
+        UserError: ``out`` exists and is not empty, cannot be written, or has a name that is not
+            UTF-8.
     """
     out = out.resolve()
+    check_utf8(out)
     with ExitStack() as stack:
         try:
             if out.exists() and not (out.is_dir() and not any(out.iterdir())):

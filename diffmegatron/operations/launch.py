@@ -1,5 +1,6 @@
 """``diffmegatron launch``: everything that can be wrong is told before a job is submitted."""
 
+import os
 import re
 import shutil
 import statistics
@@ -215,7 +216,7 @@ def write_files(launch: Submission) -> None:
         OSError: it cannot be written.
     """
     launch.path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(launch.path, launch.text.encode())
+    write_durably(launch.path, os.fsencode(launch.text))
     if launch.recipe is not None:
         write_durably(launch.path.with_name(JOB_RECIPE), launch.recipe.encode())
 

@@ -38,7 +38,7 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
     Raises:
         UserError: an argument is of another form, or a phase failed.
     """
-    check(choices, given)
+    names = check(choices, given)
     if RUNS.exists():
         print(f"removing the previous {RUNS}", flush=True)
         shutil.rmtree(RUNS)
@@ -46,9 +46,7 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
     corpus = f"{RUNS}/data/stdlib"
     reading = ["--pattern", "*.py", "--tokenizer", "bytes", "--workers", "2", "--output", corpus]
     run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
-    names = {choice.partition(",")[0]: choice for choice in choices or pair()}
-    for name, choice in names.items():
-        chosen = [*overrides(given), *attention(choice), f"run_dir={RUNS}/{name}"]
+    for name, chosen in names.items():
         run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
     for name in names:
         run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
@@ -57,11 +55,15 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
 
-def check(choices: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse arguments of another form before anything is removed.
+def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
+    """Check every run's recipe before anything is removed or prepared.
+
+    Returns:
+        The overrides of each run, by its name.
 
     Raises:
-        UserError: as it says.
+        UserError: an argument is of another form, a recipe does not hold, does not fit the ranks,
+            or measures no held-out loss, which the report shows.
     """
     if wrong := [each for each in given if "=" not in each]:
         raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
@@ -72,6 +74,18 @@ def check(choices: Sequence[str], given: Sequence[str]) -> None:
                 f"--attention {clipped(repr(choice))} is not of the form KIND[,KEY=VALUE...] with "
                 f"a kind of {', '.join(VARIANTS)}"
             )
+    names = {}
+    for choice in choices or pair():
+        name = choice.partition(",")[0]
+        names[name] = [*overrides(given), *attention(choice), f"run_dir={RUNS}/{name}"]
+        recipe = load_recipe(CONFIG, names[name])
+        recipe.data_parallel(ranks())
+        if not recipe.data.validation_fraction or not recipe.training.eval_batches:
+            raise UserError(
+                "data.validation_fraction or training.eval_batches is 0, and quickstart reports "
+                "the held-out loss; give both a value above 0"
+            )
+    return names
 
 
 def pair() -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """``diffmegatron configs``: the recipes and launch scripts that the package carries, as files."""
 
 import difflib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import diffmegatron
 from diffmegatron.config.load import recipe_files
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, reason, shown
+from diffmegatron.files import clipped, read_bytes, reason, shown
 
 CONFIGS = Path(diffmegatron.__file__).parent / "configs"
 LAUNCH = "launch"
@@ -69,7 +70,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     targets = {folder / relative: source for relative, source in sources.items()}
     try:
         for target, source in targets.items():
-            if target.exists() and target.read_bytes() != source.read_bytes():
+            if os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 raise UserError(
                     f"{shown(target)} is there and differs from the package's; give another folder"
                 )

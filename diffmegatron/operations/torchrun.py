@@ -1,5 +1,6 @@
 """``diffmegatron launch --torchrun``: the same checks, and a file for machines without Slurm."""
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def write(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, text.encode())
+        write_durably(path, os.fsencode(text))
     except OSError as error:
         raise UserError(f"cannot write in {shown(path.parent)}: {reason(error)}") from None
 

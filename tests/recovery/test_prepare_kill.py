@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -20,6 +22,7 @@ from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
+from tests.paths import ROOT
 
 KILLS = 30
 
@@ -227,3 +230,23 @@ def test_workers_end_with_their_killed_parent(corpus: Path, tmp_path: Path) -> N
 def children(parent: int | None) -> list[int]:
     listed = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def test_an_interrupt_at_the_keyboard_is_a_line(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to every process: to workers that are starting, too."""
+    (tmp_path / "large.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 5000)
+    words = ["prepare", "large.jsonl", "--output", "out", "--tokenizer", "bytes", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diffmegatron", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not children(process.pid) and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode in (1, 130), said
+    assert "Traceback" not in said

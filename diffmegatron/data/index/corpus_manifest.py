@@ -70,6 +70,7 @@ class Manifest(Section):
     """The whole of ``PREFIX.json``; counts are of documents and of tokens in ``PREFIX.bin``.
 
     Attributes:
+        checksum: of all the rest; None in corpora of earlier versions, which have none.
         part: which one it is of a preparation in parts (:mod:`diffmegatron.data.prepare.parts`); a
             part may have no document.
         parts: of a merged corpus (:mod:`diffmegatron.data.prepare.merge_parts`), whose
@@ -90,6 +91,7 @@ class Manifest(Section):
     outputs: tuple[FileRecord, ...]
     part: PartRecord | None = None
     parts: tuple[FileRecord, ...] = ()
+    checksum: str | None = None
 
     @field_validator("settings")
     @classmethod
@@ -103,6 +105,21 @@ class Manifest(Section):
         if self.part is None and not (self.documents and self.tokens):
             raise ValueError("there must be a document and a token")
         return self
+
+    @model_validator(mode="after")
+    def _is_unchanged(self) -> Self:
+        if self.checksum not in (None, self._checksum_of_rest()):
+            raise ValueError("its checksum is another")
+        return self
+
+    def _checksum_of_rest(self) -> str:
+        rest = self.model_dump_json(exclude={"checksum"}, exclude_defaults=True)
+        return hashlib.sha256(rest.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the text of ``PREFIX.json``, with the checksum of what it holds."""
+        sealed = self.model_copy(update={"checksum": self._checksum_of_rest()})
+        return sealed.model_dump_json(indent=1) + "\n"
 
     @property
     def is_fine_tuning(self) -> bool:
@@ -147,16 +164,6 @@ def read_manifest(prefix: str | Path) -> Manifest:
         raise UserError(f"{shown(path)} does not exist; 'diffmegatron {command}' writes it")
     manifest: Manifest = read_json(path, Manifest)
     return manifest
-
-
-def printable(path: str | Path) -> str:
-    r"""A file's name as UTF-8 text, which any JSON and any output takes; one text for one name.
-
-    Names are bytes to the system. Those that are UTF-8 stand as they are, every other byte is
-    written ``\xff``, and a backslash of the name is doubled so that none is mistaken for one of
-    those; undoing the two gives the name back.
-    """
-    return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
 def hash_file(path: Path, before: int = 0, after: int = 0) -> str:

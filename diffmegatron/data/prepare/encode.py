@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffmegatron.data.index.corpus_manifest import printable
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
 from diffmegatron.data.prepare.record_formats import Fields, UnusableError, parse, segments
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
-from diffmegatron.files import clipped
+from diffmegatron.files import clipped, printable
 
 DIGEST_BYTES = 16
 

@@ -24,7 +24,6 @@ from diffmegatron.data.index.corpus_manifest import (
     manifest_path,
     parts_folder,
     pieces,
-    printable,
     read_manifest,
 )
 from diffmegatron.data.index.index_file import merge_indexes
@@ -32,7 +31,7 @@ from diffmegatron.data.index.verify_corpus import check_hash, check_hashes, chec
 from diffmegatron.data.prepare.parts import Part, difference, find_parts
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import clipped, reason, shown, write_durably
+from diffmegatron.files import clipped, printable, reason, shown, write_durably
 
 _LISTED = 8
 _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates")
@@ -202,7 +201,7 @@ def _write(
         outputs=outputs,
         parts=records,
     )
-    write_durably(manifest_path(prefix), merged.model_dump_json(indent=1).encode() + b"\n")
+    write_durably(manifest_path(prefix), merged.to_json().encode())
     return merged
 
 

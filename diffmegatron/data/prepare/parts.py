@@ -21,12 +21,11 @@ from diffmegatron.data.index.corpus_manifest import (
     manifest_path,
     other_settings,
     parts_folder,
-    printable,
     read_manifest,
 )
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, open_file, reason, shown
+from diffmegatron.files import clipped, open_file, printable, reason, shown
 
 MAX_PARTS = 99_999
 _NAME = re.compile(r"(\d{5})-of-(\d{5})")

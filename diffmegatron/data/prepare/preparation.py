@@ -17,7 +17,6 @@ from diffmegatron.data.index.corpus_manifest import (
     TokenizerRecord,
     hash_file,
     length_histogram,
-    printable,
 )
 from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
@@ -26,7 +25,7 @@ from diffmegatron.data.prepare.journal import Journal, remove_journal
 from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, open_file, shown, write_durably
+from diffmegatron.files import clipped, open_file, printable, shown, write_durably
 from diffmegatron.section import Section
 
 TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "digests.bin"
@@ -185,7 +184,7 @@ class Preparation:
         index = folder / INDEX
         lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
         write_index(index, lengths, counts, self.settings.dtype())
-        content = self._manifest(index, lengths, counts).model_dump_json(indent=1) + "\n"
+        content = self._manifest(index, lengths, counts).to_json()
         write_durably(folder / MANIFEST, content.encode())
         self._commit(finished=True)
 

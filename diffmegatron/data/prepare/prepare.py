@@ -15,7 +15,6 @@ from diffmegatron.data.index.corpus_manifest import (
     hash_file,
     manifest_path,
     other_settings,
-    printable,
     read_manifest,
 )
 from diffmegatron.data.index.verify_corpus import check_hashes
@@ -37,7 +36,7 @@ from diffmegatron.data.prepare.prepare_progress import PrepareProgress
 from diffmegatron.data.prepare.record_formats import Fields, Layout
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
-from diffmegatron.files import clipped, reason, shown, sync_folder
+from diffmegatron.files import clipped, printable, reason, shown, sync_folder
 
 _REMEDY = " (--restart prepares it again)"
 

@@ -3,11 +3,13 @@
 import itertools
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
@@ -61,7 +63,9 @@ def encode_in_order(
         queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
         try:
             for position, batch in batches:
-                queued.append((position, pool.submit(encode_batch, batch, settings)))
+                with _interrupts_wait():  # the first ones start the processes
+                    future = pool.submit(encode_batch, batch, settings)
+                queued.append((position, future))
                 if len(queued) >= _QUEUED_PER_WORKER * workers:
                     done, future = queued.popleft()
                     yield done, future.result()
@@ -75,6 +79,20 @@ def encode_in_order(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Start processes here that never see Ctrl-C, which a terminal sends to all of its processes.
+
+    A new process inherits the blocked signal from its first moment on, before Python in it could
+    say otherwise; this process gets afterwards what came meanwhile, and ends its workers itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker() -> None:

@@ -240,6 +240,11 @@ def open_samples(
         UserError: a source is missing, damaged or of another tokenizer, or no source has a
             document in the split.
     """
+    if split != "train" and not getattr(config, f"{split}_fraction"):
+        raise UserError(
+            f"data.{split}_fraction is 0, which leaves no document for the {split} split; give a "
+            "share above 0"
+        )
     selection = _selection(config, seed, split)
     sources = _open_sources(config, seq_length, selection)
     weights = tuple(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from diffmegatron.data.index.corpus_manifest import LengthBin
 from diffmegatron.data.sampling.samples import Samples, SourceSamples
+from diffmegatron.files import write_picture
 
 
 def length_table(samples: Samples) -> str:
@@ -63,7 +64,7 @@ def plot_lengths(samples: Samples, path: Path) -> None:
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("tokens of the document, at least")
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
 
 
 def mixture_table(samples: Samples, first: int, number: int) -> str:

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts, named_paths
-from diffmegatron.section import Count, Size
+from diffmegatron.section import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ class Loss(Suite):
     )
     documents: Count = Field(default=64, description="the first of every source")
     characters: Count | None = CHARACTERS
-    context: Size = Field(default=2048, description="tokens of a window, the start token counted")
+    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
     packed: bool = False
 
     @property

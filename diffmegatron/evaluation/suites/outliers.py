@@ -14,17 +14,11 @@ from torch import Tensor, nn
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks, watched
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import (
-    Item,
-    Published,
-    Record,
-    Records,
-    Suite,
-)
+from diffmegatron.evaluation.suite import Item, Published, Record, Records, Suite, Window
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts
-from diffmegatron.section import Count, Size
+from diffmegatron.section import Count
 
 LOGITS, HIDDEN = "attention logits", "hidden states"
 RANKS = (1, 2, 3, 10, 100)
@@ -61,7 +55,7 @@ class Outliers(Suite):
     data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
     documents: Count = Field(default=64, description="the first of every source")
     characters: Count | None = CHARACTERS
-    context: Size = Field(default=2048, description="tokens of a window, the start token counted")
+    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
     tokens: Count = Field(default=400_000, description="at most, as many as the paper's")
 
     def check(self, target: Target) -> None:

@@ -7,11 +7,11 @@ from pydantic import Field
 
 from diffmegatron.evaluation.captured_attention import quantized
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import first_texts
-from diffmegatron.section import Count, Size
+from diffmegatron.section import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ class QuantizedAttention(Suite):
     bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
     documents: Count = Field(default=16, description="the first of every source")
     characters: Count = Field(default=8_000, description="a longer document ends there")
-    context: Size = Field(default=2048, description="tokens of a window, the start token counted")
+    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
 
     def check(self, target: Target) -> None:
         """Its kind of attention is known."""

@@ -17,12 +17,12 @@ from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Suite, Window
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target, give_same_ids
 from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts
 from diffmegatron.files import shown
-from diffmegatron.section import Count, Size, SizeOrNone
+from diffmegatron.section import Count, SizeOrNone
 
 HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
@@ -52,7 +52,7 @@ class Recall(Suite):
     rare: SizeOrNone = Field(default=1250, description="most occurrences of a hit in training")
     documents: Count = Field(default=64, description="the first of every source")
     characters: Count | None = CHARACTERS
-    context: Size = Field(default=2048, description="tokens of a window, the start token counted")
+    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
 
     @property
     def one_tokenizer(self) -> bool:

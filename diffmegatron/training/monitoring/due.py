@@ -24,7 +24,7 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
     training = recipe.training
     is_last = step >= training.total_steps
     interval = {suite_evaluator_name(entry.suite): entry.every for entry in training.evaluate}
-    if training.eval_batches:
+    if training.eval_batches and recipe.data.validation_fraction:
         interval[HELD_OUT] = training.eval_interval
     names = [name for name, every in interval.items() if is_last or step % every == 0]
     if is_last and training.eval_batches and recipe.data.test_fraction:

@@ -11,6 +11,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.commands import app
 from diffmegatron.errors import UserError
 from tests.checkpoints import NAMES, change_json, sign, write_checkpoint
+from tests.permissions import without_roots_power
 
 
 @pytest.fixture
@@ -125,3 +126,22 @@ def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):
         result = invoke("list", path)
         assert isinstance(result.exception, UserError)
         assert "has no checkpoints" in str(result.exception)
+
+
+def test_a_run_without_checkpoints_has_nothing_to_verify(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    verified = invoke("verify", tmp_path)
+    assert isinstance(verified.exception, UserError)
+    assert "has no checkpoint yet" in str(verified.exception)
+
+
+def test_what_cannot_be_removed_still_counts(run_dir):
+    """As of another user's folder in one that both may write."""
+    foreign = run_dir / "checkpoints/step_00000010"
+    foreign.chmod(0o500)
+    with without_roots_power():
+        pruned = invoke("prune", run_dir, "--keep-last", 1)
+    foreign.chmod(0o700)
+    assert isinstance(pruned.exception, PermissionError)
+    assert pruned.exception.filename == str(foreign)
+    assert CheckpointStore(run_dir).complete() == [10, 20, 30]

@@ -18,7 +18,7 @@ import zstandard
 from typer.testing import CliRunner
 
 from diffmegatron.cli import app
-from diffmegatron.data.index.corpus_manifest import Manifest, hash_file, printable, read_manifest
+from diffmegatron.data.index.corpus_manifest import Manifest, hash_file, read_manifest
 from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
 from diffmegatron.data.prepare import corpus_readers as corpus
 from diffmegatron.data.prepare import preparation
@@ -26,7 +26,10 @@ from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
+from diffmegatron.files import printable
 
+# A flip of the manifest in one of these is one that sizes and hashes of the files do not see.
+MANIFEST_KEYS = ["vocab_size", "settings", "text_bytes", "rejected", "lengths", "inputs"]
 TEXTS = [f"document {number} " * 20 for number in range(3000)]
 
 
@@ -494,3 +497,25 @@ def test_sizes_are_those_of_the_manifest(source: Path, tmp_path: Path) -> None:
     manifest = run(source, tmp_path / "out")
     header = check_sizes(tmp_path / "out", manifest)
     assert (header.documents, header.dtype) == (50, np.dtype(np.uint16))
+
+
+@pytest.mark.parametrize("key", MANIFEST_KEYS)
+def test_a_flipped_digit_of_the_manifest_is_refused(key: str, source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out")
+    manifest = tmp_path / "out.json"
+    text = manifest.read_text()
+    start = text.index(f'"{key}"')
+    digit = re.compile(r"\d").search(text, start + len(key) + 3)
+    assert digit is not None
+    other = str((int(digit[0]) + 1) % 10)
+    manifest.write_text(text[: digit.start()] + other + text[digit.end() :])
+    verified = CliRunner().invoke(app, ["data", "verify", str(tmp_path / "out")])
+    assert verified.exit_code == 1 and "checksum" in verified.output
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum(source: Path, tmp_path: Path) -> None:
+    manifest = run(source, tmp_path / "out")
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content.pop("checksum")
+    (tmp_path / "out.json").write_text(json.dumps(content))
+    assert check_hashes(tmp_path / "out") == manifest.model_copy(update={"checksum": None})

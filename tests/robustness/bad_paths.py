@@ -1,0 +1,376 @@
+"""Kinds of bad paths, and each of them given to every command where it takes a path.
+
+The commands and their parameters are read from the command line itself. A parameter of a new name
+needs an example in :class:`Example`, which fails with its name until it has one.
+"""
+
+import io
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+from unittest import mock
+
+from diffmegatron.attempts.ledger import Facts, Ledger
+from diffmegatron.cli import main
+from diffmegatron.config.load import load_recipe
+from diffmegatron.hf.import_model import import_model
+from diffmegatron.optim.zero import import_deepspeed
+from diffmegatron.training.monitoring.metrics import MetricsWriter
+from tests.checkpoints import write_checkpoint
+from tests.conftest import TINY
+from tests.permissions import without_roots_power
+from tests.pretrained import write_pretrained
+from tests.robustness.cases import check_sentence
+from tests.robustness.command_line import Command, Parameter, commands
+
+# A command that waits for a FIFO waits forever; the slowest of the others takes some seconds.
+SECONDS = 240
+CLUSTER = "{gpus_per_node: 0, ranks_per_node: 1, cpus_per_rank: 1, time_limit: '30'}"
+# Parameters that the command line takes as text and the command as a path.
+PATHS_AS_TEXT = {("prepare", "tokenizer"), ("evaluate", "data")}
+# Keys of a recipe that are paths, and the commands that are tried with them.
+KEYS = {
+    "run_dir": "{}",
+    "data.sources": "[{{path: {}}}]",
+    "data.tokenizer": "{}",
+    "checkpoint.start_from": "{}",
+    "model.attention": "{{kind: dex, num_heads: 4, selected_heads: {}}}",
+}
+OVERRIDDEN = [("train",), ("launch",), ("data", "inspect"), ("attempt", "begin")]
+# More words that a command needs to reach the path.
+MORE = {
+    ("evaluate", "haystack"): ["--suite", "needle"],
+    ("evaluate", "data_dir"): ["--suite", "math"],
+    ("dex", "select"): ["--sequences", "1"],
+    ("launch",): ["--torchrun", "--rendezvous", "n0:29500"],
+}
+# A run has it; the processes that wait for it would race with its removal.
+LOCKS = ("lock", ".lock")
+
+
+def missing(place: Path, good: Path | None) -> str:
+    return str(place / "missing")
+
+
+def in_no_folder(place: Path, good: Path | None) -> str:
+    return str(place / "no" / "such")
+
+
+def folder(place: Path, good: Path | None) -> str:
+    (place / "folder").mkdir()
+    return str(place / "folder")
+
+
+def file(place: Path, good: Path | None) -> str:
+    (place / "file").write_text("something else\n")
+    return str(place / "file")
+
+
+def below_a_file(place: Path, good: Path | None) -> str:
+    return f"{file(place, good)}/name"
+
+
+def fifo(place: Path, good: Path | None) -> str:
+    os.mkfifo(place / "fifo")
+    return str(place / "fifo")
+
+
+def in_a_folder_of_fifos(place: Path, good: Path | None) -> str:
+    """What the command writes or reads there by names of its own."""
+    (place / "fifos").mkdir()
+    for name in OWN_NAMES:
+        os.mkfifo(place / "fifos" / name)
+    return str(place / "fifos")
+
+
+def link_to_itself(place: Path, good: Path | None) -> str:
+    (place / "link").symlink_to(place / "link")
+    return str(place / "link")
+
+
+def long_name(place: Path, good: Path | None) -> str:
+    return str(place / (300 * "x"))
+
+
+def not_utf8(place: Path, good: Path | None) -> str:
+    return str(copy(good, place / os.fsdecode(b"\xff\xfe")))
+
+
+def unreadable(place: Path, good: Path | None) -> str:
+    path = copy(good, place / "unreadable")
+    for each in sorted(place.rglob("unreadable*"), reverse=True):
+        each.chmod(0)
+    return str(path)
+
+
+def unwritable(place: Path, good: Path | None) -> str:
+    (place / "unwritable").mkdir(mode=0o500)
+    return str(place / "unwritable" / "name")
+
+
+def nul(place: Path, good: Path | None) -> str:
+    return str(place / "a\0b")
+
+
+def empty(place: Path, good: Path | None) -> str:
+    return ""
+
+
+def of_the_system(place: Path, good: Path | None) -> str:
+    """A folder in which nobody writes, root neither."""
+    return "/proc"
+
+
+KINDS: tuple[Callable[[Path, Path | None], str], ...] = (
+    *(missing, in_no_folder, folder, file, below_a_file, fifo, in_a_folder_of_fifos),
+    *(link_to_itself, long_name, not_utf8, unreadable, unwritable, nul, empty, of_the_system),
+)
+# Of files that commands read or write within a folder that they are given.
+OWN_NAMES = (
+    *("compare.png", "compare.md", "compare.json", "recipe.yaml", "checkpoints", "lock", "base"),
+    *("metrics.jsonl", "evaluate.lock", "results.json", "attempts", "quickstart.yaml"),
+    *("config.json", "manifest.json", "torchrun.sh", "tokenizer.json"),
+)
+
+
+def copy(good: Path | None, target: Path) -> Path:
+    """A good file, folder or prefix under another name; what is missing where there is none."""
+    if good is None:
+        return target
+    if good.is_dir():
+        shutil.copytree(good, target)
+    elif good.is_file():
+        shutil.copy(good, target)
+    for part in good.parent.glob(f"{good.name}.*"):
+        if part.is_file():
+            shutil.copy(part, f"{target}{part.suffix}")
+    return target
+
+
+def make_inputs(made: Path) -> None:
+    """Write good inputs of every command into a folder; no command changes them."""
+    import_deepspeed()  # whose compiler's complaints come once a process
+    (made / "cluster.yaml").write_text(CLUSTER)
+    (made / "text.txt").write_text("some words of a text. " * 200)
+    write_pretrained(made / "hf", "llama 2")
+    import_model(made / "hf", made / "imported", verify=False)
+    for step in (1, 2):
+        write_checkpoint(made / "run", step)
+    with MetricsWriter(made / "run", -1) as writer:
+        for step in range(1, 4):
+            writer.write(step, {"train/loss": 3.0 / step})
+    recipe = load_recipe(made / "run/recipe.yaml", [f"run_dir={made}/attempts/run"])
+    facts = Facts(job="17", nodes=("n0",), ranks=1, versions={}, commit=None)
+    Ledger(made / "attempts/run").begin([recipe], facts)
+
+
+class Example:
+    """A good value of every parameter of a command, by what help calls it.
+
+    Args:
+        made: of :func:`make_inputs`.
+        corpus: prefix of a prepared corpus.
+        place: folder of one case, for what is written.
+    """
+
+    def __init__(self, made: Path, corpus: Path, place: Path) -> None:
+        self._given = place / "given"
+        self._given.mkdir()
+        recipe = self._given / "recipe.yaml"
+        text = TINY.format(run_dir=self._given / "run", corpus=corpus)
+        recipe.write_text(text.replace("steps: 20", "steps: 3"))
+        self._paths = {
+            "CONFIG": recipe,
+            "FILE": made / "cluster.yaml",
+            "RUN_DIR": made / "run",
+            "PATH": made / "run",
+            "CHECKPOINT": made / "imported",
+            "MODEL": made / "imported",
+            "TARGET": made / "hf",
+            "HF_DIR": made / "hf",
+            "INPUT": made / "text.txt",
+            "HAYSTACK": made / "text.txt",
+            "[NAME=]PATH": made / "text.txt",
+            "ATTEMPT": made / "attempts/run/attempts/0001",
+            "PREFIX": corpus,
+        }
+        self._words = {
+            "NODES": "2",
+            "NAME[,NAME]": "loss",
+            "KEEP_LAST": "1",
+            "LAST": "2",
+            "NAME": "quickstart",
+            "TOKENIZER": "bytes",
+        }
+        self._new = {"OUT", "OUTPUT", "DIR", "PNG", "DATA_DIR"}
+
+    def path(self, parameter: Parameter) -> Path | None:
+        """One that is there; None for a parameter that names what is written."""
+        return self._paths.get(parameter.metavar)
+
+    def word(self, parameter: Parameter) -> str:
+        """A value for a parameter that is not tried."""
+        name = parameter.metavar
+        if name in self._new:
+            return str(self._given / name.lower())
+        assert name in {*self._paths, *self._words}, f"{name}: give Example one of it"
+        return str(self._paths.get(name) or self._words[name])
+
+
+class Place(NamedTuple):
+    """A place of a command where a path is given: a parameter, or a key of its recipe."""
+
+    command: Command
+    parameter: Parameter | None
+    key: str = ""
+
+    def __str__(self) -> str:
+        name = self.key if self.parameter is None else self.parameter.name
+        return f"{' '.join(self.command.words)}: {name}"
+
+    def good(self, example: Example, made: Path, corpus: Path) -> Path | None:
+        """A path that would be right there; None where it is to be written."""
+        if self.parameter is not None:
+            return example.path(self.parameter)
+        return {"data.sources": corpus, "checkpoint.start_from": made / "run"}.get(self.key)
+
+    def words(self, example: Example, path: str) -> list[str]:
+        """The command line with a path there, and nothing else that is not needed."""
+        options, places = [], []
+        for each in self.command.parameters:
+            if each == self.parameter or each.is_required or each.metavar == "[NAME=]PATH":
+                words = each.words(path if each == self.parameter else example.word(each))
+                (options if each.option else places).extend(words)
+        if self.parameter is None:
+            quoted = '"' + path.replace("\0", "\\0") + '"'
+            places.append(f"{self.key}={KEYS[self.key].format(quoted)}")
+        own = (*self.command.words, "" if self.parameter is None else self.parameter.name)
+        more = MORE.get(own, MORE.get(self.command.words, []))
+        return [*self.command.words, *options, *more, "--", *places]
+
+
+def places() -> Iterator[Place]:
+    """Every place of every command."""
+    for command in commands():
+        for parameter in command.parameters:
+            if parameter.is_path or (command.words[-1], parameter.name) in PATHS_AS_TEXT:
+                yield Place(command, parameter)
+        if command.words in OVERRIDDEN:
+            yield from (Place(command, None, key) for key in KEYS)
+
+
+def try_kind(
+    tried: Place,
+    kind: Callable[[Path, Path | None], str],
+    folder: Path,
+    made: Path,
+    corpus: Path,
+) -> str | None:
+    """Run a command with a path of a kind, in this process.
+
+    Args:
+        tried: where the path is given.
+        kind: one of ``KINDS``.
+        folder: a new one, in which the command runs.
+        made: of :func:`make_inputs`.
+        corpus: prefix of a prepared corpus.
+
+    Returns:
+        What was wrong; None: it ended well, or in one sentence with nothing left behind.
+    """
+    (folder / "cwd").mkdir(parents=True)
+    os.chdir(folder / "cwd")
+    example = Example(made, corpus, folder)
+    path = kind(folder, tried.good(example, made, corpus))
+    before = snapshot(folder) | snapshot(made)
+    status, out, err = run(tried.words(example, path))
+    problem = _wrong(status, out, err)
+    if problem is not None or status in (0, 75):
+        return problem
+    after = snapshot(folder) | snapshot(made)
+    changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
+    return f"{changed} changed and status is {status}: {err}" if changed else None
+
+
+def _wrong(status: object, out: str, err: str) -> str | None:
+    if not isinstance(status, int) or "Traceback" in out + err:
+        return f"{status}: {err[-600:]}"
+    said = [line for line in err.splitlines() if not line.startswith("WARNING ")]
+    is_sentence = False
+    if status in (2, 69) and said:
+        # The parser of the command line says how it is used, and its sentence last.
+        is_usage = said[0].startswith("Usage: ")
+        is_sentence = said[-1].startswith("Error: " if is_usage else "error: ")
+        is_sentence = is_sentence and (is_usage or len(said) == 1)
+        check_sentence(said[-1])
+    # 1: what was asked for is damaged, or waits, which standard output says.
+    if is_sentence or status in (0, 75) or (status == 1 and out.strip()):
+        return None
+    return f"status {status} with {err!r} and {out!r}"
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file and folder below one, but locks, with size and time of each file."""
+    found = {}
+    for at, folders, files in os.walk(folder):
+        found |= {f"{at}/{name}": (0, 0) for name in folders}
+        for name in files:
+            if not name.endswith(LOCKS):
+                state = os.lstat(f"{at}/{name}")
+                found[f"{at}/{name}"] = (state.st_size, state.st_mtime_ns)
+    return found
+
+
+class _Hung(BaseException):
+    """A command waits; no handler of errors catches it."""
+
+
+class _Stream(io.TextIOWrapper):
+    """What Python makes of a pipe under a locale of UTF-8."""
+
+    def __init__(self, errors: str) -> None:
+        super().__init__(io.BytesIO(), "utf-8", errors=errors, write_through=True)
+
+    def text(self) -> str:
+        content = self.buffer
+        assert isinstance(content, io.BytesIO)
+        return content.getvalue().decode(errors="surrogateescape")
+
+
+def run(words: list[str]) -> tuple[object, str, str]:
+    """A command in this process, for which permission bits hold.
+
+    Returns:
+        Its exit status, or the end of its traceback, and what it wrote.
+    """
+
+    def hang(*_: int | FrameType | None) -> None:
+        raise _Hung
+
+    out, err = _Stream("strict"), _Stream("backslashreplace")
+    status: object = 0
+    previous = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(SECONDS)
+    try:
+        with (
+            without_roots_power(),
+            mock.patch.object(sys, "argv", ["diffmegatron", *words]),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            main()
+    except SystemExit as end:
+        status = 0 if end.code is None else end.code
+    except BaseException as error:
+        status = "".join(traceback.format_exception(error)[-3:])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return status, out.text(), err.text()

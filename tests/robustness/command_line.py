@@ -1,0 +1,73 @@
+"""The commands of the command line and their parameters, read from the command line itself."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from diffmegatron.cli import app
+
+
+class Parameter(NamedTuple):
+    """A parameter of a command.
+
+    Attributes:
+        name: of the function's argument.
+        option: ``--name``; empty for one that is told by its place.
+        metavar: what help calls it; the name in capitals where it says nothing.
+        is_path: whether the command line takes it as one path or several.
+        is_required: whether the command fails without it.
+    """
+
+    name: str
+    option: str
+    metavar: str
+    is_path: bool
+    is_required: bool
+
+    def words(self, value: str) -> list[str]:
+        """The words of the command line that give it a value."""
+        return [self.option, value] if self.option else [value]
+
+
+class Command(NamedTuple):
+    """A command with its words, such as ``("data", "verify")``, and its parameters in order."""
+
+    words: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+
+def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[Command]:
+    """Every command of a group and of the groups in it."""
+    for command in group.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.strip("_").replace("_", "-")
+        yield Command((*words, name), tuple(_parameters(command.callback)))
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None and inner.name is not None
+        yield from commands(inner.typer_instance, (*words, inner.name))
+
+
+def _parameters(function: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotated = get_args(hints[name])
+        info = next(
+            (each for each in annotated if isinstance(each, ArgumentInfo | OptionInfo)), None
+        )
+        if info is None:  # the context of typer
+            continue
+        option = ""
+        if isinstance(info, OptionInfo):
+            option = next(iter(info.param_decls or ()), f"--{name.strip('_').replace('_', '-')}")
+        kinds = {annotated[0], *get_args(annotated[0])}
+        yield Parameter(
+            name,
+            option,
+            info.metavar or name.upper(),
+            Path in kinds,
+            parameter.default is inspect.Parameter.empty,
+        )

@@ -1,0 +1,35 @@
+"""Names of stages, whose folders stand beside what a run writes."""
+
+import pytest
+
+from diffmegatron.attempts.ledger import ATTEMPTS
+from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS, RECIPE
+from diffmegatron.config.stage_order import RESERVED, is_stage_name
+from diffmegatron.operations.launch import JOB_FILE, JOB_NUMBER, JOB_RECIPE
+from diffmegatron.operations.torchrun import SCRIPT
+from diffmegatron.training.fault_tolerance.events import EVENTS
+from diffmegatron.training.fault_tolerance.run_lock import LOCK
+from diffmegatron.training.fault_tolerance.watchdog import STACKS
+from diffmegatron.training.hooks.profile_hook import PROFILE
+from diffmegatron.training.monitoring.metrics import METRICS, TENSORBOARD
+from diffmegatron.training.monitoring.wandb_writer import RUN_ID
+
+WRITTEN = {ATTEMPTS, CHECKPOINTS, EVENTS, JOB_FILE, JOB_NUMBER, JOB_RECIPE, LOCK, METRICS}
+WRITTEN |= {PROFILE, RECIPE, RUN_ID, SCRIPT, STACKS, TENSORBOARD}
+
+
+def test_what_a_run_writes_is_the_name_of_no_stage():
+    assert WRITTEN == RESERVED
+    assert not any(is_stage_name(name) for name in RESERVED)
+
+
+@pytest.mark.parametrize(
+    "name", ["job_17.log", "preflight_00003", "metrics.jsonl.repaired", "recipe.yaml.tmp"]
+)
+def test_neither_is_a_numbered_or_unfinished_file_of_a_run(name):
+    assert not is_stage_name(name)
+
+
+@pytest.mark.parametrize("name", ["long", "job", "recipe", "lock2", "profile_64k", "job_17"])
+def test_other_names_are_free(name):
+    assert is_stage_name(name)
