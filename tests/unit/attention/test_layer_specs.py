@@ -1,7 +1,6 @@
 """Which host the layers take."""
 
 import pytest
-import torch
 
 from diffmegatron.attention import layer_specs
 from diffmegatron.config.lora_config import LoraConfig
@@ -23,5 +22,5 @@ def test_transformer_engine_is_taken_where_it_imports_and_a_gpu_is_there(
     has_te, has_gpu, lora, host, monkeypatch
 ):
     monkeypatch.setattr(layer_specs, "HAVE_TE", has_te)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(layer_specs.torch.cuda, "is_available", lambda: has_gpu)
     assert layer_specs.available_host(lora) == host

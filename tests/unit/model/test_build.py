@@ -8,6 +8,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from diffmegatron.errors import UserError
+from diffmegatron.model import build
 from diffmegatron.model.build import build_model, needed_features
 from diffmegatron.parallel.parallel_state import process_groups
 
@@ -60,8 +61,9 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
 
 
 @pytest.fixture
-def mlp(tiny_recipe) -> Iterator[MLP]:
-    """Of a layer in float32."""
+def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
+    """The MLP of a local layer in float32; Transformer Engine's contains the norm before it."""
+    monkeypatch.setattr(build, "available_host", lambda _: "local")
     recipe = tiny_recipe("training.precision=fp32")
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         (stage,) = build_model(recipe, parallel_state).virtual_stages
