@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast test-versions transformers4 gpu-test gpu-bench constraints lint clean
+.PHONY: install quickstart test test-fast test-versions transformers4 transformer-engine gpu-test gpu-bench constraints lint clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,13 @@ VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v
 
 test-versions: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(VERSIONS)
+
+# Transformer Engine's Python files, 2 MB read of a wheel of 729 MB, beside the environment and not in it:
+# TRANSFORMER_ENGINE_PYTHON=.transformer_engine make test
+transformer-engine: .transformer_engine
+
+.transformer_engine: | $(VENV)/.installed
+	$(BIN)/python -m tests.transformer_engine.fetch $@
 
 # The other major version of transformers that reads exports, beside the environment and not in it.
 # tests/unit/hf/test_transformers_4.py runs where it is.

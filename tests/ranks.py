@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from torch import multiprocessing
 from torch.distributed import TCPStore
@@ -26,7 +27,13 @@ from tests.deprecations import raise_on_deprecations
 from tests.paths import ROOT
 
 
-def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) -> str:
+def launch(
+    ranks: int,
+    module: str,
+    *calls: list[str],
+    timeout: float = 1700,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Call ``main`` of a module on some ranks, for each of ``calls`` on new ones.
 
     Args:
@@ -34,6 +41,7 @@ def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) ->
         module: whose ``main`` takes its arguments from the command line.
         calls: the arguments of each call.
         timeout: of all calls together, in seconds.
+        environment: variables of the ranks, in place of this process's.
 
     Returns:
         What they wrote to standard output.
@@ -43,7 +51,7 @@ def launch(ranks: int, module: str, *calls: list[str], timeout: float = 1700) ->
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

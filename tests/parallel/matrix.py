@@ -10,6 +10,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -215,23 +216,26 @@ LAYOUTS = tuple(
 )  # fmt: skip
 
 
-def run_models(recipe_file: Path, out: Path) -> None:
-    """Train every model in this process, into folders of ``out``."""
-    for name, overrides in MODELS.items():
-        recipe = load_recipe(recipe_file, [*COMMON, *overrides, f"run_dir={out}/{name}"])
+def run_models(recipe_file: Path, out: Path, models: Iterable[str] = MODELS) -> None:
+    """Train models in this process, into folders of ``out``."""
+    for name in models:
+        recipe = load_recipe(recipe_file, [*COMMON, *MODELS[name], f"run_dir={out}/{name}"])
         digest = train_hashing(recipe)
         (out / name / "initial.txt").write_text(digest)
 
 
 def run_layouts(recipe_file: Path, out: Path, ranks: int) -> None:
     """Train the layouts of that many ranks, in one launch, into folders of ``out``."""
-    place = (str(recipe_file), str(out))
-    calls = [
-        [*place, layout.name, *COMMON, *MODELS[layout.model], *layout.overrides]
-        for layout in LAYOUTS
-        if layout.ranks == ranks
+    layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
+    launch(ranks, "tests.parallel.worker", *(call(recipe_file, out, each) for each in layouts))
+
+
+def call(recipe_file: Path, out: Path, layout: Layout) -> list[str]:
+    """Return the arguments with which the worker trains a layout."""
+    return [
+        *(str(recipe_file), str(out), layout.name),
+        *(*COMMON, *MODELS[layout.model], *layout.overrides),
     ]
-    launch(ranks, "tests.parallel.worker", *calls)
 
 
 def series(run_dir: Path, name: str) -> list[float]:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffmegatron.attention.kernels import headwise_norm as norm
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.model import build
 from diffmegatron.model.accounting import (
     ACCELERATORS,
     REDUCE_BUCKET,
@@ -20,7 +21,6 @@ from diffmegatron.model.accounting import (
     memory_by_stage,
     model_flops_utilization,
 )
-from diffmegatron.model import build
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.zero import ZeroEngine, engine_config

@@ -1,0 +1,232 @@
+"""A stand-in for ``transformer_engine_torch``, the compiled extension of Transformer Engine.
+
+It computes in plain torch what the layers call in fp32 and bf16. Every other function raises
+NotImplementedError when it is called, and every other class has numbers for attributes.
+"""
+
+import enum
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As far as transformer_engine/pytorch/constants.py compares them.
+DTYPES = {
+    "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
+    "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
+}  # fmt: skip
+WIDE = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
+
+
+class Unsupported(ModuleType):
+    """A module whose names exist, and whose functions raise an error when they are called."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Numbers(name, (), {}) if name[0].isupper() else self._raising(name)
+        setattr(self, name, value)
+        return value
+
+    def _raising(self, name: str) -> object:
+        def call(*_: object, **__: object) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} has no stand-in on a CPU")
+
+        return call
+
+
+class _Numbers(type):
+    """The class of classes with any attribute, each a number of its own."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, len(vars(cls)))
+        return getattr(cls, name)
+
+
+def build() -> Unsupported:
+    """Return the extension as a module."""
+    module = Unsupported("transformer_engine_torch")
+    module.DType = enum.IntEnum("DType", DTYPES)
+    backends = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+    module.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends)
+    # Versions before 2.18 name it, and later ones compare the members.
+    module.NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
+    for passes, tensors in {
+        "FP8FwdTensors": "GEMM{0}_INPUT GEMM{0}_WEIGHT GEMM{0}_OUTPUT",
+        "FP8BwdTensors": "GRAD_OUTPUT{0} GRAD_INPUT{0}",
+    }.items():
+        names = [each for number in (1, 2, 3) for each in tensors.format(number).split()]
+        setattr(module, passes, enum.IntEnum(passes, {each: i for i, each in enumerate(names)}))
+    for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd):
+        setattr(module, function.__name__, function)
+    # cpp_extensions re-exports all that dir() shows while it is imported.
+    for name in ("layernorm_fwd", "layernorm_bwd"):
+        getattr(module, name)
+    module.get_cudnn_version = lambda: 91200
+    module.get_cublasLt_version = lambda: 120600
+    module.get_num_cublas_streams = lambda: 4
+    return module
+
+
+def generic_gemm(
+    a: Tensor,
+    transpose_a: bool,
+    b: Tensor,
+    transpose_b: bool,
+    out: Tensor | None,
+    quantizer: object,
+    out_dtype: int | None,
+    bias: Tensor | None,
+    bias_dtype: object,
+    gelu: bool,
+    gelu_in: object,
+    grad: bool,
+    workspace: object,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    *,
+    comm_overlap: object = None,
+    comm_type: object = None,
+    extra_output: object = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """Multiply matrices as cuBLAS is called, by columns: in rows, op(b) op(a).
+
+    Args:
+        a: [k, n], or [n, k] where ``transpose_a``; its leading dimensions count as one.
+        b: [..., k], or [k, m] where ``transpose_b``.
+        out: where the product goes, added to what is there if ``accumulate``.
+        out_dtype: of the product, as ``DTYPES`` numbers them.
+        bias: [n] that is added, or with ``grad`` only the tensor whose gradient is wanted.
+
+    Returns:
+        the product [..., n], the bias's gradient [n] in its dtype, and two unsupported outputs.
+    """
+    assert quantizer is None and not gelu and comm_overlap is None and extra_output is None
+    assert alpha == 1.0 and (beta is None or beta == float(accumulate))
+    left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
+    assert left.dtype == right.dtype, f"{left.dtype} times {right.dtype}"
+    assert a.is_contiguous() and b.is_contiguous()
+    product = (left.T if transpose_b else left) @ (right.T if transpose_a else right)
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = left.sum(0).to(bias.dtype)
+    elif bias is not None:
+        product = product + bias
+    if out_dtype is not None:
+        product = product.to(WIDE[int(out_dtype)])
+    if not transpose_b:
+        product = product.view(*b.shape[:-1], -1)
+    if out is None:
+        return product, bias_gradient, None, None
+    if accumulate:
+        out += product.view_as(out)
+    else:
+        out.copy_(product.view_as(out))
+    return out, bias_gradient, None, None
+
+
+def rmsnorm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: None,
+    quantizer: None,
+    dtype: int,
+    sm_margin: int,
+    zero_centered: bool,
+) -> tuple[Tensor, None, Tensor]:
+    """Return x [n, hidden] normalised in float32, None, and 1 / rms [n] in float32."""
+    assert out is None and quantizer is None and WIDE[int(dtype)] == x.dtype
+    scale = torch.rsqrt(x.float().square().mean(-1) + eps)
+    normed = x.float() * scale[:, None] * (weight.float() + zero_centered)
+    return normed.to(x.dtype), None, scale
+
+
+def rmsnorm_bwd(
+    gradient: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    sm_margin: int,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [n, hidden] and of the weight [hidden], each in its dtype."""
+    normed = x.float() * scale[:, None]
+    weighted = gradient.float() * (weight.float() + zero_centered)
+    along = (weighted * normed).mean(-1, keepdim=True)
+    of_x = scale[:, None] * (weighted - along * normed)
+    of_weight = (gradient.float() * normed).sum(0)
+    return of_x.to(x.dtype), of_weight.to(weight.dtype)
+
+
+class _Cuda:
+    """``torch.cuda`` where a device seems to be."""
+
+    is_available = staticmethod(lambda: True)
+    device = staticmethod(lambda _: nullcontext())
+    nvtx = SimpleNamespace(range=lambda _: nullcontext())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class TorchWithCuda:
+    """``torch`` for a module that wants a CUDA device; what it allocates there is on the CPU."""
+
+    cuda = _Cuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: Any, device: object = None, **keywords: Any) -> Tensor:
+        """``torch.empty`` on the CPU."""
+        return torch.empty(*size, **keywords)
+
+
+def accept_cpu_tensors() -> None:
+    """Replace the checks of Transformer Engine's modules that want a GPU."""
+    from transformer_engine.pytorch.cpp_extensions import gemm
+    from transformer_engine.pytorch.module import base, layernorm_linear, linear
+
+    # Versions before 2.10 have it in base.
+    for module in (gemm, base):
+        module.get_cublas_workspace_size_bytes = lambda: 1
+    for module in (base, layernorm_linear, linear):
+        module.torch = TorchWithCuda()
+    torch.cuda.is_current_stream_capturing = lambda: False
+    prepare_forward = base.TransformerEngineBaseModule.prepare_forward
+
+    def prepare(*arguments: Any, **keywords: Any) -> Any:
+        with _cuda_tensors():
+            prepared = prepare_forward(*arguments, **keywords)
+        # Versions before 2.14 return a context manager, which checks the input when it is entered.
+        return prepared if isinstance(prepared, Tensor) else _entered_with_cuda_tensors(prepared)
+
+    base.TransformerEngineBaseModule.prepare_forward = prepare
+
+
+@contextmanager
+def _cuda_tensors() -> Iterator[None]:
+    """Make every tensor seem to be on CUDA; for a moment, as torch itself looks at it too."""
+    torch.Tensor.is_cuda = True
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_cuda
+
+
+@contextmanager
+def _entered_with_cuda_tensors(manager: AbstractContextManager[Tensor]) -> Iterator[Tensor]:
+    with ExitStack() as stack:
+        with _cuda_tensors():
+            entered = stack.enter_context(manager)
+        yield entered

@@ -1,0 +1,128 @@
+"""One batch through networks of every kind, in the layers of this process's host.
+
+``python -m tests.transformer_engine.networks CORPUS OUT`` writes what it finds to the file OUT.
+"""
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffmegatron.attention.layer_specs import available_host
+from diffmegatron.config.load import load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.build import build_model
+from diffmegatron.model.network import Network
+from diffmegatron.model.parameter_shards import Shard, parameter_shards
+from diffmegatron.parallel.parallel_state import process_groups
+from tests.conftest import TINY
+
+V2 = "model.attention.kind=diff_v2"
+DEX = (
+    "model.attention.kind=dex",
+    "model.attention.selected_heads=[[0], [1, 3]]",
+    "model.attention.annealing_steps=null",
+)
+NORMS = "optimizer.trainable=['*norm*']"
+FULL = "recompute={granularity: full, method: uniform, layers: 1}"
+NETWORKS: dict[str, tuple[str, ...]] = {
+    "diff_v1": (),
+    "diff_v2": (V2,),
+    "grouped": ("model.attention.kind=grouped", "model.attention.signal_per_noise=2"),
+    "softmax": ("model.baseline=true",),
+    "qwen": (
+        "model.attention={kind: softmax, num_heads: 4, num_kv_heads: 2, qkv_bias: true, "
+        "qk_norm: true}",
+    ),
+    "dex": DEX,
+    "tied, loss in chunks": ("model.tied_embeddings=true", "training.loss_chunk=24"),
+    "full recomputation": (FULL,),
+    "selective recomputation": ("recompute={granularity: selective}",),
+    # Frozen, the weight and the norm that Transformer Engine fuses are trained one without the
+    # other; under recomputation no input of the first layer requires a gradient.
+    "norms alone": (NORMS,),
+    "norms alone, full recomputation": (NORMS, FULL),
+    "norms of v2 alone": (NORMS, V2),
+    "matrices alone": ("optimizer.trainable=['*linear*']",),
+    "values alone": ("optimizer.trainable=['*linear_qkv.weight:v']",),
+    "lambda of v2 alone": ("optimizer.trainable=['*lambda*']", V2),
+}
+BATCH, LENGTH = 2, 64
+
+
+def find(recipe: Recipe) -> dict[str, Any]:
+    """Return the loss of a batch, the bytes kept for its backward pass, and every parameter.
+
+    A parameter has its initial weight, its gradient (None where it is frozen) and where it lies.
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, recipe.model.vocab_size, (BATCH, LENGTH + 1), generator=draw)
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        places = _places(network)
+        initial = {name: shard.view(p.data).clone() for name, (p, shard) in places.items()}
+        _move_norms(places)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = network(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+        loss.float().mean().backward()
+        return {
+            "classes": sorted({type(module).__name__ for module in network.modules()}),
+            "loss": loss.detach(),
+            "kept": sum(size for place, size in kept.items() if place not in weights),
+            "parameters": {
+                name: {
+                    "weight": initial[name],
+                    "gradient": None if p.grad is None else shard.view(p.grad).clone(),
+                    "requires_grad": p.requires_grad,
+                    "dtype": p.dtype,
+                    "shape": shard.global_shape,
+                    "offset": shard.offset,
+                    "is_primary": shard.is_primary,
+                }
+                for name, (p, shard) in places.items()
+            },
+        }
+
+
+def _places(network: Network) -> dict[str, tuple[torch.nn.Parameter, Shard]]:
+    """The parameter and the shard of each name that a checkpoint has."""
+    table = parameter_shards(network)
+    return {shard.name: (p, shard) for p, shards in table.items() for shard in shards}
+
+
+def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
+    """Give the norms' weights values of their own, as swapped ones would not show at 1."""
+    for name, (parameter, shard) in places.items():
+        if "norm" in name:
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight = 1 + 0.3 * torch.randn(shard.global_shape, generator=draw)
+            shard.view(parameter.data).copy_(weight[shard.box])
+
+
+def main() -> None:
+    """Find and write everything of ``NETWORKS``, in fp32 and in bf16."""
+    corpus, out = sys.argv[1:]
+    file = Path(out).with_suffix(".yaml")
+    file.write_text(TINY.format(run_dir="unused", corpus=corpus))
+    networks = {
+        (name, precision): find(load_recipe(file, [*overrides, f"training.precision={precision}"]))
+        for name, overrides in NETWORKS.items()
+        for precision in ("fp32", "bf16")
+    }
+    torch.save({"host": available_host(), "networks": networks}, out)
+
+
+if __name__ == "__main__":
+    main()

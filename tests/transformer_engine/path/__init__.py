@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH, whose module sitecustomize Python imports at its start."""

@@ -1,0 +1,194 @@
+"""Transformer Engine's layers and the local ones are the same network, and the same run."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.config.load import load_recipe
+from diffmegatron.training.monitoring.metrics import read_metrics
+from diffmegatron.training.trainer import train
+from tests.conftest import TINY
+from tests.parallel.matrix import (
+    COMMON,
+    LAYOUTS,
+    call,
+    gradient_difference,
+    loss_difference,
+    run_models,
+)
+from tests.paths import ROOT
+from tests.ranks import launch
+from tests.transformer_engine import FOLDER, environment, python_files
+from tests.transformer_engine.networks import BATCH, LENGTH, NETWORKS
+
+pytestmark = pytest.mark.skipif(
+    python_files() is None,
+    reason=f"{FOLDER} names no folder with Transformer Engine's Python files; "
+    "'python -m tests.transformer_engine.fetch FOLDER' fills one",
+)
+
+ROWS = (
+    "gqa:tp2", "gqa:tp2+sp", "gqa:tp2+sp+recompute+loss-chunks",
+    "gqa:dp2-zero-1", "gqa:dp2-zero-2", "gqa:dp2-zero-3",
+    "gqa:pp2", "deep:pp2-interleaved", "gqa:cp2-ring", "gqa:cp2-ulysses",
+    "v2:tp2", "v2:tp2+sp", "grouped:tp2+sp", "dex:tp2+sp", "bf16:tp2+sp", "bf16:dp2-zero-3",
+    "part:tp2+sp+recompute+loss-chunks", "part:dp2-zero-3",
+)  # fmt: skip
+CHOSEN = [{layout.name: layout for layout in LAYOUTS if layout.ranks == 2}[name] for name in ROWS]
+each_layout = pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+HALF = ("optimizer.schedule.warmup_steps=1", "training.micro_batch_size=2", "training.steps=3")
+WHOLE = (*HALF, "training.steps=6")
+
+
+def run(module: str, *arguments: object, **options: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def networks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What ``networks.py`` finds in a process of each host, by network and precision."""
+    out = tmp_path_factory.mktemp("networks")
+    worker = "tests.transformer_engine.networks"
+    run(worker, corpus, out / "local.pt")
+    run(worker, corpus, out / "transformer_engine.pt", env=environment())
+    found = {host: torch.load(out / f"{host}.pt", weights_only=False) for host in HOSTS}
+    assert {host: each["host"] for host, each in found.items()} == {host: host for host in HOSTS}
+    return {host: each["networks"] for host, each in found.items()}
+
+
+HOSTS = ("local", "transformer_engine")
+each_network = pytest.mark.parametrize(
+    "key", [(name, precision) for name in NETWORKS for precision in TOLERANCE], ids=": ".join
+)
+
+
+@each_network
+def test_the_classes_are_those_of_the_host(key, networks):
+    local, other = (set(networks[host][key]["classes"]) for host in HOSTS)
+    assert {"ColumnParallelLinear", "RowParallelLinear"} <= local
+    assert not [name for name in local if name.startswith("TE")]
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= other
+    # V2's lambda reads the normalised input, whose norm is therefore not fused.
+    assert ("TEColumnParallelLinear" in other) == ("v2" in key[0])
+    assert "RowParallelLinear" not in other
+
+
+@each_network
+def test_parameters_have_the_same_names_places_and_initial_bits(key, networks):
+    local, other = (networks[host][key]["parameters"] for host in HOSTS)
+    assert local.keys() == other.keys()
+    for name in local:
+        assert torch.equal(local[name]["weight"], other[name]["weight"]), name
+        for what in ("requires_grad", "dtype", "shape", "offset", "is_primary"):
+            assert local[name][what] == other[name][what], f"{what} of {name}"
+
+
+@each_network
+def test_loss_and_gradients_are_the_same(key, networks):
+    local, other = (networks[host][key] for host in HOSTS)
+    tolerance = TOLERANCE[key[1]]
+    torch.testing.assert_close(other["loss"], local["loss"], rtol=tolerance, atol=0)
+    for name, parameter in local["parameters"].items():
+        expected, found = parameter["gradient"], other["parameters"][name]["gradient"]
+        assert (expected is None) == (found is None) == (not parameter["requires_grad"]), name
+        if expected is None:
+            continue
+        # Of a lambda vector large terms cancel, which enlarges rounding a hundred times.
+        allowed = tolerance * (100 if ".lambda_" in name else 1)
+        difference, norm = (x.float().norm().item() for x in (found - expected, expected))
+        assert difference <= allowed * norm, f"{name}: {difference} of {norm}"
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", ["diff_v1", "diff_v2", "grouped", "softmax", "qwen", "dex"])
+def test_less_is_kept_by_what_an_unfused_norm_keeps(name, precision, networks):
+    """On a CPU torch's RMSNorm keeps float32 of its result, and in bf16 of its input in its place.
+
+    Transformer Engine's keeps the input alone, as ``plan`` counts the norms of a GPU.
+    """
+    local, other = (networks[host][name, precision]["kept"] for host in HOSTS)
+    norms, hidden = 5, 64
+    assert (
+        local - other == norms * BATCH * LENGTH * hidden * {"fp32": 4, "bf16": 4 + 4 - 2}[precision]
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the runs of both hosts: one local process, and two ranks of the other.
+
+    ``then_other`` is begun by one local process and resumed by two tensor-parallel ranks in
+    Transformer Engine's layers, ``then_local`` the other way round.
+    """
+    out = tmp_path_factory.mktemp("runs")
+    file = out / "tiny.yaml"
+    file.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
+    run_models(file, out, sorted({layout.model for layout in CHOSEN}))
+
+    def train_here(name: str, *overrides: str) -> None:
+        train(load_recipe(file, [*COMMON, *overrides, f"run_dir={out}/{name}"]))
+
+    def there(name: str, *overrides: str) -> list[str]:
+        layout = ("parallel.tensor=2", "parallel.sequence_parallel=true")
+        return [str(file), str(out), name, *COMMON, *overrides, *layout]
+
+    train_here("local", *HALF)
+    train_here("local", *WHOLE)
+    train_here("then_other", *HALF)
+    launch(
+        2,
+        "tests.parallel.worker",
+        *(call(file, out, layout) for layout in CHOSEN),
+        there("then_local", *HALF),
+        there("then_other", *WHOLE),
+        environment=environment(),
+    )
+    train_here("then_local", *WHOLE)
+    return out
+
+
+@each_layout
+def test_a_layout_of_its_layers_is_the_local_run(layout, runs):
+    run_dir, reference = runs / layout.name, runs / layout.model
+    initial = [(folder / "initial.txt").read_text() for folder in (run_dir, reference)]
+    assert initial[0] == initial[1]
+    of_all, of_one_parameter = gradient_difference(run_dir, reference)
+    if layout.model == "bf16":
+        assert loss_difference(run_dir, reference) < 1e-3
+        assert of_all < 2e-2
+    else:
+        assert loss_difference(run_dir, reference) < 1e-5
+        assert of_all < 1e-5
+        assert of_one_parameter < 1e-3
+
+
+@pytest.mark.parametrize("name", ["then_other", "then_local"])
+def test_a_checkpoint_of_one_host_is_resumed_by_the_other(name, runs):
+    expected, found = (
+        [entry["train/loss"] for entry in read_metrics(runs / each) if "train/loss" in entry]
+        for each in ("local", name)
+    )
+    assert len(expected) == 6
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("environment_of", [dict, environment], ids=HOSTS)
+def test_its_checkpoints_export_and_verify_in_both_hosts(environment_of, runs, tmp_path):
+    checkpoint = CheckpointStore(runs / "v2:tp2+sp").latest()
+    options = {"env": environment_of()} if environment_of is environment else {}
+    run("diffmegatron", "export", checkpoint, tmp_path / "hf", **options)
+    assert (tmp_path / "hf" / "model.safetensors").exists()
