@@ -1,5 +1,6 @@
 """``diffmegatron launch``: everything that can be wrong is told before a job is submitted."""
 
+import math
 import os
 import re
 import shutil
@@ -13,11 +14,10 @@ from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ledger import Ledger, bad_hosts, ledger_of
 from diffmegatron.config.load import dump_recipe, load_stages
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
-from diffmegatron.data.index.verify_corpus import check_sizes
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
+from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
 from diffmegatron.operations.sbatch_file import Job, job_file
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
@@ -72,6 +72,8 @@ def prepare_launch(
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
     check_fit(recipes, nodes, cluster)
+    if dependency is None:  # the job before may write the checkpoint
+        check_starts(recipes)
     check_free(ledger_of(recipes))
     return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
 
@@ -98,6 +100,8 @@ def prepare_chain(
             f"{shown(config)} is one run, and --chain makes a job of each stage; leave it out"
         )
     check_fit(recipes, nodes, cluster)
+    if dependency is None:  # the job before may write the checkpoint
+        check_starts(recipes)
     check_free(ledger_of(recipes))
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
     if not left:
@@ -110,26 +114,6 @@ def prepare_chain(
         launch = _launch([recipe], (str(file),), nodes, cluster, waits_for, spares)
         launches.append(replace(launch, recipe=dump_recipe(recipe)))
     return tuple(launches)
-
-
-def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Refuse ranks that do not fill a layout, data that is not whole, an image that is not there.
-
-    Raises:
-        UserError: as it says.
-    """
-    for recipe in recipes:
-        try:
-            recipe.num_microbatches(nodes * cluster.ranks)
-        except UserError as error:
-            raise UserError(
-                f"--nodes {nodes} means {nodes * cluster.ranks} ranks on this cluster: {error}"
-            ) from None
-        for source in recipe.data.sources:
-            check_sizes(source.path, read_manifest(source.path))
-    container = cluster.container
-    if container is not None and container.is_file and not Path(container.image).exists():
-        raise UserError(f"container image {clipped(container.image)} is not there; build it first")
 
 
 def _launch(
@@ -285,6 +269,7 @@ def _remarks(
     save: float | None, recipes: Sequence[Recipe], job: Job, plans: Sequence[Plan]
 ) -> tuple[str, ...]:
     remarks = [warning for plan in plans for warning in plan.warnings]
+    remarks += [remark for recipe in recipes for remark in data_remarks(recipe)]
     margin = max(recipe.checkpoint.time_limit_margin for recipe in recipes)
     if margin > job.cluster.seconds / 2:
         remarks.append(
@@ -339,12 +324,12 @@ def summary(launch: Submission) -> list[str]:
     """What the job takes, a line each."""
     job, lines = launch.job, []
     for plan in launch.plans:
-        attempts = plan.time.days * 86_400 / job.cluster.seconds
+        attempts = math.ceil(plan.time.days * 86_400 / job.cluster.seconds)
         lines.append(
             f"{plan.run_dir}: {job.nodes} nodes, {job.ranks} ranks, "
             f"{plan.heaviest.total / 2**30:.1f} GiB per rank; an estimate of {plan.time.days:.1f} "
-            f"days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, in {attempts:.0f} "
-            f"attempts of {job.cluster.time_limit}"
+            f"days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, in {attempts} "
+            f"attempt{'s' if attempts > 1 else ''} of {job.cluster.time_limit}"
         )
     if not launch.plans:
         lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU's name")

@@ -12,7 +12,7 @@ from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
-from diffmegatron.operations.launch import check_fit
+from diffmegatron.operations.recipe_checks import check_fit, check_starts
 
 SCRIPT = "torchrun.sh"
 _ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
@@ -43,6 +43,7 @@ def torchrun_file(
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
     check_fit(recipes, nodes, cluster)
+    check_starts(recipes)
     if cluster.container is not None:
         raise UserError(
             f"container {clipped(cluster.container.image)} is entered under Slurm alone; leave it "

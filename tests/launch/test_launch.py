@@ -12,6 +12,7 @@ import yaml
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.config.load import load_recipe
+from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.operations.cluster import Cluster, load_cluster, seconds_of
 from diffmegatron.operations.launch import (
@@ -22,7 +23,8 @@ from diffmegatron.operations.launch import (
     summary,
 )
 from diffmegatron.operations.torchrun import torchrun_file
-from tests.launch.conftest import FACTS, FOUR, SMALL
+from tests.checkpoints import write_checkpoint
+from tests.launch.conftest import FACTS, FOUR, SMALL, checkpoint
 from tests.paths import ROOT
 
 STAGES = """
@@ -161,6 +163,16 @@ def test_pyxis_takes_options_of_srun(launched):
             "container image /no/such.sif is not there",
         ),
         (["data.sources=[{path: nowhere}]"], {}, "nowhere"),
+        (
+            ["checkpoint.start_from=nowhere"],
+            {},
+            "checkpoint.start_from .*nowhere holds no checkpoint: ",
+        ),
+        (
+            ["training.steps=1000000", "data.on_exhausted=stop"],
+            {},
+            r"reads source .* times, and data.on_exhausted is 'stop'",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(overrides, changes, sentence, launched, tmp_path):
@@ -299,6 +311,28 @@ def test_an_estimate_where_the_gpu_is_known(launched):
     found = launched(gpu="H100", time_limit="24:00:00")
     line = summary(found)[0]
     assert "2 nodes, 4 ranks" in line and "GPU-hours" in line
+    assert line.endswith(", in 1 attempt of 24:00:00")
+
+
+def test_a_checkpoint_to_start_from_may_be_a_job_that_comes_before(launched, tmp_path):
+    start = f"checkpoint.start_from={tmp_path}/before"
+    launched(start, dependency="afterok:17")
+    write_checkpoint(tmp_path / "before", 3)
+    launched(start)
+    launched(f"{start}/checkpoints/step_00000003")
+    (tmp_path / "before/checkpoints/step_00000003/manifest.json").unlink()
+    with pytest.raises(UserError, match="before holds no checkpoint: "):
+        launched(start)
+    checkpoint(tmp_path / "run", 1)
+    launched(start)  # a run that has begun does not read it again
+
+
+def test_a_source_that_is_read_many_times_is_named(launched, corpus):
+    tokens = read_manifest(corpus).tokens
+    steps = -(-5 * tokens // (8 * 64))
+    (remark,) = launched(f"training.steps={steps}").remarks
+    assert remark.startswith(f"{launched().path.parent} reads source {corpus} about 5 times; give")
+    assert launched(f"training.steps={steps * 4 // 5 - 1}").remarks == ()
 
 
 def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
