@@ -17,7 +17,7 @@ from diffmegatron.attempts.ends import Heartbeat, read_ends, read_heartbeat
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.files import read_json, reason, shown, write_durably
+from diffmegatron.files import clipped, read_json, reason, shown, write_durably
 from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class Attempt(Section):
     Attributes:
         number: from 1.
         facts: of its beginning.
-        stages: every ``run_dir`` of the recipe, and its last step.
+        stages: every ``run_dir`` of the recipe, and its last step; empty where no recipe could be
+            read yet.
         startup_seconds: how long the run's watchdog waits for the first step.
         step_seconds: how long it waits for another one.
         began: in seconds since 1970.
@@ -162,10 +163,7 @@ class Ledger:
         Raises:
             UserError: nothing can be written in ``run_dir``.
         """
-        for earlier in self.attempts():
-            if earlier.ended is None:
-                self.end(earlier, was_killed=True)
-        before = self.attempts()
+        before = self._all_ended()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
         try:
@@ -185,6 +183,38 @@ class Ledger:
         except OSError as error:
             raise UserError(f"cannot write in {shown(self.directory)}: {reason(error)}") from None
         return attempt
+
+    def refuse(self, facts: Facts, why: str) -> None:
+        """Write an attempt that a mistake ended before any rank was started, where that can be.
+
+        What is only in the recipe, which may not be readable now, is that of the attempt before.
+
+        Args:
+            facts: of the beginning.
+            why: the sentence of the mistake.
+        """
+        try:
+            before = self._all_ended()
+            last = before[-1] if before else None
+            now = time.time()
+            attempt = Attempt(
+                number=self._new_folder(),
+                facts=facts,
+                stages={} if last is None else last.stages,
+                startup_seconds=0.0 if last is None else last.startup_seconds,
+                step_seconds=0.0 if last is None else last.step_seconds,
+                began=now,
+                saved_at_start=0 if last is None else last.saved,
+                checkpoint=None if last is None else last.checkpoint,
+                ended=now,
+                cause=Cause.MISTAKE,
+                reason=clipped(why),
+                saved=0 if last is None else last.saved,
+                faults=0 if last is None else last.faults,
+            )
+            self._write(attempt)
+        except (OSError, UserError) as error:  # the mistake is what the job ends with
+            log.warning("cannot write in %s: %s", shown(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
         """Decide what an attempt came to, and write that where it can be.
@@ -234,6 +264,17 @@ class Ledger:
                 "stragglers": attempt.hosts_of(heartbeat.stragglers),
             }
         return attempt.model_copy(update=changes)
+
+    def _all_ended(self) -> list[Attempt]:
+        """End the attempts that were killed with their job, and return all attempts.
+
+        Raises:
+            UserError: one cannot be read.
+        """
+        for earlier in self.attempts():
+            if earlier.ended is None:
+                self.end(earlier, was_killed=True)
+        return self.attempts()
 
     def _new_folder(self) -> int:
         self.directory.mkdir(parents=True, exist_ok=True)

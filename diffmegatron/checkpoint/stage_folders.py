@@ -29,7 +29,9 @@ class StageFolder:
         return CheckpointStore(self.run_dir)
 
 
-def stage_folders(run_dir: Path, having: str = CHECKPOINTS) -> list[StageFolder]:
+def stage_folders(
+    run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
+) -> list[StageFolder]:
     """The runs of a ``run_dir``: each stage after the one that it started from, or the one run.
 
     The order is that of ``checkpoint.start_from`` in the stages' own recipes, and of their names
@@ -38,6 +40,7 @@ def stage_folders(run_dir: Path, having: str = CHECKPOINTS) -> list[StageFolder]
     Args:
         run_dir: of a recipe.
         having: what each run has in its folder to be one.
+        recipe: file in its folder with its resolved recipe.
 
     Raises:
         UserError: there is no run in it.
@@ -52,7 +55,7 @@ def stage_folders(run_dir: Path, having: str = CHECKPOINTS) -> list[StageFolder]
         ) from None
     if not begun:
         raise UserError(f"{shown(run_dir)} has no {having}; give the run_dir of a recipe")
-    starts = {path.name: _start(path) for path in begun}
+    starts = {path.name: _start(path, recipe) for path in begun}
     return [StageFolder(name, run_dir / name) for name in _in_order(starts)]
 
 
@@ -105,10 +108,10 @@ def newest_checkpoint(path: Path) -> Path | None:
     return None if is_no_run(path) else last_stage(path).store.latest()
 
 
-def _start(run_dir: Path) -> str | None:
+def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
     """The name of the stage beside it that a stage started from."""
     try:
-        start_from = load_resolved(run_dir / RECIPE).checkpoint.start_from
+        start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except UserError:  # of a run whose disk was full, or by hand
         return None
     if start_from is None:

@@ -30,13 +30,17 @@ _EXIT_FAULT = 1
 _EXIT_AGAIN = 69
 
 
-def begin(config: Path, overrides: Sequence[str], nodes: Sequence[str]) -> str:
+def begin(
+    config: Path, overrides: Sequence[str], nodes: Sequence[str], run_dir: Path | None = None
+) -> str:
     """Begin an attempt on the first node of a job.
 
     Args:
         config: recipe.
         overrides: of its keys.
         nodes: host names of the job, in the order of the ranks.
+        run_dir: of the job, as ``launch`` has read it from the recipe; None: not known. A mistake
+            that hides the ``run_dir`` of the recipe is written into its ledger.
 
     Returns:
         Lines for the shell that set ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT``
@@ -45,18 +49,25 @@ def begin(config: Path, overrides: Sequence[str], nodes: Sequence[str]) -> str:
     Raises:
         UserError: the recipe is wrong, the ranks do not fit it, or nothing can be written.
     """
-    recipes = load_stages(config, overrides)
     ranks = _ranks()
-    for recipe in recipes:
-        recipe.data_parallel(ranks)
     job = os.environ.get("SLURM_JOB_ID", "")
     facts = Facts(job=job, nodes=tuple(nodes), ranks=ranks, versions=versions(), commit=commit())
-    ledger = ledger_of(recipes)
-    attempt = ledger.begin(recipes, facts)
+    ledger = None if run_dir is None else Ledger(run_dir)
+    try:
+        recipes = load_stages(config, overrides)
+        ledger = ledger_of(recipes)
+        for recipe in recipes:
+            recipe.data_parallel(ranks)
+        address, port = _address(nodes), _free_port()
+        attempt = ledger.begin(recipes, facts)
+    except UserError as error:
+        if ledger is not None:
+            ledger.refuse(facts, str(error))
+        raise
     settings = {
         ATTEMPT: str(ledger.folder(attempt.number).absolute()),
-        "MASTER_ADDR": _address(nodes),
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
     }
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items())

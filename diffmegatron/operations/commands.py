@@ -21,11 +21,15 @@ def begin(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     nodes: Annotated[str, typer.Option(help="Host names of the job, with commas")] = "",
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the job, where launch has read it")
+    ] = None,
 ) -> None:
     """Check the recipe and write a new attempt. Prints what the shell sets for its ranks."""
     from diffmegatron.operations import attempt
 
-    print(attempt.begin(config, overrides or [], [name for name in nodes.split(",") if name]))
+    names = [name for name in nodes.split(",") if name]
+    print(attempt.begin(config, overrides or [], names, run_dir))
 
 
 @app.command()

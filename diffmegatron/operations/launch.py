@@ -18,15 +18,12 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
-from diffmegatron.operations.sbatch_file import Job, job_file
+from diffmegatron.operations.sbatch_file import JOB_FILE, JOB_NUMBER, JOB_RECIPE, Job, job_file
 from diffmegatron.operations.status import examine
 from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
-JOB_FILE = "job.sh"
-JOB_NUMBER = "job_number"
-JOB_RECIPE = "job.yaml"
 # Slurm may send the signal up to a minute early, never late.
 _SIGNAL_SECONDS = 600
 _SLACK_SECONDS = 60
@@ -135,7 +132,7 @@ def _launch(
         cluster=cluster,
         arguments=arguments,
         folder=Path.cwd(),
-        log=folder / "job_%j.log",
+        run_dir=folder,
         signal_seconds=_signal_seconds(save, step, cluster),
         dependency=dependency,
         spares=spares,

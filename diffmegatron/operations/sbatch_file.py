@@ -8,6 +8,10 @@ from pathlib import Path
 
 from diffmegatron.operations.cluster import Cluster, Container
 
+# What a launch keeps in run_dir: the file, Slurm's number of the job, and of a stage its recipe.
+JOB_FILE = "job.sh"
+JOB_NUMBER = "job_number"
+JOB_RECIPE = "job.yaml"
 # In the job script what comes before is for those who submit it as it is.
 _BEGINNING = "set -uo pipefail\n"
 
@@ -22,7 +26,7 @@ class Job:
         cluster: that they are on.
         arguments: of ``diffmegatron train``: the recipe and its overrides.
         folder: absolute; where the job runs, as paths in a recipe are relative to it.
-        log: absolute; of the job's output, ``%j`` stands for its number.
+        run_dir: absolute; of the ledger, and for the job's file and its output.
         signal_seconds: before the time limit, when the ranks are told to save.
         dependency: of ``sbatch --dependency``.
         spares: more nodes, each of which takes the place of one that fails.
@@ -33,7 +37,7 @@ class Job:
     cluster: Cluster
     arguments: Sequence[str]
     folder: Path
-    log: Path
+    run_dir: Path
     signal_seconds: int
     dependency: str | None = None
     spares: int = 0
@@ -60,6 +64,7 @@ def job_file(job: Job) -> str:
         f"within=({shlex.join(_within(cluster.container))})",
         f"srun_options=({shlex.join(_srun_options(cluster.container))})",
         f"spares={job.spares}",
+        f"run_dir={shlex.quote(str(job.run_dir))}",
         f"set -- {shlex.join(job.arguments)}",
         "",
     ]
@@ -71,7 +76,7 @@ def _options(job: Job) -> list[str]:
     given = {
         "job-name": job.name,
         "chdir": shlex.quote(str(job.folder)),
-        "output": shlex.quote(str(job.log)),
+        "output": shlex.quote(str(job.run_dir / "job_%j.log")),
         "open-mode": "append",
         "nodes": job.nodes + job.spares,
         "ntasks-per-node": cluster.ranks,

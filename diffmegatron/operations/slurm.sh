@@ -13,6 +13,7 @@
 within=()        # a command in front of this package's, which enters a container
 srun_options=()
 spares=0         # nodes of the job that wait until another one is done without
+run_dir=""       # of the job, known also where a mistake in the recipe hides it
 set -uo pipefail
 # Of an array SLURM_JOB_ID may be the number of all of it.
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
@@ -118,7 +119,8 @@ while [ "$status" -eq 69 ]; do  # after a fault in the middle of training: again
   every_node="$(grep -vxF "$(tr , '\n' <<<"$bad")" <<<"$every_node")"
   nodes="$(head -n "$needed" <<<"$every_node" | paste -sd,)"
   # Exit status 2, a mistake in the recipe, ends the job here.
-  settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" "$@")" || exit
+  settings="$("${within[@]}" diffmegatron attempt begin --nodes="$nodes" \
+    ${run_dir:+"--run-dir=$run_dir"} "$@")" || exit
   eval "$settings"
   env | grep -E "$described" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
   ranks preflight "$@"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,13 @@ from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
-from diffmegatron.files import shown
+from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.operations.sbatch_file import JOB_NUMBER, JOB_RECIPE
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.metrics import Entry, newest_entries
 
 _SHOWN_ATTEMPTS = 12
+_MAX_NUMBER_BYTES = 100
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,12 @@ class Status:
 
     Attributes:
         state: in one sentence.
-        exit_status: 0: it runs, or is finished. 1: it waits for its next attempt, or has
+        exit_status: 0: it runs, or is finished. 1: it waits for its first or next attempt, or has
             disappeared. 2: it is over, and a person has to look.
+        is_over: nothing follows by itself; a run without a ledger may go on until it is done.
         run_dir: of the present stage.
         step: that was reached; None: none yet.
-        steps: of the run or stage.
+        steps: of the run or stage; None: no recipe of it has been read yet.
         seconds_left: of the run or stage, at the speed of the newest metrics; None: not known.
         values: the newest of every metric.
         checkpoint: the newest one of the run or stage; None: there is none.
@@ -47,20 +50,16 @@ class Status:
 
     state: str
     exit_status: int
+    is_over: bool
     run_dir: str
     step: int | None
-    steps: int
+    steps: int | None
     seconds_left: float | None
     values: dict[str, float]
     checkpoint: Path | None
     attempts: tuple[Attempt, ...]
     suspects: dict[str, int]
     stragglers: tuple[str, ...]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing follows by itself; a run without a ledger may go on until it is done."""
-        return self.attempts[-1].is_over if self.attempts else self.exit_status == 0
 
 
 def examine(run_dir: Path) -> Status:
@@ -73,13 +72,19 @@ def examine(run_dir: Path) -> Status:
     attempts = ledger.attempts()
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
         raise UserError(f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that")
+    submitted = _submitted(run_dir, attempts)
     if not attempts:
-        return _without_ledger(run_dir)
+        if submitted is not None:
+            return _not_begun(run_dir, submitted)
+        return _of_chain(run_dir) or _without_ledger(run_dir)
     last = attempts[-1]
     heartbeat = read_heartbeat(ledger.folder(last.number))
-    stage = _present_stage(last, heartbeat)
+    stage = _present_stage(last, heartbeat) or str(run_dir)
+    steps = last.stages.get(stage)
     entries = newest_entries(Path(stage))
     state, exit_status = _state(last, heartbeat, time.time())
+    if submitted is not None:
+        state, exit_status = f"{_waits(submitted)}; before it: {state}", 1
     values = {name: value for entry in entries for name, value in entry.items()}
     step = heartbeat.step if heartbeat is not None else None
     if step is None and "step" in values:
@@ -87,16 +92,76 @@ def examine(run_dir: Path) -> Status:
     return Status(
         state=state,
         exit_status=exit_status,
+        is_over=last.is_over and submitted is None,
         run_dir=stage,
         step=step,
-        steps=last.stages[stage],
-        seconds_left=_seconds_left(entries, step, last.stages[stage]),
+        steps=steps,
+        seconds_left=_seconds_left(entries, step, steps),
         values=values,
         checkpoint=CheckpointStore(Path(stage)).latest(),
         attempts=tuple(attempts),
         suspects=suspects(attempts),
         stragglers=last.hosts_of(heartbeat.stragglers) if heartbeat is not None else (),
     )
+
+
+def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
+    """The number of the newest job that ``launch`` has submitted, if it has made no attempt yet.
+
+    Raises:
+        UserError: its number cannot be read.
+    """
+    path = run_dir / JOB_NUMBER
+    if not path.exists():
+        return None
+    number = read_text(path, max_bytes=_MAX_NUMBER_BYTES).strip()
+    return None if number in {attempt.facts.job for attempt in attempts} else number
+
+
+def _waits(number: str) -> str:
+    return f"job {clipped(number)} has not started: it waits in the queue or was cancelled there"
+
+
+def _not_begun(run_dir: Path, number: str) -> Status:
+    """The status of a job without an attempt."""
+    return Status(
+        state=_waits(number),
+        exit_status=1,
+        is_over=False,
+        run_dir=str(run_dir),
+        step=None,
+        steps=None,
+        seconds_left=None,
+        values={},
+        checkpoint=CheckpointStore(run_dir).latest(),
+        attempts=(),
+        suspects={},
+        stragglers=(),
+    )
+
+
+def _of_chain(run_dir: Path) -> Status | None:
+    """The status of the first stage that is not finished, of those with a job each, or of the last.
+
+    Returns:
+        None where the stages of ``run_dir`` are no jobs of their own.
+
+    Raises:
+        UserError: what a stage has left cannot be read.
+    """
+    try:
+        stages = stage_folders(run_dir, JOB_RECIPE, recipe=JOB_RECIPE)
+    except UserError:
+        return None
+    found = None
+    for place, stage in enumerate(stages, 1):
+        if stage.name is None:
+            return None
+        found = examine(stage.run_dir)
+        found = replace(found, state=f"stage {stage.name}, {place} of {len(stages)}: {found.state}")
+        if not found.is_over or found.exit_status != 0:
+            break
+    return found
 
 
 def _without_ledger(run_dir: Path) -> Status:
@@ -125,6 +190,7 @@ def _without_ledger(run_dir: Path) -> Status:
     return Status(
         state=state,
         exit_status=0 if is_finished else 1,
+        is_over=is_finished,
         run_dir=str(folder),
         step=step,
         steps=steps,
@@ -143,11 +209,12 @@ def _stages_beside(run_dir: Path) -> list[str]:
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
 
-def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str:
+def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
+    """The ``run_dir`` of the stage that an attempt is at; None: it could read no recipe."""
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
     begun = [run_dir for run_dir in attempt.stages if CheckpointStore(Path(run_dir)).steps()]
-    return begun[-1] if begun else next(iter(attempt.stages))
+    return begun[-1] if begun else next(iter(attempt.stages), None)
 
 
 def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
@@ -168,7 +235,7 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
     return f"{name} {'runs' if heartbeat else 'starts'}: {ago}", 0
 
 
-def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int) -> float | None:
+def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
     """By the newest entries without a gap that is longer than ten of their usual ones."""
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     paces = [
@@ -176,7 +243,7 @@ def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int) -> flo
         for (step_before, time_before), (step_after, time_after) in pairwise(marks)
         if step_after > step_before
     ]
-    if step is None or not paces:
+    if step is None or steps is None or not paces:
         return None
     usual = sorted(paces)[len(paces) // 2]
     # A requeue lies between two entries as well.
@@ -190,7 +257,9 @@ def print_status(status: Status, console: Console) -> None:
     for name, text in _lines(status):
         console.print(Text(f"  {name:<16}{text}"), soft_wrap=True)
     if not status.attempts:
-        console.print("  no ledger of attempts, as no launcher has started it", highlight=False)
+        if status.steps is not None:
+            told = "no ledger of attempts, as no launcher has started it"
+            console.print(f"  {told}", highlight=False)
         return
     table = Table("attempt", "began", "took", "nodes", "steps", "saved", "cause", "why")
     for attempt in status.attempts[-_SHOWN_ATTEMPTS:]:
@@ -211,7 +280,7 @@ def print_status(status: Status, console: Console) -> None:
 def _lines(status: Status) -> list[tuple[str, str]]:
     values = status.values
     progress = "none yet"
-    if status.step is not None:
+    if status.step is not None and status.steps is not None:
         share = 100 * status.step / status.steps
         progress = f"{status.step} of {status.steps} ({share:.1f}%)"
     left = status.seconds_left
@@ -237,7 +306,7 @@ def _lines(status: Status) -> list[tuple[str, str]]:
 
 def _stage_lines(status: Status) -> list[tuple[str, str]]:
     stages = [*status.attempts[-1].stages] if status.attempts else []
-    if len(stages) < 2:
+    if len(stages) < 2 or status.run_dir not in stages:
         return []
     place = stages.index(status.run_dir) + 1
     return [("stage", f"{Path(status.run_dir).name}, {place} of {len(stages)}")]

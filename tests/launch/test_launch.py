@@ -22,6 +22,7 @@ from diffmegatron.operations.launch import (
     submit_chain,
     summary,
 )
+from diffmegatron.operations.status import examine
 from diffmegatron.operations.torchrun import torchrun_file
 from tests.checkpoints import write_checkpoint
 from tests.launch.conftest import FACTS, FOUR, SMALL, checkpoint
@@ -365,6 +366,11 @@ def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
     assert (first.cause, second.cause) == ("stopped", "finished")
     assert Path(tmp_path / f"run/job_{number}.log").exists()
     assert Path(tmp_path / "run/job.sh").read_text() == found.text
+    # The job is started once more after somebody has broken the recipe.
+    (tmp_path / "four.yaml").write_text("model: [")
+    number = cluster.call("sbatch", "--parsable", str(found.path)).strip()
+    assert cluster.wait(number)["ExitCode"] == "2:0"
+    assert examine(tmp_path / "run").state.startswith("ended by a mistake in attempt 3: ")
 
 
 def test_a_chain_is_a_job_for_each_stage_that_is_left(chained, tmp_path, attempt):

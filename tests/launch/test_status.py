@@ -8,13 +8,14 @@ import pytest
 from rich.console import Console
 
 from diffmegatron.attempts.ends import RankRecord
-from diffmegatron.attempts.ledger import MAX_FAULTS
+from diffmegatron.attempts.ledger import MAX_FAULTS, Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.errors import UserError
+from diffmegatron.operations.attempt import begin
 from diffmegatron.operations.status import examine, print_status
-from tests.launch.conftest import checkpoint
+from tests.launch.conftest import FACTS, checkpoint
 
 
 def metrics(run_dir: Path, times: dict[int, float]) -> None:
@@ -108,6 +109,107 @@ def test_a_job_whose_attempt_has_ended(statuses, exit_status, state, attempt, le
     assert found.exit_status == exit_status
 
 
+@pytest.fixture
+def starts(ledger, tiny_recipe, tmp_path, monkeypatch):
+    """Starts job 18 with a recipe of these lines, on four ranks; fails as its script does."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+
+    def start(recipe: str, run_dir: Path | None = ledger.run_dir) -> None:
+        (tmp_path / "edited.yaml").write_text(recipe)
+        begin(tmp_path / "edited.yaml", [], ["localhost"], run_dir)
+
+    return start
+
+
+BROKEN = "model: [\n"
+
+
+def test_a_mistake_before_any_rank_is_started_ends_the_job(attempt, ledger, starts, capsys):
+    attempt(75, save=3)
+    attempt(None)
+    with pytest.raises(UserError, match=r"edited\.yaml"):
+        starts(BROKEN)
+    found = examine(ledger.run_dir)
+    assert (
+        found.state.startswith("ended by a mistake in attempt 3: ") and "edited.yaml" in found.state
+    )
+    assert (found.exit_status, found.is_over, found.steps) == (2, True, 20)
+    assert [each.cause for each in found.attempts] == ["stopped", "lost", "mistake"]
+    assert (found.attempts[-1].facts.job, found.attempts[-1].saved) == ("18", 3)
+    assert "mistake" in text(ledger.run_dir, capsys)
+
+
+def test_the_first_start_of_a_job_may_be_a_mistake(ledger, starts, capsys):
+    with pytest.raises(UserError):
+        starts(BROKEN)
+    found = examine(ledger.run_dir)
+    assert (found.exit_status, found.steps, found.run_dir) == (2, None, str(ledger.run_dir))
+    assert "step            none yet" in text(ledger.run_dir, capsys)
+
+
+def test_a_mistake_that_a_readable_recipe_shows_is_in_the_ledger_of_that(ledger, starts, tmp_path):
+    recipe = (tmp_path / "tiny.yaml").read_text()
+    with pytest.raises(UserError, match="global_batch_size"):
+        starts(recipe.replace("global_batch_size: 8", "global_batch_size: 6"), None)
+    assert examine(ledger.run_dir).exit_status == 2
+    with pytest.raises(UserError):
+        starts(BROKEN, None)  # nobody can say where its ledger is
+    assert len(ledger.attempts()) == 1
+
+
+def test_a_job_in_the_queue(attempt, ledger, capsys):
+    ledger.run_dir.mkdir()
+    (ledger.run_dir / "job_number").write_text("17\n")
+    found = examine(ledger.run_dir)
+    waits = "job {} has not started: it waits in the queue or was cancelled there"
+    assert (found.state, found.exit_status, found.is_over) == (waits.format(17), 1, False)
+    said = text(ledger.run_dir, capsys)
+    assert "step            none yet" in said and "no launcher" not in said
+    attempt(2)  # of job 17
+    assert examine(ledger.run_dir).exit_status == 2
+    (ledger.run_dir / "job_number").write_text("19\n")
+    found = examine(ledger.run_dir)
+    assert found.state.startswith(f"{waits.format(19)}; before it: ended by a mistake in attempt 1")
+    assert (found.exit_status, found.is_over) == (1, False)
+
+
+def test_a_chain_is_told_by_its_first_stage_that_is_not_finished(tmp_path, tiny_recipe):
+    """Stages are in the order of their starts, not of their names."""
+    chain, names = tmp_path / "run", ("z_first", "second", "a_third")
+    ledgers, begun = {}, {}
+    for number, name in enumerate(names):
+        start = [f"checkpoint.start_from={chain / names[number - 1]}"] if number else []
+        recipe = tiny_recipe(f"run_dir={chain / name}", *start)
+        (chain / name).mkdir(parents=True)
+        (chain / name / "job.yaml").write_text(dump_recipe(recipe))
+        (chain / name / "job_number").write_text(f"{20 + number}\n")
+        ledgers[name] = Ledger(chain / name)
+        begun[name] = (recipe, FACTS.model_copy(update={"job": f"{20 + number}"}))
+
+    def end(name: str, status: int) -> None:
+        ledger, (recipe, facts) = ledgers[name], begun[name]
+        attempt = ledger.begin([recipe], facts)
+        for rank in range(4):
+            RankRecord(ledger.folder(attempt.number), rank).end(status, "so")
+        ledger.end(attempt)
+
+    def told() -> tuple[str, int, bool]:
+        found = examine(chain)
+        return found.state, found.exit_status, found.is_over
+
+    assert told()[0].startswith("stage z_first, 1 of 3: job 20 has not started")
+    assert told()[1:] == (1, False)
+    end("z_first", 0)
+    assert told()[0].startswith("stage second, 2 of 3: job 21 has not started")
+    end("second", 2)
+    assert told()[0].startswith("stage second, 2 of 3: ended by a mistake in attempt 1")
+    assert told()[1:] == (2, True)
+    end("second", 0)
+    end("a_third", 0)
+    assert told() == ("stage a_third, 3 of 3: finished with attempt 1", 0, True)
+
+
 def test_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
     attempt(1, save=3)
     begun = attempt(None)
@@ -169,8 +271,6 @@ def test_only_the_end_of_the_metrics_is_read(attempt, ledger):
 
 
 def test_a_second_stage(ledger, tiny_recipe, capsys):
-    from tests.launch.conftest import FACTS
-
     stages = [tiny_recipe(f"run_dir={ledger.run_dir}/{name}") for name in ("a", "b")]
     ledger.begin(stages, FACTS)
     checkpoint(ledger.run_dir / "a", 20)
