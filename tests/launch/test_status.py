@@ -27,6 +27,11 @@ def metrics(run_dir: Path, times: dict[int, float]) -> None:
                 stream.write(json.dumps({"step": step, "time": when, **values}) + "\n")
 
 
+def record_held_out_loss(run_dir: Path, step: int) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": step, "time": 200, "valid/loss": 1.0}) + "\n")
+
+
 def text(run_dir: Path, capsys) -> str:
     print_status(examine(run_dir), Console(width=200))
     return capsys.readouterr().out
@@ -51,6 +56,9 @@ def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
     assert "unfinished: last recorded " in said and "step            3 of 20" in said
     assert "no ledger of attempts, as no launcher has started it" in said
     checkpoint(run_dir, 20)
+    found = examine(run_dir)
+    assert found.state.startswith("unfinished, as valid/loss of the last step are not recorded: ")
+    record_held_out_loss(run_dir, 20)
     assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
 
 
@@ -67,6 +75,7 @@ def test_stages_that_no_launcher_has_started_are_told_by_the_last_begun(tmp_path
         1,
     )
     checkpoint(tmp_path / "a_second", 20)
+    record_held_out_loss(tmp_path / "a_second", 20)
     assert examine(tmp_path).state == "stage a_second finished"
 
 
