@@ -85,7 +85,7 @@ ends() {
 watch() {
   local second all_ended=0
   for ((second = 0; ; second++)); do
-    kill -0 $$ || return  # this script has ended
+    kill -0 $$ 2>/dev/null || return  # this script has ended
     [ $((second % 30)) -ne 0 ] || note_job_end
     [ $((second % 5)) -ne 0 ] || [ "$(ends "$1" | wc -l)" -lt "$SLURM_NTASKS" ] ||
       all_ended=$((all_ended + 1))
