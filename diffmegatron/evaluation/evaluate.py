@@ -119,7 +119,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
-        _ask(suite, model, fitting, file, ranks)
+        _ask(suite, model, fitting, file, ranks, suite.passes[0])
         if long:
             measured.left_out.append(
                 f"{len(long)} of {len(items)} items need a context of up to "
@@ -130,7 +130,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         # They depend on the records of all.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
-            _ask(suite, model, more, file, ranks)
+            _ask(suite, model, more, file, ranks, suite.passes[1])
             fitting += more
         measured.records = {item.key: file.records[item.key] for item in fitting}
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
@@ -144,13 +144,19 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
 
 
 def _ask(
-    suite: Suite, model: Model, items: Sequence[Item], file: SharedRecords, ranks: Ranks
+    suite: Suite,
+    model: Model,
+    items: Sequence[Item],
+    file: SharedRecords,
+    ranks: Ranks,
+    pass_name: str,
 ) -> None:
     left = [item for item in items if item.key not in file.records]
     count = ranks.count if suite.shared else 1
     own = ranks.share(left) if suite.shared else left if ranks.is_main else []
     if ranks.is_main:
-        progress = _Progress(f"{suite.name} on {model.target.name}", len(items), len(left), count)
+        name = f"{suite.name}, {pass_name}," if pass_name else suite.name
+        progress = _Progress(f"{name} on {model.target.name}", len(items), len(left), count)
     for item in own:
         try:
             record = suite.score(model, item)

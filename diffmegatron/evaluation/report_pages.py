@@ -2,6 +2,7 @@
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,45 +12,54 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; }
-th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left; }
-td + td, th + th { text-align: right; font-variant-numeric: tabular-nums; }
+th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left; font-weight: normal; }
+thead th { font-weight: bold; }
+td, thead th + th { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; }
 """
 _NOTE = (
     "Intervals are 95%, of a bootstrap over the items; differences are to the first target, on the "
-    "items that both have, drawn alike for both."
+    "items that both have, drawn alike for both. A higher value is better where ↑ follows the "
+    "measure, and a lower one where ↓ does."
 )
+_ARROWS = {"higher": "↑", "lower": "↓"}
 
 # Of fewer items an interval is too narrow to be called 95%: of n normal ones the bootstrap's ends
 # lie at 1.96 sqrt((n - 1) / n) standard errors, and Student's t has less than 90% between them.
 _FEW_ITEMS = 10
+_NOTE_ON_FEW = (
+    f"A measure with * is of fewer than {_FEW_ITEMS} items of a target: its interval is too narrow "
+    "and says little, so measure more items."
+)
+_MOST_DECIMALS = 6
 
 
 def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """The report; pictures lie beside it as ``SUITE.png``."""
-    parts = ["# Evaluation", _NOTE, markdown_table(_targets(outcome))]
+    """Return the report as Markdown; pictures lie beside it as ``SUITE.png``."""
+    parts = ["# Evaluation", *_introduction(outcome), markdown_table(_targets(outcome))]
     for name, suite in outcome["suites"].items():
-        parts.append(f"## {suite['title']} (`{name}`)")
+        parts += [f"## {suite['title']} (`{name}`)", suite["description"]]
         parts += [markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
-        parts += _of_few_items(suite)
         if name in pictures:
-            parts.append(f"![{suite['title']}]({name}.png)")
+            parts.append(f"![{_finding(suite)}]({name}.png)")
         parts.append(f"Settings: `{_settings(suite)}`")
         parts += [_list_of("Not run", suite["not_run"])] if suite["not_run"] else []
     return "\n\n".join(parts) + "\n"
 
 
 def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """The report as one file that needs no other."""
-    parts = ["<h1>Evaluation</h1>", f"<p>{_NOTE}</p>", _html_table(_targets(outcome))]
+    """Return the report as one HTML file that needs no other."""
+    parts = ["<h1>Evaluation</h1>"]
+    parts += [f"<p>{html.escape(line)}</p>" for line in _introduction(outcome)]
+    parts.append(_html_table(_targets(outcome)))
     for name, suite in outcome["suites"].items():
-        title = html.escape(suite["title"])
-        parts.append(f"<h2>{title} (<code>{name}</code>)</h2>")
+        parts.append(f"<h2>{html.escape(suite['title'])} (<code>{name}</code>)</h2>")
+        parts.append(f"<p>{html.escape(suite['description'])}</p>")
         parts += [_html_table(table) for table in _tables(suite, list(outcome["targets"]))]
-        parts += [f"<p>{html.escape(line)}</p>" for line in _of_few_items(suite)]
         if name in pictures:
             data = base64.b64encode(pictures[name]).decode()
-            parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">')
+            alt = html.escape(_finding(suite))
+            parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
         parts.append(f"<p>Settings: <code>{html.escape(_settings(suite))}</code></p>")
         if suite["not_run"]:
             lines = "".join(f"<li>{html.escape(line)}</li>" for line in suite["not_run"])
@@ -61,13 +71,26 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     )
 
 
+def _introduction(outcome: Mapping[str, Any]) -> list[str]:
+    made = outcome["made"]
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    lines = [f"Measured until {made['time']} on {made['device']} with {versions}.", _NOTE]
+    if any(
+        _is_of_few(found) for s in outcome["suites"].values() for found in s["measures"].values()
+    ):
+        lines.append(_NOTE_ON_FEW)
+    return lines
+
+
 def _targets(outcome: Mapping[str, Any]) -> Table:
-    keys = ("path", "model_type", "context")
-    rows = [
-        (name, *("" if each.get(key) is None else str(each[key]) for key in keys))
-        for name, each in outcome["targets"].items()
-    ]
-    return ("target", *keys), rows
+    keys = ("path", "model_type", "context", "dtype", "weights")
+    rows = []
+    for name, each in outcome["targets"].items():
+        # Twelve digits of a hash tell models apart.
+        cells = {key: str(each[key]) for key in keys if each.get(key) is not None}
+        cells["weights"] = cells.get("weights", "")[:12]
+        rows.append((name, *(cells.get(key, "") for key in keys)))
+    return ("target", *keys[:-1], "hash of weights"), rows
 
 
 def _tables(suite: Mapping[str, Any], targets: Sequence[str]) -> list[Table]:
@@ -86,30 +109,29 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
         header.append("paper: differential / Transformer")
     rows = []
     for measure, found in suite["measures"].items():
-        row = [measure, *(_estimate(found["targets"][name]) for name in targets)]
-        row += [_estimate(found["differences"][name], "+") for name in others]
+        values = [found["targets"][name] for name in targets]
+        differences = [found["differences"][name] for name in others]
+        decimals = _decimals([*values, *differences])
+        row = [_name(suite, measure) + "*" * _is_of_few(found)]
+        row += [_estimate(each, decimals) for each in values]
+        row += [_estimate(each, decimals, "+") for each in differences]
         if published:
             row.append(_published(published.get(measure)))
         rows.append(row)
     return header, rows
 
 
-def _of_few_items(suite: Mapping[str, Any]) -> list[str]:
-    """A sentence where intervals are of so few items that they say little; else none."""
-    counts = {
-        measure: min(each["items"] for each in found["targets"].values() if each is not None)
-        for measure, found in suite["measures"].items()
-        if any(found["targets"].values())
-    }
-    few = {measure: items for measure, items in counts.items() if items < _FEW_ITEMS}
-    if not few:
-        return []
-    which = "All measures" if len(few) == len(counts) else ", ".join(few)
-    fewest = min(few.values())
-    return [
-        f"{which}: of fewer than {_FEW_ITEMS} items ({fewest} at the fewest), whose intervals "
-        "are too narrow and say little; measure more items."
-    ]
+def _name(suite: Mapping[str, Any], measure: str) -> str:
+    """Return a measure with the arrow of its better direction, if it has one."""
+    better = suite["better"].get(measure)
+    return f"{measure} {_ARROWS[better]}" if better else measure
+
+
+def _is_of_few(measure: Mapping[str, Any]) -> bool:
+    """Return whether a target has too few items of a measure for its interval."""
+    return any(
+        each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
+    )
 
 
 def _totals(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
@@ -119,23 +141,60 @@ def _totals(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
     header = ["measure", *targets, *(["paper: differential / Transformer"] if shown else [])]
     rows = []
     for name in names:
-        values = (suite["totals"].get(target, {}).get(name) for target in targets)
-        row = [name, *map(_estimate, values)]
+        values = [suite["totals"].get(target, {}).get(name) for target in targets]
+        decimals = _decimals(values)
+        row = [_name(suite, name), *(_estimate(each, decimals) for each in values)]
         rows.append([*row, _published(published.get(name))] if shown else row)
     return header, rows
 
 
 def _across(suite: Mapping[str, Any]) -> Table:
-    return ("all targets", "value"), [(n, f"{v:.4g}") for n, v in suite["across"].items()]
+    rows = []
+    for name, value in suite["across"].items():
+        found = {"value": value, "low": None, "high": None}
+        rows.append((name, _estimate(found, _decimals([found]))))
+    return ("all targets", "value"), rows
 
 
-def _estimate(found: Mapping[str, Any] | None, sign: str = "") -> str:
+def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
+    """Return how many decimals all numbers of a row have.
+
+    The narrowest interval has two digits; without intervals the largest number has four.
+    """
+    known = [each for each in row if each is not None]
+    widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
+    widths = [width for width in widths if width > 0]
+    largest = max((abs(each["value"]) for each in known), default=0)
+    if widths:
+        wanted = 1 - math.floor(math.log10(min(widths)))
+    elif largest:
+        wanted = 3 - math.floor(math.log10(largest))
+    else:
+        wanted = 0
+    return min(max(wanted, 0), _MOST_DECIMALS)
+
+
+def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") -> str:
     if found is None:
         return ""
-    value = f"{found['value']:{sign}.4g}"
-    if found["low"] is None:
-        return value
-    return f"{value} [{found['low']:{sign}.4g}, {found['high']:{sign}.4g}]"
+    value, low, high = (
+        None if found[key] is None else f"{found[key]:{sign},.{decimals}f}"
+        for key in ("value", "low", "high")
+    )
+    return f"{value} [{low}, {high}]" if low is not None else str(value)
+
+
+def _finding(suite: Mapping[str, Any]) -> str:
+    """Return the first measure of all targets, for readers who cannot see the picture."""
+    if suite["measures"]:
+        measure, found = next(iter(suite["measures"].items()))
+        values = found["targets"]
+    else:
+        measure = next((name for each in suite["totals"].values() for name in each), "")
+        values = {name: each.get(measure) for name, each in suite["totals"].items()}
+    decimals = _decimals(list(values.values()))
+    numbers = [f"{name} {_estimate(each, decimals)}" for name, each in values.items() if each]
+    return f"{suite['title']}. {measure}: {', '.join(numbers)}." if numbers else str(suite["title"])
 
 
 def _published(found: Mapping[str, Any] | None) -> str:
@@ -164,8 +223,11 @@ def markdown_table(table: Table) -> str:
 
 def _html_table(table: Table) -> str:
     header, rows = table
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        f'<tr><th scope="row">{html.escape(row[0])}</th>'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -2,11 +2,15 @@
 
 import json
 import math
+import platform
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -39,6 +43,7 @@ def make_outcome(
     networks = not all(suite.reads_runs for suite in suites)
     same = not networks or have_one_tokenizer(targets)
     return {
+        "made": _made(),
         "targets": {target.name: _described(target, networks) for target in targets},
         "suites": {suite.name: _outcome_of(suite, measured[suite.name], same) for suite in suites},
     }
@@ -81,12 +86,29 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
     return drawn
 
 
+def _made() -> dict[str, Any]:
+    """Return when, on what and with what the results were made."""
+    is_gpu = torch.cuda.is_available()
+    return {
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": torch.cuda.get_device_name() if is_gpu else f"a CPU ({platform.machine()})",
+        "versions": {"Python": platform.python_version()}
+        | {name: version(name) for name in ("diffmegatron", "torch", "transformers")},
+    }
+
+
 def _described(target: Target, network: bool) -> dict[str, Any]:
     described = {"path": str(target.path), "weights": target.fingerprint}
     if not network:
         return described
     context = None if math.isinf(target.context) else target.context
-    return described | {"model_type": target.config.model_type, "context": context}
+    in_files = str(getattr(target.config, "dtype", None) or "float32").removeprefix("torch.")
+    return described | {
+        "model_type": target.config.model_type,
+        "context": context,
+        # As Model loads it.
+        "dtype": in_files if torch.cuda.is_available() else "float32",
+    }
 
 
 def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> dict[str, Any]:
@@ -103,8 +125,15 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         )
     left_out += suite.remarks(records)
     first, *others = measured
+    totals = {
+        name: {measure: _total(value) for measure, value in suite.totals(each).items()}
+        for name, each in records.items()
+    }
+    names = dict.fromkeys([*measures, *chain.from_iterable(totals.values())])
+    better = {name: suite.better(name) for name in names}
     return {
         "title": suite.title,
+        "description": suite.description,
         "settings": suite.model_dump(mode="json"),
         "measures": {
             measure: {
@@ -122,10 +151,8 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
             }
             for measure in measures
         },
-        "totals": {
-            name: {measure: _total(value) for measure, value in suite.totals(each).items()}
-            for name, each in records.items()
-        },
+        "better": {name: each for name, each in better.items() if each is not None},
+        "totals": totals,
         "across": dict(suite.across(records)) if records else {},
         "published": [each._asdict() for each in suite.published],
         "not_run": left_out,

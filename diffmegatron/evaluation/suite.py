@@ -7,7 +7,7 @@ report are the same for all.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -93,8 +93,11 @@ class Suite(Section, ABC):
     """
 
     name: ClassVar[str]
-    # What it measures, in a line.
+    # What it measures, in a line, and for readers of its tables what is asked and how it is scored.
     title: ClassVar[str]
+    description: ClassVar[str]
+    # Progress names what the items do and what the follow-ups do, where there are both.
+    passes: ClassVar[tuple[str, str]] = ("", "")
     published: ClassVar[tuple[Published, ...]] = ()
     # Whether it reads what training has recorded, and no network.
     reads_runs: ClassVar[bool] = False
@@ -150,6 +153,10 @@ class Suite(Section, ABC):
         are not independent; intervals that draw them one by one are too narrow.
         """
         return key
+
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values of a measure or total are better, or None if neither is."""
+        return None
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
         """The measures as they stand in the report; by default as the items brought them up."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation import head_statistics as heads
 from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.figures import place_legend, plot_maps
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
@@ -19,7 +20,6 @@ from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 DISTANCE, ALIGNMENT = "cosine distance between heads", "CKA between heads"
@@ -35,6 +35,11 @@ class AttentionAnalysis(Suite):
 
     name: ClassVar[str] = "attention-analysis"
     title: ClassVar[str] = "What heads of attention do"
+    description: ClassVar[str] = (
+        "What single heads do: how sparse, negative or alike their scores are, how alike their "
+        "outputs, and how much the loss depends on each. None of it is better or worse by "
+        "itself."
+    )
 
     data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
     length: Size = Field(default=512, description="tokens of a text at most")
@@ -93,17 +98,24 @@ class AttentionAnalysis(Suite):
         return {name: Mean(value, per_token=True) for name, value in found.items()}
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Measures by layer, and for each target maps of layers and heads."""
-        figure.set_size_inches(13, 7 + 3.8 * len(records))
-        ratios = (7, 3.8 * len(records))
+        """Draw measures by layer, and for each target maps of layers and heads."""
+        figure.set_size_inches(13, 8 + 3.8 * len(records))
+        ratios = (8, 3.8 * len(records))
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
         of_layers = {name: _by_layer(of_target) for name, of_target in records.items()}
         for axes, (title, names) in zip(upper.subplots(2, 3).flat, _PANELS.items(), strict=True):
             _draw_lines(axes, title, names, of_layers)
-        grid = lower.subplots(len(records), 3, squeeze=False)
-        for row, (name, of_target) in zip(grid, records.items(), strict=True):
-            for axes, measure in zip(row, (DISTANCE, ALIGNMENT, IMPORTANCE), strict=True):
-                _draw_map(axes, f"{name}: {measure}", _table(of_target, measure))
+        measures = (DISTANCE, ALIGNMENT, IMPORTANCE)
+        for panel, measure in zip(lower.subfigures(1, 3), measures, strict=True):
+            plot_maps(
+                panel,
+                panel.subplots(len(records), 1, squeeze=False)[:, 0],
+                {name: _table(of_target, measure) for name, of_target in records.items()},
+                xlabel="head" if measure == IMPORTANCE else "layer",
+                ylabel="layer",
+                quantity=measure,
+                is_logarithmic=measure == IMPORTANCE,
+            )
         return True
 
 
@@ -112,10 +124,12 @@ _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),
     "share of scores near zero": (heads.NEAR_ZERO,),
-    "entropy in nats": (heads.ENTROPY,),
+    "entropy": (heads.ENTROPY,),
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
+# Of panels whose quantity is not a share.
+_UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
 
@@ -168,50 +182,30 @@ def _draw_lines(
     beginnings: Sequence[str],
     of_layers: Mapping[str, Mapping[str, np.ndarray]],
 ) -> None:
-    """A colour for each target, a style for each measure."""
+    """Plot measures by layer: a colour for each target, a style for each measure."""
+    from matplotlib.ticker import MaxNLocator
+
     names = [
         name
         for name in dict.fromkeys(chain.from_iterable(of_layers.values()))
         if name.startswith(tuple(beginnings))
     ]
-    for number, (target, by_name) in enumerate(of_layers.items()):
-        for style, name in zip(cycle(_STYLES), names):
-            if name in by_name:
-                layers = range(1, 1 + len(by_name[name]))
-                label = f"{target}: {name}"
-                axes.plot(layers, by_name[name], style, color=f"C{number}", label=label)
+    lines = [
+        (number, style, target, name, by_name[name])
+        for number, (target, by_name) in enumerate(of_layers.items())
+        for style, name in zip(cycle(_STYLES), names)
+        if name in by_name
+    ]
     axes.set_title(title)
-    found = [by_name[name] for by_name in of_layers.values() for name in names if name in by_name]
-    if not any(values.any() for values in found):
+    if not any(values.any() for *_, values in lines):
         axes.axis("off")
-        said = "all are zero" if found else "no head has two maps"
-        axes.text(0.5, 0.5, said, ha="center", transform=axes.transAxes)
+        reason = "all are zero" if lines else "no head has two maps"
+        axes.text(0.5, 0.5, reason, ha="center", transform=axes.transAxes)
         return
-    axes.set(xlabel="layer")
-    _count_by_ones(axes.xaxis)
-    # Space for the legend above the lines.
-    axes.set_ylim(0, (1.1 + 0.1 * len(found)) * axes.get_ylim()[1])
+    for number, style, target, name, values in lines:
+        layers = range(1, 1 + len(values))
+        axes.plot(layers, values, style, color=f"C{number}", label=f"{target}: {name}")
+    axes.set(xlabel="layer", ylabel=_UNITS.get(title, "share"), ylim=(0, 1.08 * axes.get_ylim()[1]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", loc="upper center")
-
-
-def _draw_map(axes: "Axes", title: str, values: np.ndarray) -> None:
-    rows, columns = values.shape
-    is_importance = title.endswith(IMPORTANCE)
-    image = axes.imshow(
-        values,
-        aspect="auto",
-        extent=(0.5, columns + 0.5, rows + 0.5, 0.5),
-        # A few heads have most of it.
-        norm="log" if is_importance else "linear",
-    )
-    for axis in (axes.xaxis, axes.yaxis):
-        _count_by_ones(axis)
-    axes.set(title=title, xlabel="head" if is_importance else "layer", ylabel="layer")
-    axes.figure.colorbar(image, ax=axes)
-
-
-def _count_by_ones(axis: "Axis") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
+    place_legend(axes, columns=1)

@@ -5,12 +5,12 @@ Ye et al., tables 4 and 5, after Chuang et al. (2024).
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from diffmegatron.evaluation.document_datasets import Passage, read_passages
+from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
@@ -66,6 +66,11 @@ class Hallucination(Suite):
 
     name: ClassVar[str] = "hallucination"
     title: ClassVar[str] = "Contextual hallucination, share of texts without any"
+    description: ClassVar[str] = (
+        "The model summarises documents or answers questions about them; another model decides "
+        "whether the text follows from the document."
+    )
+    passes: ClassVar[tuple[str, str]] = ("writing", "judging")
     published: ClassVar[tuple[Published, ...]] = tuple(
         Published(f"{name}, true", *numbers, "3B, tables 4 and 5")
         for name, numbers in _PAPER.items()
@@ -149,20 +154,23 @@ class Hallucination(Suite):
                 )
         return found
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher" if measure.endswith(", true") else "lower"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Bars by task."""
-        axes, width = figure.subplots(), 0.8 / len(records)
-        for place, (target, of_target) in enumerate(records.items()):
-            judged = [record for record in of_target if "verdict" in record]
-            of_tasks = [
-                [r["verdict"] is True for r in judged if r["task"] == t] for t in self.tasks
-            ]
-            shares = [float(np.mean(each)) if each else 0.0 for each in of_tasks]
-            axes.bar(np.arange(len(shares)) + place * width, shares, width, label=target)
-        axes.set_xticks(np.arange(len(self.tasks)) + 0.4 - width / 2, self.tasks)
-        axes.set(ylabel="share of texts that are true", ylim=(0, 1))
-        axes.legend()
-        return any("verdict" in record for each in records.values() for record in each)
+        """Draw bars by task, once something is judged."""
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        bars = {
+            name: [own.get(f"{task}, true") for task in self.tasks]
+            for name, own in estimates.items()
+        }
+        if not any(each for own in bars.values() for each in own):
+            return False
+        axes = figure.subplots()
+        plot_bars(axes, self.tasks, bars, "share of texts that are true")
+        axes.set_ylim(0, 1)
+        return True
 
     def _judge(self) -> Judge | None:
         if self.judge is None:

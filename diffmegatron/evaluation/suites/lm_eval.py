@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
@@ -52,6 +53,10 @@ class MultipleChoice(Suite):
 
     name: ClassVar[str] = "lm-eval"
     title: ClassVar[str] = "LM Eval Harness, accuracy"
+    description: ClassVar[str] = (
+        "Each item is a question with choices. The model takes the choice with the highest "
+        "likelihood: acc by the likelihood itself, acc_norm by the likelihood per byte."
+    )
     published: ClassVar[tuple[Published, ...]] = (
         *(
             Published(f"{task}, 0 shots, {metric}", value, None, _TABLE)
@@ -147,21 +152,23 @@ class MultipleChoice(Suite):
             found.append("boolq: its file has no passages, so that the questions stand alone")
         return found
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Bars by task, a row for every number of shots."""
+        """Draw bars by task, a panel for every number of shots."""
         names = [self._called(name) for name in self.tasks]
-        figure.set_size_inches(7.5, 3.2 * len(self.shots))
-        width = 0.8 / len(records)
-        for axes, shots in zip(
-            figure.subplots(len(self.shots), 1, squeeze=False)[:, 0], self.shots, strict=True
-        ):
-            for place, (target, of_target) in enumerate(records.items()):
-                heights = [_accuracy(of_target, name, shots, "acc") or 0.0 for name in names]
-                axes.bar(np.arange(len(names)) + place * width, heights, width, label=target)
-            labels = [name.replace(" ", "\n") for name in names]
-            axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, labels)
-            axes.set(ylabel="acc", title=f"{shots} shots", ylim=(0, 1))
-        axes.legend()
+        figure.set_size_inches(7.5, 3.4 * len(self.shots))
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        panels = figure.subplots(len(self.shots), 1, squeeze=False)[:, 0]
+        for axes, shots in zip(panels, self.shots, strict=True):
+            bars = {
+                target: [own.get(f"{name}, {shots} shots, acc") for name in names]
+                for target, own in estimates.items()
+            }
+            plot_bars(axes, [name.replace(" ", "\n") for name in names], bars, "accuracy (acc)")
+            axes.set(title=f"{shots} shots", ylim=(0, 1))
         return True
 
     def _asked(self, name: str, shots: int) -> _Asked:

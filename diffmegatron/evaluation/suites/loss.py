@@ -4,12 +4,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from diffmegatron.evaluation.bootstrap import estimate
+from diffmegatron.evaluation.figures import place_legend
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
 from diffmegatron.evaluation.targets import Target
@@ -38,6 +39,10 @@ class Loss(Suite):
     name: ClassVar[str] = "loss"
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Loss on held-out text"
+    description: ClassVar[str] = (
+        "The negative log-likelihood of text that no target was trained on: how badly the model "
+        "predicts each token from those before it."
+    )
 
     data: tuple[str, ...] = Field(
         min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
@@ -151,6 +156,10 @@ class Loss(Suite):
         ]
         return sorted(measures, key=order.index)
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Draw the mean over the first n tokens of full windows, with its interval."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
@@ -192,7 +201,7 @@ class Loss(Suite):
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.grid(alpha=0.3)
-        axes.legend()
+        place_legend(axes)
         return True
 
 

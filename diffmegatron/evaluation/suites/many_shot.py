@@ -1,14 +1,13 @@
 """Many-shot classification in context with constrained decoding (Bertsch et al.; Ratner et al.)."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from diffmegatron.evaluation.classification_datasets import TASKS, Questions, check_tasks, choose
+from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
@@ -29,6 +28,10 @@ class ManyShot(Suite):
 
     name: ClassVar[str] = "many-shot"
     title: ClassVar[str] = "Many-shot classification, accuracy"
+    description: ClassVar[str] = (
+        "The model classifies texts after examples with their labels. Accuracy by task and "
+        "number of examples."
+    )
 
     data_dir: Path = DATA_DIR
     tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
@@ -66,20 +69,27 @@ class ManyShot(Suite):
         """Return the question, which is asked once for each number of shots."""
         return f"{record['task']}/{record['question']}"
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Accuracy as prompts grow, by task."""
-        figure.set_size_inches(3.4 * len(self.tasks), 3.4)
-        for axes, task in zip(
-            figure.subplots(1, len(self.tasks), squeeze=False)[0], self.tasks, strict=True
-        ):
-            for name, of_target in records.items():
-                points: dict[int, list[bool]] = defaultdict(list)
-                for record in of_target:
-                    if record["task"] == task:
-                        points[record["tokens"]].append(record["right"])
-                means = [(tokens, float(np.mean(each))) for tokens, each in sorted(points.items())]
-                axes.plot(*zip(*means, strict=True), "o-", label=name)
-            axes.set(title=task, xscale="log", xlabel="tokens of examples", ylim=(0, 1))
-            axes.grid(alpha=0.3)
-        axes.legend()
+        """Draw accuracy as prompts grow, a panel for each task."""
+        figure.set_size_inches(3.6 * len(self.tasks), 3.8)
+        panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        for axes, task in zip(panels, self.tasks, strict=True):
+            lengths = {
+                name: {each["shots"]: each["tokens"] for each in of_target if each["task"] == task}
+                for name, of_target in records.items()
+            }
+            points = {
+                name: [
+                    (tokens, estimates[name][f"{task}, {shots} shots"])
+                    for shots, tokens in sorted(of_target.items())
+                ]
+                for name, of_target in lengths.items()
+            }
+            plot_curves(axes, points, "tokens of examples", "accuracy")
+            axes.set(title=task, xscale="log", ylim=(0, 1))
         return True

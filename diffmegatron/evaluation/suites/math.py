@@ -6,12 +6,12 @@ Answers are found and compared by math-verify (the extra ``evaluation``).
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
@@ -34,6 +34,10 @@ class Mathematics(Suite):
 
     name: ClassVar[str] = "math"
     title: ClassVar[str] = "Mathematics, accuracy"
+    description: ClassVar[str] = (
+        "The model solves problems in words; an answer counts if it is mathematically equal to "
+        "the right one."
+    )
 
     data_dir: Path = DATA_DIR
     benchmarks: tuple[str, ...] = Field(default=tuple(BENCHMARKS), min_length=1)
@@ -85,19 +89,20 @@ class Mathematics(Suite):
             f"{name}, share cut at the limit": Mean(float(record["cut"])),
         }
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower" if measure.endswith("limit") else "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Bars by benchmark."""
+        """Draw bars by benchmark."""
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        bars = {
+            name: [own.get(benchmark) for benchmark in self.benchmarks]
+            for name, own in estimates.items()
+        }
         axes = figure.subplots()
-        width = 0.8 / len(records)
-        for place, (target, of_target) in enumerate(records.items()):
-            shares = [
-                np.mean([r["right"] for r in of_target if r["benchmark"] == name] or [0])
-                for name in self.benchmarks
-            ]
-            axes.bar(np.arange(len(shares)) + place * width, shares, width, label=target)
-        axes.set_xticks(np.arange(len(self.benchmarks)) + 0.4 - width / 2, self.benchmarks)
-        axes.set(ylabel="accuracy")
-        axes.legend()
+        plot_bars(axes, self.benchmarks, bars, "accuracy")
+        axes.set_ylim(0, 1)
         return True
 
     def _demonstrations(self) -> str:

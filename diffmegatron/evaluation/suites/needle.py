@@ -4,7 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -42,6 +42,10 @@ class Retrieval(Suite):
     name: ClassVar[str] = "needle"
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Multi-needle retrieval, share of numbers found"
+    description: ClassVar[str] = (
+        "Numbers hidden in a long text are asked for at its end. The score is the share of them "
+        "in the answer; N numbers are hidden, R are asked for."
+    )
     published: ClassVar[tuple[Published, ...]] = (
         Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLE),
         Published("N=2 R=2, 4,096 tokens", 0.92, 0.85, _TABLE),
@@ -102,6 +106,10 @@ class Retrieval(Suite):
         """By pair and length, all depths alike."""
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
+
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher"
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """A map of lengths and depths by target and pair."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, watched
+from diffmegatron.evaluation.figures import plot_maps
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import (
@@ -42,6 +43,10 @@ class NeedleAttention(Suite):
 
     name: ClassVar[str] = "needle-attention"
     title: ClassVar[str] = "Attention to the answer and to noise"
+    description: ClassVar[str] = (
+        "The share of the last token's attention that falls on a hidden number that is asked "
+        "for (answer), and on the rest of the text around it (noise)."
+    )
     published: ClassVar[tuple[Published, ...]] = tuple(
         Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLE)
         for part, ours, theirs in (
@@ -100,14 +105,25 @@ class NeedleAttention(Suite):
             f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
         }
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher" if measure.startswith("answer") else "lower"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Shares of the answer by layer and head, over all depths."""
-        figure.set_size_inches(4.5 * len(records), 4)
-        grid = figure.subplots(1, len(records), squeeze=False)[0]
-        for axes, (name, of_target) in zip(grid, records.items(), strict=True):
-            image = axes.imshow(
-                np.mean([record["answer"] for record in of_target], axis=0), vmin=0, aspect="auto"
+        """Draw shares of the answer and of the noise by layer and head, over all depths."""
+        figure.set_size_inches(4.5 * len(records), 7.5)
+        panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
+        for panel, part in zip(panels, ("answer", "noise"), strict=True):
+            tables = {
+                f"{name}: {part}": np.mean([record[part] for record in of_target], axis=0)
+                for name, of_target in records.items()
+            }
+            plot_maps(
+                panel,
+                panel.subplots(1, len(records), squeeze=False)[0],
+                tables,
+                xlabel="head",
+                ylabel="layer",
+                quantity="share of the last token's attention",
             )
-            axes.set(title=f"{name}: answer", xlabel="head", ylabel="layer")
-            figure.colorbar(image, ax=axes)
         return True

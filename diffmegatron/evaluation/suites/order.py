@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from diffmegatron.evaluation.bootstrap import estimate_of_means
 from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks, choose
+from diffmegatron.evaluation.figures import plot_curves
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
@@ -33,6 +34,10 @@ class Order(Suite):
 
     name: ClassVar[str] = "order"
     title: ClassVar[str] = "Order of examples, accuracy"
+    description: ClassVar[str] = (
+        "The model classifies texts after the same examples in several orders. A model that is "
+        "robust to their order has a small margin between the best and the worst."
+    )
 
     data_dir: Path = DATA_DIR
     tasks: tuple[str, ...] = Field(default=("trec",), min_length=1)
@@ -91,16 +96,30 @@ class Order(Suite):
             }
         return found
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower" if measure.endswith("margin") else "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Every permutation's accuracy."""
+        """Draw the accuracy of every permutation, from the worst to the best."""
+        from matplotlib.ticker import MaxNLocator
+
         names = [f"{task}, {each}" for task in self.tasks for each in _ARRANGEMENTS]
-        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-            for target, of_target in records.items():
-                accuracies = sorted(_right_by_permutation(of_target)[name].mean(0))
-                axes.plot(accuracies, "o-", label=target)
-            axes.set(title=name, xlabel="permutations, worst first", ylabel="accuracy")
-            axes.grid(alpha=0.3)
-        axes.legend()
+        right = {target: _right_by_permutation(each) for target, each in records.items()}
+        panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+        for axes, name in zip(panels, names, strict=True):
+            points = {}
+            for target, by_name in right.items():
+                if name in by_name:
+                    accuracies = [
+                        estimate_of_means(column[:, None], lambda means: means[..., 0])
+                        for column in by_name[name].T
+                    ]
+                    accuracies.sort(key=lambda each: each.value)
+                    points[target] = list(enumerate(accuracies, start=1))
+            plot_curves(axes, points, "permutation, from the worst", "accuracy")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(title=name, ylim=(0, 1))
         return True
 
 

@@ -4,7 +4,7 @@ import base64
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -46,6 +46,11 @@ class Outliers(Suite):
 
     name: ClassVar[str] = "outliers"
     title: ClassVar[str] = "Activation outliers"
+    description: ClassVar[str] = (
+        "The largest magnitudes of attention logits (before the softmax) and of the layers' "
+        "outputs. Large outliers make quantisation lossy."
+    )
+    passes: ClassVar[tuple[str, str]] = ("largest values", "median")
     published: ClassVar[tuple[Published, ...]] = tuple(
         Published(f"{of}, {name}", differential, transformer, _TABLE)
         for of, pair in _PAPER.items()
@@ -121,6 +126,10 @@ class Outliers(Suite):
             counts = _summed([each["bins"] for each in first], _BINS)
             found[f"{of}, median"] = _median(counts, second)
         return found
+
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower"
 
 
 class _Counter:

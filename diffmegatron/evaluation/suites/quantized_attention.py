@@ -1,11 +1,12 @@
 """Attention logits of fewer bits, and what is lost by them (Ye et al., section 3.7)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from diffmegatron.evaluation.captured_attention import quantized
+from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
 from diffmegatron.evaluation.suites.loss import windows
@@ -27,6 +28,10 @@ class QuantizedAttention(Suite):
 
     name: ClassVar[str] = "quantized-attention"
     title: ClassVar[str] = "Loss with quantised attention logits"
+    description: ClassVar[str] = (
+        "The loss when attention logits are rounded to a few bits before the softmax. A model "
+        "with small outliers loses less."
+    )
 
     data: tuple[str, ...] = Field(
         min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
@@ -65,17 +70,21 @@ class QuantizedAttention(Suite):
         }
         return shares
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Loss by bits."""
-        axes = figure.subplots()
+        """Draw the loss by bits."""
         names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
-        for target, of_target in records.items():
-            tokens = sum(record["tokens"] for record in of_target)
-            losses = [sum(record["nats"][name] for record in of_target) / tokens for name in names]
-            axes.plot(names, losses, "o-", label=target)
-        axes.set(xlabel="attention logits", ylabel="nats per token")
-        axes.grid(alpha=0.3)
-        axes.legend()
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        points = {
+            target: [(n, own[f"nats per token, {name}"]) for n, name in enumerate(names)]
+            for target, own in estimates.items()
+        }
+        axes = figure.subplots()
+        plot_curves(axes, points, "attention logits", "nats per token")
+        axes.set_xticks(range(len(names)), names)
         return True
 
     def _nats(self, model: Model, ids: list[int]) -> float:

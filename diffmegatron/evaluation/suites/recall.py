@@ -7,7 +7,7 @@ the context and is rare in training is an AR hit; every other token is not.
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -40,6 +40,10 @@ class Recall(Suite):
     name: ClassVar[str] = "recall"
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Associative recall on held-out text"
+    description: ClassVar[str] = (
+        "The loss where a rare pair of tokens comes again in its context (AR hits), which a "
+        "model can look up there, and the loss of all other tokens."
+    )
     published: ClassVar[tuple[Published, ...]] = (
         Published(HITS, 0.880, 0.898, _TABLE),
         Published(OTHERS, 3.247, 3.272, _TABLE),
@@ -111,6 +115,10 @@ class Recall(Suite):
             OTHERS: Mean(record["other_nats"], others, per_token=True),
             _SHARE: Mean(hits, hits + others, per_token=True),
         }
+
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return None if measure == _SHARE else "lower"
 
     def _rare(self, bigrams: set[tuple[int, int]]) -> set[tuple[int, int]]:
         corpus = open_corpus(str(self.training))

@@ -13,6 +13,7 @@ import numpy as np
 
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.figures import place_legend
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
@@ -52,6 +53,10 @@ class Scaling(Suite):
     name: ClassVar[str] = "scaling"
     title: ClassVar[str] = (
         "Scaling curves (paper: 62.2% of the parameters at 6.8B, 63.7% of the tokens at 160B)"
+    )
+    description: ClassVar[str] = (
+        "Power laws L = a x^-b fitted to the held-out losses of runs, and what share of the "
+        "Transformer's size or tokens another kind needs for the same loss."
     )
     reads_runs: ClassVar[bool] = True
 
@@ -126,6 +131,10 @@ class Scaling(Suite):
             if kind not in fits
         ]
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower" if measure == "last held-out loss" else None
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Points and fitted curves on logarithmic axes."""
         axes, fits = figure.subplots(), self._fits(records)
@@ -136,9 +145,10 @@ class Scaling(Suite):
                 law = fits[kind][0]
                 grid = np.geomspace(min(xs), max(xs), 50)
                 axes.plot(grid, [law.loss(x) for x in grid], color=line.get_color())
-        axes.set(xscale="log", yscale="log", xlabel=self.against, ylabel="held-out loss, nats")
+        xlabel = "tokens seen" if self.against == "tokens" else "parameters without embeddings"
+        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel="held-out loss, nats per token")
         axes.grid(alpha=0.3, which="both")
-        axes.legend()
+        place_legend(axes)
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:

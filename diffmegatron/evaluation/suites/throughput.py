@@ -3,12 +3,13 @@
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
@@ -30,6 +31,10 @@ class Throughput(Suite):
 
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "Throughput in tokens per second"
+    description: ClassVar[str] = (
+        "The speed of the exported models in plain transformers: a whole prompt (prefill), "
+        "token by token (decoding), and forward with backward (training)."
+    )
     shared: ClassVar[bool] = False
     published: ClassVar[tuple[Published, ...]] = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
@@ -95,12 +100,16 @@ class Throughput(Suite):
             found |= {f"{phase}: {name} / {first}": speeds[name] / speeds[first] for name in others}
         return found
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower" if "memory" in measure else "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Bars by phase."""
+        """Draw bars, a panel for each phase: their speeds differ by orders of magnitude."""
+        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
         for axes, phase in zip(figure.subplots(1, len(_PHASES)), _PHASES, strict=True):
-            axes.bar(list(records), [_speed(each, phase) for each in records.values()])
-            axes.set(title=phase, ylabel="tokens/s")
-            axes.tick_params(axis="x", rotation=30)
+            bars = {name: [own[f"{phase}, tokens/s"]] for name, own in estimates.items()}
+            plot_bars(axes, [phase], bars, "tokens/s")
         return True
 
     def _decode(self, model: Model, ids: Tensor) -> tuple[int, float]:

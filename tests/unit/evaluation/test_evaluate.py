@@ -549,8 +549,8 @@ def test_the_report_says_all_and_needs_no_other_file(folder, tmp_path):
         measures["bits per byte, a&b"]["targets"]["diff"]["value"],
         measures["bits per byte"]["differences"]["plain"]["low"],
     ):
-        assert f"{value:.4g}" in markdown
-        assert f"{value:.4g}" in text
+        assert f"{value:.2f}" in markdown
+        assert f"{value:.2f}" in text
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
 
 

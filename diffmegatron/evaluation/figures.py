@@ -1,0 +1,144 @@
+"""The forms that pictures of suites have: bars, curves and maps, each number with its interval."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diffmegatron.evaluation.bootstrap import estimate
+from diffmegatron.evaluation.suite import Estimate, Mean, Records, Suite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
+    """Return every measure of a target with its interval, each record a unit of its own.
+
+    Pictures draw measures of which a unit has one record.
+    """
+    shares: dict[str, dict[str, Mean]] = {}
+    for number, record in enumerate(records):
+        for measure, share in suite.means(record).items():
+            shares.setdefault(measure, {})[str(number)] = share
+    found = {measure: estimate(of_measure) for measure, of_measure in shares.items()}
+    return {measure: each for measure, each in found.items() if each is not None}
+
+
+def plot_bars(
+    axes: "Axes",
+    labels: Sequence[str],
+    targets: Mapping[str, Sequence[Estimate | None]],
+    ylabel: str,
+) -> None:
+    """Plot a group of bars for each label, a bar for each target, with intervals.
+
+    Args:
+        axes: to plot into.
+        labels: of the groups, from left to right.
+        targets: a number for each label; None leaves the place of a bar empty.
+        ylabel: the quantity, with its unit.
+    """
+    width = 0.8 / len(targets)
+    for number, (target, estimates) in enumerate(targets.items()):
+        places = [place for place, each in enumerate(estimates) if each is not None]
+        known = [each for each in estimates if each is not None]
+        axes.bar(
+            [place + (number + 0.5) * width - 0.4 for place in places],
+            [each.value for each in known],
+            width,
+            yerr=_errors(known),
+            capsize=2,
+            label=target,
+        )
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylabel(ylabel)
+    place_legend(axes)
+
+
+def plot_curves(
+    axes: "Axes", targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
+) -> None:
+    """Plot a curve for each target, with intervals.
+
+    Args:
+        axes: to plot into.
+        targets: x and the number there, x ascending; a target without points has no curve.
+        xlabel, ylabel: the quantities, with their units.
+    """
+    for target, points in targets.items():
+        if points:
+            xs, estimates = zip(*points, strict=True)
+            values = [each.value for each in estimates]
+            axes.errorbar(xs, values, yerr=_errors(estimates), fmt="o-", capsize=2, label=target)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    place_legend(axes)
+
+
+def plot_maps(
+    figure: "Figure",
+    grid: Iterable["Axes"],
+    tables: Mapping[str, np.ndarray],
+    *,
+    xlabel: str,
+    ylabel: str,
+    quantity: str,
+    is_logarithmic: bool = False,
+) -> None:
+    """Plot tables of one quantity as maps with one colour scale, whose bar is labelled.
+
+    Rows and columns are counted from 1.
+
+    Args:
+        figure: that has the axes.
+        grid: axes, one for each table.
+        tables: [rows, columns] by title, not negative.
+        xlabel, ylabel: of columns and rows.
+        quantity: of the values, for the bar.
+        is_logarithmic: whether the scale is, for values of which a few have most of the sum.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    values = np.concatenate([table[np.isfinite(table)] for table in tables.values()])
+    positive = values[values > 0]
+    norm = Normalize(0, values.max() or 1)
+    if is_logarithmic and positive.size:
+        norm = LogNorm(positive.min(), positive.max())
+    axes_list = list(grid)
+    for axes, (title, table) in zip(axes_list, tables.items(), strict=True):
+        rows, columns = table.shape
+        extent = (0.5, columns + 0.5, rows + 0.5, 0.5)
+        image = axes.imshow(table, aspect="auto", extent=extent, norm=norm)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    figure.colorbar(image, ax=axes_list, label=quantity)
+
+
+def place_legend(axes: "Axes", columns: int = 3) -> None:
+    """Put the legend below the axes, where it covers neither curves nor titles."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles,
+            labels,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.18),
+            ncols=min(columns, len(labels)),
+            fontsize="small",
+            frameon=False,
+        )
+
+
+def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
+    """Return distances to the ends of intervals, [2, n]; zero where there is no interval."""
+    ends = [
+        (0.0, 0.0)
+        if each.low is None or each.high is None
+        else (max(0.0, each.value - each.low), max(0.0, each.high - each.value))
+        for each in estimates
+    ]
+    return np.array(ends).reshape(-1, 2).T
