@@ -107,10 +107,20 @@ def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, j
 def missing_runs(
     study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines
 ) -> list[PlannedRun]:
-    """Return the runs that are wanted and not finished, most urgent first."""
-    losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}
-    return [
-        run
-        for run in wanted_runs(study, cells, losses)
-        if not runner.is_finished(run, lines.by_run.get(run.name))
-    ]
+    """Return the runs that are wanted and not finished, most urgent first.
+
+    A run that another study has finished is finished here too, with that line.
+    """
+    while True:
+        losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}
+        missing = [
+            run
+            for run in wanted_runs(study, cells, losses)
+            if not runner.is_finished(run, lines.by_run.get(run.name))
+        ]
+        borrowed = [runner.borrow(run, lines.of_others) for run in missing]
+        if not any(borrowed):
+            return missing
+        for line in filter(None, borrowed):
+            print(f"took {line['run']} from another study", flush=True)
+            lines.add(line)

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import metadata
 from math import inf
 from pathlib import Path
@@ -42,18 +43,19 @@ class Lines:
     Args:
         path: of the file, which need not exist.
 
+    Attributes:
+        by_run: lines by the names of their runs.
+        of_others: lines of the other studies in the same folder.
+
     Raises:
-        UserError: it cannot be read.
+        UserError: a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        content = read_bytes(path).splitlines() if path.exists() else []
-        lines = (
-            parse_json(each, Line, f"{shown(path)} at line {number}")
-            for number, each in enumerate(content, start=1)
-        )
-        self.by_run: dict[str, Line] = {line["run"]: line for line in lines}
+        self.by_run = {line["run"]: line for line in read_lines(path)}
+        others = sorted(other for other in path.parent.glob("*.jsonl") if other != path)
+        self.of_others = [line for other in others for line in read_lines(other)]
 
     def add(self, line: Line) -> None:
         """Add the line of a run, in place of an earlier one of the same run."""
@@ -61,6 +63,19 @@ class Lines:
         lines = [json.dumps(each) + "\n" for _, each in sorted(self.by_run.items())]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(self._path, "".join(lines).encode())
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read the lines of a result file; none where there is no file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    content = read_bytes(path).splitlines() if path.exists() else []
+    return [
+        parse_json(each, Line, f"{shown(path)} at line {number}")
+        for number, each in enumerate(content, start=1)
+    ]
 
 
 class Runner:
@@ -91,7 +106,20 @@ class Runner:
                 f"the results hold run {run.name!r} with other settings or of another corpus; "
                 "rename the study's file, or remove the line to train the run again"
             )
-        return line["evaluate"] == self._evaluation(run)
+        return self._has_evaluation(run, line)
+
+    def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
+        """Return the line of the same run of another study, with this study's names.
+
+        Args:
+            run: that is not finished.
+            lines: those of other studies.
+        """
+        settings = self._settings(run)
+        for line in lines:
+            if line["settings"] == settings and self._has_evaluation(run, line):
+                return line | describe_run(run)
+        return None
 
     def finish(self, run: PlannedRun) -> Line:
         """Train and evaluate a run, or continue where an earlier process was stopped.
@@ -149,6 +177,11 @@ class Runner:
     def _load(self, run: PlannedRun) -> Recipe:
         return load_recipe(self._recipe, [*run.overrides, f"run_dir={self._work / run.name}"])
 
+    def _has_evaluation(self, run: PlannedRun, line: Line) -> bool:
+        """Return whether a line has the measures of the study's suites, or the study has none."""
+        wanted = self._evaluation(run)
+        return not wanted or line["evaluate"] == wanted
+
     def _evaluation(self, run: PlannedRun) -> list[str]:
         return list(self._study.evaluate) if run.is_reported else []
 
@@ -172,16 +205,9 @@ class Runner:
         figures = final_figures(recorded)
         names = (HELD_OUT, TEST, "train/loss", "lambda, mean of the layers", "tokens per second")
         figures |= {TEST: losses[-1][1]} if (losses := recorded.series(TEST)) else {}
-        return {
-            "run": run.name,
-            "size": run.cell.size,
-            "arm": run.cell.arm,
-            "seed": run.seed,
-            "chosen": run.chosen,
-            "is_reported": run.is_reported,
+        return describe_run(run) | {
             "kind": recipe.model.attention.kind,
             "settings": self._settings(run),
-            "overrides": run.overrides,
             "evaluate": self._evaluation(run),
             "parameters": figures["parameters"],
             "parameters without embeddings": count_parameters(recipe.model).without_embeddings,
@@ -190,6 +216,19 @@ class Runner:
             "measures": {name: figures[name] for name in names if name in figures} | measures,
             "environment": describe_environment(),
         }
+
+
+def describe_run(run: PlannedRun) -> Line:
+    """Return what a line says of the place of its run in the study."""
+    return {
+        "run": run.name,
+        "size": run.cell.size,
+        "arm": run.cell.arm,
+        "seed": run.seed,
+        "chosen": run.chosen,
+        "is_reported": run.is_reported,
+        "overrides": run.overrides,
+    }
 
 
 def suite_measures(results: dict[str, Any]) -> dict[str, float]:

@@ -5,11 +5,23 @@ import re
 
 import pytest
 
+from benchmarks.study import missing_runs
 from benchmarks.study_file import Study, load_study, wanted_runs
 from benchmarks.study_report import write_report
-from benchmarks.study_runs import Lines, suite_measures
+from benchmarks.study_runs import Lines, Runner, suite_measures
 from diffmegatron.errors import UserError
 
+RECIPE = """
+model:
+  num_layers: 1
+  hidden_size: 32
+  attention: {{kind: diff_v1, head_dim: 8}}
+  ffn_hidden_size: 32
+  vocab_size: 320
+data: {{tokenizer: bytes, sources: [{{path: {corpus}}}]}}
+training: {{seq_length: 32, global_batch_size: 2, steps: 4}}
+optimizer: {{lr: 1.0e-3}}
+"""
 # Quantiles of Student's t at 97.5%, from a printed table, by degrees of freedom.
 T_TABLE = {1: 12.7062, 2: 4.3027}
 VALUES = {
@@ -140,6 +152,30 @@ def test_lines_are_sorted_and_replaced(tmp_path):
         lines.add(make_line("plain", seed, **{"valid/loss": float(seed)}))
     assert [line["seed"] for line in Lines(path).by_run.values()] == [1, 2]
     assert not list(path.parent.glob("*.tmp"))
+
+
+def test_a_run_of_another_study_is_taken_from_there(tmp_path, corpus):
+    """Only a run with the same recipe; with the names of the study that takes it."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus))
+    plan = VALUES | {"choice": None, "arms": {"plain": {}, "other": {"optimizer.lr": 0.5}}}
+    study = Study.model_validate(plan)
+    runner = Runner(study, tmp_path / "recipe.yaml", tmp_path / "runs")
+    (first, *_) = missing_runs(study, study.cells, runner, Lines(tmp_path / "out" / "new.jsonl"))
+    settings = {"settings": runner._settings(first), "evaluate": []}
+    other = make_line("renamed", 1, **{"valid/loss": 3.5}) | settings
+    Lines(tmp_path / "out" / "old.jsonl").add(other)
+
+    lines = Lines(tmp_path / "out" / "new.jsonl")
+    missing = missing_runs(study, study.cells, runner, lines)
+    assert first.name == "plain-seed1" and first not in missing and len(missing) == 5
+    taken = lines.by_run["plain-seed1"]
+    assert taken["arm"] == "plain" and taken["measures"] == other["measures"]
+    with_suites = Study.model_validate(plan | {"evaluate": ["--suite", "loss"]})
+    runner = Runner(with_suites, tmp_path / "recipe.yaml", tmp_path / "runs")
+    assert first in missing_runs(with_suites, study.cells, runner, lines)
+    changed = study.model_copy(update={"arms": {"plain": {"optimizer.lr": 0.7}}})
+    with pytest.raises(UserError, match="'plain-seed1' with other settings or of another corpus"):
+        missing_runs(changed, changed.cells, runner, lines)
 
 
 def test_measures_of_suites_have_their_suite():
