@@ -11,6 +11,7 @@ BENCHMARKS = {
     "layer_operations": "operations and bytes of a layer outside the attention kernels",
     "study": "many training runs that a file describes, with intervals over seeds",
     "study_corpus": "the prepared corpus of the studies, from a text",
+    "study_recall": "the corpus of associative recall of the studies",
     "study_text": "the English text of the studies, from public packages",
     "startup": "from the command to the first step on a CPU, phase by phase",
     "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",

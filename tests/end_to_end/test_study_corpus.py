@@ -2,13 +2,15 @@
 
 import json
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import study_corpus, study_text
+from benchmarks import study_corpus, study_recall, study_text
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 
 
 def write_packages(folder):
@@ -60,3 +62,23 @@ def test_a_text_gives_one_corpus(tmp_path):
     assert max(map(len, training + held_out)) <= 8000
     paragraphs = [p for document in documents for p in document.split("\n\n")]
     assert sorted("\n\n".join(training + held_out).split("\n\n")) == sorted(paragraphs)
+
+
+def test_recall_repeats_every_pair(tmp_path):
+    """One corpus from one seed; the suite that reads its texts takes them."""
+    contents = []
+    for name, seed in (("one", 0), ("other", 0), ("new", 1)):
+        sizes = ["--documents", "40", "--held-out", "6", "--keys", "20", "--pairs", "2", "3"]
+        study_recall.main([str(tmp_path / name), *sizes, "--seed", str(seed)])
+        contents.append(read_manifest(tmp_path / name / "train").content)
+    assert contents[0] == contents[1] != contents[2]
+    tokenizer = load_tokenizer(str(tmp_path / "one" / "tokenizer"))
+    assert tokenizer.vocab_size == 41
+    target = SimpleNamespace(name="model", encode=lambda text: tokenizer.encode(text).tolist())
+    suite = AssociativeRecall(data=(str(tmp_path / "one" / "held_out.jsonl"),))
+    items = suite.items(target)
+    assert {item.tokens for item in items} == {8, 12} and len(items) == 6
+    for line in (tmp_path / "one" / "train.jsonl").read_text().splitlines():
+        stated, asked = (json.loads(line)[key].split() for key in ("prompt", "response"))
+        pairs = [set(zip(part[::2], part[1::2], strict=True)) for part in (stated, asked)]
+        assert pairs[0] == pairs[1]

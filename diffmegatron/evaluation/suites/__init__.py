@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suite import Suite
+from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis
 from diffmegatron.evaluation.suites.hallucination import Hallucination
 from diffmegatron.evaluation.suites.lm_eval import MultipleChoice
@@ -33,6 +34,7 @@ SUITES: dict[str, type[Suite]] = {
         MultipleChoice,
         Loss,
         Recall,
+        AssociativeRecall,
         Retrieval,
         NeedleAttention,
         ManyShot,

@@ -1,0 +1,95 @@
+"""Multi-query associative recall (Arora et al., Zoology, 2023): values of keys seen before."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.evaluation.text import first_texts
+from diffmegatron.section import Count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ACCURACY = "accuracy"
+
+
+class AssociativeRecall(Suite):
+    """Share of values that are the likeliest token after their key's second occurrence.
+
+    A text of 4 D tokens states D pairs of a key and a value, then repeats the same pairs in another
+    order. All tokens before a value are given, so D values are asked for at once.
+    """
+
+    name: ClassVar[str] = "associative-recall"
+    title: ClassVar[str] = "Multi-query associative recall"
+
+    data: tuple[str, ...] = Field(
+        min_length=1, description="texts of pairs and the same pairs again, as PATH or NAME=PATH"
+    )
+    documents: Count = Field(default=512, description="the first of every source")
+
+    @property
+    def one_tokenizer(self) -> bool:
+        """A key and a value are a token each."""
+        return True
+
+    def items(self, target: Target) -> list[Item]:
+        """A text.
+
+        Raises:
+            UserError: a text does not repeat its pairs, in tokens of the target.
+        """
+        found: list[Item] = []
+        for source, text in first_texts(self.data, self.documents, sys.maxsize):
+            ids = target.encode(text)
+            half = len(ids) // 2
+            stated = list(zip(ids[:half:2], ids[1:half:2], strict=False))
+            asked = list(zip(ids[half::2], ids[half + 1 :: 2], strict=False))
+            if len(ids) % 4 or sorted(stated) != sorted(asked) or len(dict(stated)) < len(stated):
+                raise UserError(
+                    f"text {len(found)} of source {source!r} has {len(ids)} tokens of "
+                    f"{target.name} that are not pairs of different keys and the same pairs again; "
+                    "give a text of 'python -m benchmarks study_recall' and a model trained on it"
+                )
+            found.append(Item(f"{source}/{len(found)}", len(ids), ids))
+        return found
+
+    def score(self, model: Model, item: Item) -> Record:
+        """The pairs, and how many of their values are the likeliest token."""
+        ids = item.content
+        half = len(ids) // 2
+        # Of the last half of the tokens but one, the first and every second are keys.
+        (logits,) = model.last_logits([ids[:-1]], [half - 1])
+        keys = logits[::2]
+        if not keys.isfinite().all():
+            raise NotFiniteError("a logit after a key is not finite")
+        right = sum(int(keys[n].argmax()) == ids[half + 2 * n + 1] for n in range(len(keys)))
+        return {"pairs": len(keys), "right": right}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """Accuracy over all pairs, and over those of texts with as many pairs."""
+        share = Mean(record["right"], record["pairs"], per_token=True)
+        return {_ACCURACY: share, f"{_ACCURACY}, {record['pairs']} pairs": share}
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Accuracy by the number of pairs."""
+        axes = figure.subplots()
+        for name, of_target in records.items():
+            right: dict[int, list[float]] = defaultdict(list)
+            for record in of_target:
+                right[record["pairs"]].append(record["right"] / record["pairs"])
+            points = [(pairs, sum(each) / len(each)) for pairs, each in sorted(right.items())]
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set(xlabel="pairs in a text", ylabel=_ACCURACY, ylim=(-0.02, 1.02), title=self.title)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return True
