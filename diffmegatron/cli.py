@@ -139,12 +139,15 @@ def prepare(
     pattern: Annotated[str, typer.Option(help="Which files of a folder count")] = "*",
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
     layout: Annotated[
-        Literal["text", "instruction", "chat"],
-        typer.Option(help="text; for fine-tuning instruction or chat (prompts carry no loss)"),
+        Literal["text", "instruction", "chat", "template"],
+        typer.Option(
+            help="text; for fine-tuning (prompts carry no loss) instruction, chat as ChatML, or "
+            "chat by the tokenizer's own template"
+        ),
     ] = "text",
     prompt_field: Annotated[str, typer.Option(help="Of layout instruction")] = "prompt",
     response_field: Annotated[str, typer.Option(help="Of layout instruction")] = "response",
-    messages_field: Annotated[str, typer.Option(help="Of layout chat")] = "messages",
+    messages_field: Annotated[str, typer.Option(help="Of layouts chat and template")] = "messages",
     id_field: Annotated[
         str | None, typer.Option(help="Key that names a document in the rejects file")
     ] = None,

@@ -96,8 +96,9 @@ def _why(dtype: torch.dtype) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
+    """Whether the run read ChatML, and nothing that the tokenizer's own template has written."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
-    return isinstance(layouts, list) and "chat" in layouts
+    return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from diffmegatron.section import Section
 _BUFFER = 1 << 20
 _READ_BYTES = 1 << 24
 _HASHED_AT_ONCE = 1 << 30
-LAYOUTS = ("text", "instruction", "chat")
+LAYOUTS = ("text", "instruction", "chat", "template")
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 

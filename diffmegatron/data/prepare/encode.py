@@ -4,16 +4,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffmegatron.data.prepare.chat_template import ChatTemplate
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
 from diffmegatron.data.prepare.record_formats import Fields, UnusableError, parse, segments
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.files import clipped, printable
 
 DIGEST_BYTES = 16
+_SURROGATE = "the text has a lone surrogate, which is no character"
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
     empty = text_bytes = 0
     for file, record in batch.records:
         try:
-            texts = _texts(file, record, settings.fields)
-            ids = [_encode(tokenizer, text, settings.fields) for text in texts]
+            texts, ids = _encoded(file, record, settings)
         except UnusableError as error:
             rejects.append(_reject(file, record, settings.fields, str(error)))
             continue
@@ -124,20 +125,50 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
     )
 
 
+@lru_cache(maxsize=4)
+def template(tokenizer: str) -> ChatTemplate:
+    """The chat template of the tokenizer of that name, loaded once per process."""
+    return ChatTemplate(loaded(tokenizer))
+
+
+def _encoded(
+    file: CorpusFile, record: Record, settings: EncodeSettings
+) -> tuple[list[str], list[np.ndarray]]:
+    """The texts of a record, and the ids of its segments."""
+    fields, tokenizer = settings.fields, loaded(settings.tokenizer)
+    if fields.layout != "template":
+        texts = _texts(file, record, fields)
+        return texts, [_encode(tokenizer, text, fields) for text in texts]
+    document = _document(file, record, fields)
+    if document is None:
+        return [], []
+    try:
+        text, ids = template(settings.tokenizer).encode(document[fields.messages_field])
+        return [text], ids
+    except UnicodeEncodeError:
+        raise UnusableError(_SURROGATE) from None
+
+
 def _texts(file: CorpusFile, record: Record, fields: Fields) -> list[str]:
     """The segments of a record; none for a blank line of JSONL."""
+    document = _document(file, record, fields)
+    return [] if document is None else segments(document, fields)
+
+
+def _document(file: CorpusFile, record: Record, fields: Fields) -> dict[str, Any] | None:
+    """The fields of a record; None for a blank line of JSONL."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
-        return []
-    return segments(parse(record, file.format, fields), fields)
+        return None
+    return parse(record, file.format, fields)
 
 
 def _encode(tokenizer: Tokenizer, text: str, fields: Fields) -> np.ndarray:
     try:
         return (tokenizer.encode_chat if fields.layout == "chat" else tokenizer.encode)(text)
     except UnicodeEncodeError:
-        raise UnusableError("the text has a lone surrogate, which is no character") from None
+        raise UnusableError(_SURROGATE) from None
 
 
 def _digest(document: np.ndarray) -> bytes:

@@ -159,6 +159,7 @@ class Preparation:
             "text": "--text-field",
             "instruction": "--prompt-field, --response-field",
             "chat": "--messages-field",
+            "template": "--messages-field",
         }
         return options[self.settings.fields.layout]
 

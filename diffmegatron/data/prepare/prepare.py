@@ -19,7 +19,7 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
-from diffmegatron.data.prepare.encode import EncodeSettings, loaded
+from diffmegatron.data.prepare.encode import EncodeSettings, loaded, template
 from diffmegatron.data.prepare.journal import Journal, last_commit, remove_journal
 from diffmegatron.data.prepare.parts import Part, check_fits, cut
 from diffmegatron.data.prepare.preparation import (
@@ -76,11 +76,11 @@ def prepare(
         text_field: key of a JSON line, or column of a Parquet file, that holds the text.
         workers: processes that tokenise; 1 does it in this one.
         pattern: which files of a folder count, such as ``*.py``.
-        layout: ``text``, or for fine-tuning ``instruction`` or ``chat`` (see
+        layout: ``text``, or for fine-tuning ``instruction``, ``chat`` or ``template`` (see
             :class:`diffmegatron.data.prepare.record_formats.Fields`, also for the next three).
         prompt_field: of ``instruction``; not learned.
         response_field: of ``instruction``; learned.
-        messages_field: of ``chat``; what the assistant says is learned.
+        messages_field: of ``chat`` and ``template``; what the assistant says is learned.
         id_field: names a document in the rejects file, beside its file and line.
         deduplicate: drop a document whose token ids equal an earlier one's.
         max_document_bytes: a longer document is rejected.
@@ -110,6 +110,8 @@ def prepare(
     }
     if layout == "chat" and loaded(tokenizer).has_chat_tokens:
         recorded["chat_tokens"] = True
+    if layout == "template":
+        recorded["chat_template_sha256"] = template(tokenizer).sha256
     files, place = find_files(inputs, pattern), f"--output {output_prefix}"
     record = None
     if part is not None:

@@ -7,13 +7,14 @@ which is all that the loss mask needs.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from diffmegatron.data.prepare.corpus_readers import Format, Record
 from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
 
-Layout = Literal["text", "instruction", "chat"]
+Layout = Literal["text", "instruction", "chat", "template"]
 
 
 class UnusableError(Exception):
@@ -28,12 +29,13 @@ class Fields:
     """Where the text of a record is.
 
     Attributes:
-        layout: ``text`` (one field), ``instruction`` (prompt and response) or ``chat`` (a list of
-            messages with ``role`` and ``content``).
+        layout: ``text`` (one field), ``instruction`` (prompt and response), ``chat`` (a list of
+            messages with ``role`` and ``content``, written as ChatML) or ``template`` (such a list,
+            written by the tokenizer's own chat template).
         text_field: of ``text``.
         prompt_field: of ``instruction``.
         response_field: of ``instruction``.
-        messages_field: of ``chat``.
+        messages_field: of ``chat`` and ``template``.
         id_field: names a record in the rejects file; None: its line does.
     """
 
@@ -51,6 +53,7 @@ class Fields:
             "text": (self.text_field,),
             "instruction": (self.prompt_field, self.response_field),
             "chat": (self.messages_field,),
+            "template": (self.messages_field,),
         }[self.layout]
 
     @property
@@ -79,6 +82,8 @@ def parse(record: Record, format: Format, fields: Fields) -> dict[str, Any]:
 def segments(document: dict[str, Any], fields: Fields) -> list[str]:
     """The texts of a document: one, or read and learned ones in turn (see the module).
 
+    Those of ``template`` need a tokenizer: :mod:`diffmegatron.data.prepare.chat_template`.
+
     Raises:
         UnusableError: a field is not of the layout's form.
     """
@@ -97,16 +102,29 @@ def _chat(messages: Any) -> list[str]:
     ``diffmegatron.hf.chat_template`` has the same as a template of Hugging Face.
     """
     texts = [""]
-    for message in messages if isinstance(messages, list) else []:
-        role, content = _message(message)
+    for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):
         texts[-1] += f"{CHAT_START}{role}\n"
         if role == "assistant":
             texts += [f"{content}{CHAT_END}", "\n"]
         else:
             texts[-1] += f"{content}{CHAT_END}\n"
-    if len(texts) < 3:
-        raise UnusableError("a chat must be a list with a message of the assistant")
     return texts[: len(texts) - 1]
+
+
+def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
+    """Return role and content of every message of a chat.
+
+    Raises:
+        UnusableError: it is no list of messages with strings, has none of the assistant, or holds
+            a marker, which would be read as the end or the beginning of a message.
+    """
+    pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
+    for marker in markers:
+        if any(marker in text for pair in pairs for text in pair):
+            raise UnusableError(f"a message has {marker!r} in it, which separates messages")
+    if "assistant" not in [role for role, _ in pairs]:
+        raise UnusableError("a chat must be a list with a message of the assistant")
+    return pairs
 
 
 def _message(message: Any) -> tuple[str, str]:
@@ -115,9 +133,6 @@ def _message(message: Any) -> tuple[str, str]:
         role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise UnusableError("a message must have the strings 'role' and 'content'")
-    for marker in (CHAT_START, CHAT_END):
-        if marker in role or marker in content:
-            raise UnusableError(f"a message has {marker!r} in it, which separates messages")
     return role, content
 
 
