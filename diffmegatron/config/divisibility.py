@@ -147,8 +147,9 @@ def _check_context(recipe: RecipeSections) -> None:
 def _check_ring(recipe: RecipeSections) -> None:
     """The chunks of a ring need a backend that attends chunk by chunk."""
     backend = recipe.training.attention_backend
+    kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
     if (
-        recipe.model.attention.operation == "differential"
+        any(kind.operation == "differential" for kind, _ in kinds)
         and recipe.parallel.context > 1
         and context_communication(recipe) == "ring"
         and backend in whole_sequence_backends("differential")

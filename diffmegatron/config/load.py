@@ -316,14 +316,22 @@ def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
 
 
 def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[str]:
-    section: type[BaseModel] = Recipe
+    sections: list[type[BaseModel]] = [Recipe]
     for part in location:
         if isinstance(part, int):
             continue
-        section = _section_type(section.model_fields[part].annotation)
-        if section is Variant:
-            section = VARIANTS[values["model"]["attention"]["kind"]]
-    return set(section.model_fields)
+        fields = (each.model_fields for each in sections)
+        sections = [_section_type(each[part].annotation) for each in fields if part in each]
+        if Variant in sections:
+            sections = [VARIANTS[kind] for kind in _kinds(values)]
+    return {key for each in sections for key in each.model_fields}
+
+
+def _kinds(values: Values) -> list[str]:
+    """Return the kinds of attention of a recipe's values, of one section or of a list."""
+    attention = values["model"]["attention"]
+    sections = attention if isinstance(attention, list) else [attention]
+    return [each["kind"] for each in sections if isinstance(each, dict) and "kind" in each]
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:

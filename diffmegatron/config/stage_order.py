@@ -169,6 +169,6 @@ def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
     """A network by dotted keys, with a kind of attention, which comes before that kind's own."""
     others = model.model_dump(exclude={"attention"})
-    return {f"model.attention.{key}": value for key, value in attention.model_dump().items()} | {
+    return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {
         f"model.{key}": value for key, value in others.items()
     }

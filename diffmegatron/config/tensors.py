@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from diffmegatron.attention.variants.base import Variant, overlap
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 
@@ -44,13 +45,13 @@ class NamedTensor:
         return ("q", "k", "v") if fused else ()
 
 
-def layer_tensors(model: ModelConfig) -> list[NamedTensor]:
-    """Those of one layer."""
-    hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.attention.heads
+def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
+    """Those of a layer whose attention is of a kind."""
+    hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
     declared = [
         NamedTensor(attention + each.name, each.shape, each.sharded, each.float32)
-        for each in model.attention.parameters(hidden)
+        for each in kind.parameters(hidden)
     ]
     projections = [
         NamedTensor(f"{attention}linear_qkv.weight", (heads.qkv_channels, hidden), sharded=True),
@@ -100,13 +101,25 @@ def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]
     return [each for each in outer_tensors(recipe.model) if each.name in held]
 
 
-def stage_layers(recipe: RecipeSections, stage: int) -> Iterator[int]:
-    """The numbers of a pipeline rank's layers, from 0; of each of its virtual stages in turn."""
+def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
+    """Return the numbers of a pipeline rank's layers, from 0: a range for each virtual stage."""
     ranks, virtual = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     size = recipe.model.num_layers // (ranks * virtual)
-    for number in range(virtual):
-        first = (number * ranks + stage) * size
-        yield from range(first, first + size)
+    firsts = ((number * ranks + stage) * size for number in range(virtual))
+    return [range(first, first + size) for first in firsts]
+
+
+def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]:
+    """Return the kinds of attention of a pipeline rank's layers, and how many layers are of each.
+
+    Kinds without a layer on the stage are left out.
+    """
+    own = stage_layers(recipe, stage)
+    counts = (
+        (kind, sum(overlap(some, others) for some in own for others in layers))
+        for kind, layers in recipe.model.attention.by_kind(recipe.model.num_layers)
+    )
+    return [(kind, count) for kind, count in counts if count]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
@@ -114,19 +127,28 @@ def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 
+def layer_number(name: str) -> int:
+    """Return the number, from 0, of the layer that a tensor of a layer is in."""
+    return int(name.removeprefix("decoder.layers.").partition(".")[0])
+
+
 def stage_tensors(recipe: RecipeSections, stage: int) -> Iterator[NamedTensor]:
     """All that a pipeline stage holds."""
     yield from stage_outer_tensors(recipe, stage)
-    of_a_layer = layer_tensors(recipe.model)
-    for layer in stage_layers(recipe, stage):
-        for tensor in of_a_layer:
-            yield in_layer(tensor, layer)
+    for own in stage_layers(recipe, stage):
+        yield from _layers_tensors(recipe.model, own)
 
 
 def network_tensors(model: ModelConfig) -> Iterator[NamedTensor]:
     """All of the whole network."""
     yield from outer_tensors(model)
-    of_a_layer = layer_tensors(model)
-    for layer in range(model.num_layers):
-        for tensor in of_a_layer:
-            yield in_layer(tensor, layer)
+    yield from _layers_tensors(model, range(model.num_layers))
+
+
+def _layers_tensors(model: ModelConfig, layers: range) -> Iterator[NamedTensor]:
+    for kind, own in model.attention.by_kind(model.num_layers):
+        of_a_layer = layer_tensors(model, kind)
+        for each in own:
+            for layer in range(max(each.start, layers.start), min(each.stop, layers.stop)):
+                for tensor in of_a_layer:
+                    yield in_layer(tensor, layer)

@@ -147,8 +147,13 @@ def _parts(tensor: NamedTensor) -> tuple[str, ...]:
 
 
 def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
-    of_layers = [in_layer(each, "*") for each in layer_tensors(recipe.model)]
-    tensors = [*outer_tensors(recipe.model), *of_layers]
+    model = recipe.model
+    of_layers = [
+        in_layer(each, "*")
+        for kind, _ in model.attention.by_kind(model.num_layers)
+        for each in layer_tensors(model, kind)
+    ]
+    tensors = [*outer_tensors(model), *of_layers]
     names = [each.name for each in tensors]
     if key == "optimizer.trainable":
         names += [f"{each.name}:{part}" for each in tensors for part in each.parts]

@@ -100,12 +100,13 @@ def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[st
     """A recipe whose first global batch is the text: a checkpoint's, in one process."""
     recipe = load_resolved(saved)
     attention = recipe.model.attention
-    heads = attention.heads
-    if attention.operation != "softmax" or heads.queries * heads.head_dim != heads.output_channels:
-        raise UserError(
-            f"model.attention.kind {attention.kind!r} is differential already; DEX extends heads "
-            "of ordinary attention"
-        )
+    for kind, _ in attention.by_kind(recipe.model.num_layers):
+        heads = kind.heads
+        if kind.operation != "softmax" or heads.queries * heads.head_dim != heads.output_channels:
+            raise UserError(
+                f"model.attention.kind {kind.kind!r} is differential already; DEX extends heads "
+                "of ordinary attention"
+            )
     values = recipe.model_dump(mode="json")
     values["parallel"] = ParallelConfig().model_dump(mode="json")
     values["recompute"] = RecomputeConfig().model_dump(mode="json")

@@ -120,7 +120,7 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
         hidden = options["hidden_states"] if "hidden_states" in options else args[0]
-        layer = Layer(number, module, hidden[0], tuple(calls), variant)
+        layer = Layer(number, module, hidden[0], tuple(calls), variant.of_layer(number))
         calls.clear()
         watch(layer)
 

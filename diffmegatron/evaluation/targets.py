@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, PretrainedConfig
 
-from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.attention.variants import Variant, model_types, of_model_type
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
@@ -139,15 +139,15 @@ class Target:
         Raises:
             UserError: it is not one of those that are known.
         """
-        kinds = {name: kind for kind in VARIANTS.values() for name in kind.model_types}
         model_type = self.config.model_type
-        if model_type not in kinds:
+        kind = of_model_type(model_type)
+        if kind is None:
             raise UserError(
                 f"{shown(self.path)} is of model_type {clipped(repr(model_type))}, whose attention "
-                f"is not known here; what looks into attention takes {', '.join(kinds)}"
+                f"is not known here; what looks into attention takes {', '.join(model_types())}"
             )
         try:
-            return kinds[model_type].from_hugging_face(self.config.to_dict())
+            return kind.from_hugging_face(self.config.to_dict())
         except (ValidationError, KeyError, TypeError, ArithmeticError) as error:
             raise UserError(
                 f"{shown(self.folder / CONFIG_NAME)} does not describe attention: "

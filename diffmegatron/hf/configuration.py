@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
-from diffmegatron.attention.variants import VARIANTS, Variant
+from diffmegatron.attention.variants import Variant, model_types, of_model_type
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -202,7 +202,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])
-    known = [name for variant in VARIANTS.values() for name in variant.model_types]
+    known = model_types()
     if raw.get("model_type") not in known:
         raise _no_equivalent(path, "model_type", raw.get("model_type"), ", ".join(known))
     _check_count(path, raw, "num_hidden_layers", _MAX_LAYERS)
@@ -310,7 +310,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _attention(values: Mapping[str, Any]) -> Variant:
     model_type = values["model_type"]
-    variant = next(each for each in VARIANTS.values() if model_type in each.model_types)
+    variant = of_model_type(model_type)
+    assert variant is not None
     try:
         return variant.from_hugging_face(values)
     except ValidationError as error:

@@ -14,6 +14,7 @@ from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import stage_layers
 from diffmegatron.errors import UserError
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.network import Network, VirtualStage
@@ -112,17 +113,15 @@ def _build_virtual_stage(
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
-    spec = layer_spec(
-        model.attention,
-        host,
-        recipe.training.attention_backend,
-        context_communication(recipe),
-        model.lora,
-    )
-    layers = model.num_layers // (parallel_state.pipeline_size * stages)
+    backend, communication = recipe.training.attention_backend, context_communication(recipe)
+    layers = stage_layers(recipe, parallel_state.pipeline_rank)[number]
+    specs = [
+        layer_spec(model.attention.of_layer(layer), host, backend, communication, model.lora)
+        for layer in layers
+    ]
     return VirtualStage(
         config,
-        [spec] * layers,
+        specs,
         final_norm(host),
         vocab_size=model.vocab_size,
         vocab_padding=model.vocab_padding,
@@ -152,23 +151,23 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
     """Say before the first step what the kernels would say in it."""
     dtype, device = DTYPES[recipe.training.precision], parallel_state.device.type
-    attention = recipe.model.attention
-    if attention.operation == "softmax":
-        return
-    try:
-        choose_backend.choose_backend(
-            recipe.training.attention_backend,
-            registry.Call(
-                attention.operation,
-                device,
-                dtype_name(dtype),
-                attention.head_dim,
-                needed_features(recipe),
-            ),
-            importable_libraries(),
-        )
-    except ValueError as error:
-        raise UserError(f"training.attention_{error}") from None
+    for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
+        if attention.operation == "softmax":
+            continue
+        try:
+            choose_backend.choose_backend(
+                recipe.training.attention_backend,
+                registry.Call(
+                    attention.operation,
+                    device,
+                    dtype_name(dtype),
+                    attention.head_dim,
+                    needed_features(recipe),
+                ),
+                importable_libraries(),
+            )
+        except ValueError as error:
+            raise UserError(f"training.attention_{error}") from None
 
 
 def needed_features(recipe: Recipe) -> frozenset[str]:

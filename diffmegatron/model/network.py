@@ -208,7 +208,13 @@ def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """What the attention's variant says of a tensor, by its name; None: it is not its own."""
-    _, found, own = name.rpartition(".self_attention.")
-    declared = {each.name: each for each in model.attention.parameters(model.hidden_size)}
-    return declared.get(own) if found else None
+    """Return what the layer's kind of attention declares of a tensor, by its name in the network.
+
+    None if the attention declares no such tensor.
+    """
+    layer, found, own = name.rpartition(".self_attention.")
+    if not found:
+        return None
+    kind = model.attention.of_layer(int(layer.rpartition(".")[2]))
+    declared = {each.name: each for each in kind.parameters(model.hidden_size)}
+    return declared.get(own)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.tensors import layer_number, network_tensors
 from diffmegatron.config.trainable_patterns import (
     frozen_parts,
     learning_rate_factor,
@@ -35,7 +35,8 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
         parameter.requires_grad_(bool(trained_parts(tensor, recipe)))
         parameter.lr_factor = learning_rate_factor(tensor.name, recipe)  # type: ignore[attr-defined]
         if frozen := frozen_parts(tensor, recipe):
-            _freeze_rows(parameter, frozen, recipe.model.attention.heads)
+            kind = recipe.model.attention.of_layer(layer_number(shard.name))
+            _freeze_rows(parameter, frozen, kind.heads)
     if recipe.recompute.granularity != "none":
         _reach_recomputed_layers(network)
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.network import declared_parameter
+from diffmegatron.model.network import Network, declared_parameter
+from diffmegatron.model.parameter_shards import parameter_shards
 
 
-def parameter_groups(network: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
     """AdamW's groups: matrices decay, norms do not, embeddings and lambda vectors as configured.
 
     Parameters of different dtypes stay in groups of their own: ZeRO flattens a group into one
@@ -18,10 +19,10 @@ def parameter_groups(network: torch.nn.Module, recipe: Recipe) -> list[dict[str,
     multiple of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
-    for name, parameter in network.named_parameters():
+    for parameter, (shard, *_) in parameter_shards(network).items():
         if not parameter.requires_grad:
             continue
-        decay = recipe.optimizer.weight_decay if _decays(name, parameter, recipe) else 0.0
+        decay = recipe.optimizer.weight_decay if _decays(shard.name, parameter, recipe) else 0.0
         by_rows = hasattr(parameter, "trained_ranges")
         settings = {
             "weight_decay": 0.0 if by_rows else decay,

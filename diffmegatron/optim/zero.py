@@ -301,7 +301,7 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def _adamw(network: torch.nn.Module, recipe: Recipe) -> GatedAdamW:
+def _adamw(network: Network, recipe: Recipe) -> GatedAdamW:
     optimizer = recipe.optimizer
     return GatedAdamW(
         parameter_groups(network, recipe),

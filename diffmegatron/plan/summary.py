@@ -19,6 +19,7 @@ from diffmegatron.model.accounting import (
     memory_by_stage,
 )
 from diffmegatron.model.accounting.activations import BYTES
+from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.advice import warnings
 from diffmegatron.plan.rank_layout import Layout
 from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time
@@ -37,6 +38,7 @@ class Plan:
 
     run_dir: str
     attention: str
+    heads: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -107,11 +109,13 @@ def plan_recipe(
     memory = memory_by_stage(recipe, ranks)
     attention = model.attention
     baseline = model.model_copy(update={"attention": attention.baseline()})
-    cache = model.num_layers * attention.kv_cache_bytes(BYTES[training.precision])
+    element = BYTES[training.precision]
+    cache = sum(count * kind.kv_cache_bytes(element) for kind, count in counted_kinds(model))
     assumed = Assumptions()
     return Plan(
         run_dir=recipe.run_dir,
         attention=attention.kind,
+        heads=attention.heads_in_words,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,

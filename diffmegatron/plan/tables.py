@@ -37,7 +37,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         names = Text(f"as of {previous.run_dir}: {', '.join(same)}", style="dim")
         console.print(names, soft_wrap=True)
     if _NETWORK not in same:
-        console.print(f"[bold]{plan.attention}[/bold] attention: {_heads(plan)}", highlight=False)
+        console.print(f"[bold]{plan.attention}[/bold] attention: {plan.heads}", highlight=False)
         console.print(f"Its Transformer: {_baseline(plan)}", highlight=False)
         console.print(_parameter_table(plan))
     console.print(_run_table(plan))
@@ -56,7 +56,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
 def _same(plan: Plan, previous: Plan) -> list[str]:
     """The parts of a plan that are as in the one before."""
     parts = {
-        _NETWORK: lambda p: (p.attention, _heads(p), p.parameters, p.trained_parameters),
+        _NETWORK: lambda p: (p.attention, p.heads, p.parameters, p.trained_parameters),
         _MEMORY: lambda p: p.memory,
         _TRAFFIC: lambda p: p.traffic,
         _ASSUMPTIONS: lambda p: p.assumptions,
@@ -201,11 +201,6 @@ def _product(layout: Layout) -> str:
         )
         parts.append(f"pipeline {layout.pipeline}{virtual}")
     return " x ".join([*parts, f"data {layout.data}"])
-
-
-def _heads(plan: Plan) -> str:
-    kv = "" if plan.num_kv_heads == plan.num_heads else f", {plan.num_kv_heads} key-value heads"
-    return f"{plan.num_heads} heads of {plan.head_dim}{kv}"
 
 
 def _baseline(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from diffmegatron.model.accounting.activations import (
     context_communication,
     local_tokens,
 )
+from diffmegatron.model.accounting.parameters import mean_products
 from diffmegatron.plan.traffic import count_traffic, forward_passes
 
 # The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
@@ -149,7 +150,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
-    products = model.attention.products()
+    products = mean_products(model)
     again = 2 if recipe.recompute.granularity != "none" else 1
     pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
     attention = pair * (again * products.forward + products.backward)

@@ -14,6 +14,7 @@ from diffmegatron.model.accounting.activations import (
     context_communication,
     local_tokens,
 )
+from diffmegatron.model.accounting.parameters import counted_kinds
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,22 @@ def _context(recipe: Recipe) -> float:
     if communication is None:
         return 0.0
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
-    attention = model.attention.heads
-    pair = 2 * tokens * attention.key_channels / parallel.tensor
-    if communication == "ulysses":
-        others = tokens * (attention.query_channels + attention.output_channels) / parallel.tensor
-        heads = element * (pair + others)
-        forward = backward = heads * (size - 1) / size
-    else:
-        forward = backward = element * pair * (size - 1)
-        if communication == "ring":
-            # Gradients travel in float32 beside the keys and values, and return to their rank at
-            # the end.
-            backward += FLOAT32 * pair * size
     again = 2 if recipe.recompute.granularity != "none" else 1
-    return model.num_layers / parallel.pipeline * (again * forward + backward)
+    total = 0.0
+    for kind, count in counted_kinds(model):
+        heads = kind.heads
+        pair = 2 * tokens * heads.key_channels / parallel.tensor
+        if communication == "ulysses":
+            others = tokens * (heads.query_channels + heads.output_channels) / parallel.tensor
+            forward = backward = element * (pair + others) * (size - 1) / size
+        else:
+            forward = backward = element * pair * (size - 1)
+            if communication == "ring":
+                # Gradients travel in float32 beside the keys and values, and return to their rank
+                # at the end.
+                backward += FLOAT32 * pair * size
+        total += count * (again * forward + backward)
+    return total / parallel.pipeline
 
 
 def _pipeline(recipe: Recipe) -> float:

@@ -61,6 +61,12 @@ DEX_4 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
     "model.attention.annealing_steps=6",
 )  # fmt: skip
+# Kinds of layers that pipeline stages cut, and of which a stage has a part.
+PATTERN = (
+    "model.num_layers=4",
+    "model.attention=[{kind: diff_v1, num_heads: 2, layers: 3-4}, {kind: diff_v2, num_heads: 4, "
+    "num_kv_heads: 2, layers: 1}, {kind: softmax, num_heads: 4, num_kv_heads: 2}]",
+)
 # With two signal heads per noise head: two noise heads on each key-value head.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
@@ -96,6 +102,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "lora": ("model.lora={rank: 4, alpha: 8}",),
     "dex": DEX_2,
     "dex-deep": (*DEX_4, *DEEP),
+    "pattern": (*PATTERN, *TWO),
 }
 
 
@@ -185,6 +192,10 @@ LAYOUTS = tuple(
         ("dex", 2, "DP2 ZeRO 3", (*ZERO3, *TWO)),
         ("dex", 2, "CP2 ring", context(2, "ring")),
         ("dex-deep", 2, "PP2 interleaved", INTERLEAVED),
+        ("pattern", 2, "TP2 + SP", SEQUENCE),
+        ("pattern", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
+        ("pattern", 2, "PP2 interleaved", INTERLEAVED),
+        ("pattern", 2, "CP2 ring", context(2, "ring")),
         ("gqa", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
         ("bf16", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
         ("tied", 4, "DP4 ZeRO 1", SMALL),

@@ -191,6 +191,7 @@ def test_bf16_keeps_lambda_in_float32_under_every_zero_stage(zero, run, models):
         "grouped:tp2+spxcp2-ringxdp2-zero-3",
         "part:tp2+spxdp2-zero-3",
         "lora:tp2+spxpp2",
+        "pattern:pp2-interleaved",
     ],
 )
 def test_any_layout_exports(name, run, tmp_path):

@@ -9,10 +9,11 @@ from diffmegatron.attention.variants.dex import Dex
 from diffmegatron.attention.variants.diff_v1 import DiffV1
 from diffmegatron.attention.variants.diff_v2 import DiffV2
 from diffmegatron.attention.variants.grouped import Grouped
+from diffmegatron.attention.variants.pattern import Pattern
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.files import clipped
 
-__all__ = ["VARIANTS", "Variant", "read_variant", "register"]
+__all__ = ["VARIANTS", "Variant", "model_types", "of_model_type", "read_variant", "register"]
 
 VARIANTS: dict[str, type[Variant]] = {}
 
@@ -33,6 +34,20 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
     register(each)
 
 
+def of_model_type(model_type: object) -> type[Variant] | None:
+    """Return the kind that reads a model type of Hugging Face; None if there is none."""
+    return next((kind for kind in _readable() if model_type in kind.model_types), None)
+
+
+def model_types() -> list[str]:
+    """Return the model types of Hugging Face that some kind reads."""
+    return [name for kind in _readable() for name in kind.model_types]
+
+
+def _readable() -> list[type[Variant]]:
+    return [*VARIANTS.values(), Pattern]
+
+
 def read_variant(section: object) -> Variant:
     """The variant of a recipe's section ``model.attention``.
 
@@ -42,11 +57,13 @@ def read_variant(section: object) -> Variant:
     """
     if isinstance(section, Variant):
         return section
+    if isinstance(section, list):
+        return Pattern.read(section, read_variant)
     kinds = ", ".join(VARIANTS)
     if not isinstance(section, Mapping):
         raise ValueError(
             f"model.attention is {clipped(repr(section))}; it takes a mapping with a kind of "
-            f"{kinds}, such as {{kind: diff_v1, num_heads: 12}}"
+            f"{kinds}, such as {{kind: diff_v1, num_heads: 12}}, or a list of such mappings"
         )
     values: dict[str, Any] = dict(section)
     kind = values.get("kind")

@@ -30,6 +30,15 @@ QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 
+Layers = tuple[range, ...]
+"""Numbers of layers, from 0."""
+
+
+def overlap(some: range, others: range) -> int:
+    """Return how many numbers two ranges share."""
+    return max(0, min(some.stop, others.stop) - max(some.start, others.start))
+
+
 class Constant(NamedTuple):
     """Initial values that are all one number."""
 
@@ -128,6 +137,8 @@ class Variant(Section, ABC):
     reads_hidden: ClassVar[bool] = False
     # The model types of Hugging Face whose configurations from_hugging_face reads.
     model_types: ClassVar[tuple[str, ...]] = ()
+    # Whether other layers of the network may be of another kind.
+    mixes: ClassVar[bool] = True
     # Its keys that say nothing of weights which exist: a run may start with those of other values.
     free_keys: ClassVar[frozenset[str]] = frozenset()
 
@@ -201,6 +212,30 @@ class Variant(Section, ABC):
                 f"{self.num_heads}{share}; one of {_fits(most)} would"
             )
 
+    def of_layer(self, layer: int) -> "Variant":
+        """Return the kind of a layer, by its number from 0."""
+        return self
+
+    def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, Layers], ...]":
+        """Return every kind of the network's layers with the layers that are of it."""
+        return ((self, (range(num_layers),)),)
+
+    @property
+    def beside_others(self) -> "Variant":
+        """The kind that computes the same in an export whose layers are of several kinds."""
+        return self
+
+    @property
+    def heads_in_words(self) -> str:
+        """The number of heads and their width, as ``plan`` prints them."""
+        kv = self.num_kv_heads
+        key_values = "" if kv == self.num_heads else f", {kv} key-value heads"
+        return f"{self.num_heads} heads of {self.head_dim}{key_values}"
+
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of the section with their values."""
+        return self.model_dump()
+
     def check_layers(self, num_layers: int) -> None:
         """Check what the section says layer by layer against the number of layers.
 
@@ -209,7 +244,7 @@ class Variant(Section, ABC):
         """
         return
 
-    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
         """The same kind with other sizes, as a rehearsal runs it."""
         return self.model_copy(update=dict(sizes))
 

@@ -120,6 +120,7 @@ class Dex(Softmax):
     the annealed term alone.
     """
 
+    mixes: ClassVar[bool] = False
     kind: Literal["dex"] = "dex"  # type: ignore[assignment]
     selected_heads: SelectedHeads
     selected_on: SelectedOn | None = None

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.grouped import Grouped
 from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
 from diffmegatron.errors import UserError
 
@@ -52,6 +53,11 @@ class DiffV1(TwoMaps):
                 "lambda_std_dev": self.lambda_std,
             },
         )
+
+    @property
+    def beside_others(self) -> Grouped:
+        """Grouped heads of which each noise head serves one signal head."""
+        return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:

@@ -11,12 +11,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from diffmegatron.hf.modeling.configuration_diff_v2 import DiffV2Config
 from diffmegatron.hf.modeling.configuration_grouped_diff import GroupedDiffConfig
+from diffmegatron.hf.modeling.configuration_mixed_diff import MixedDiffConfig
 from diffmegatron.hf.modeling.modeling_diff_v2 import DiffV2ForCausalLM, DiffV2Model
 from diffmegatron.hf.modeling.modeling_grouped_diff import GroupedDiffForCausalLM, GroupedDiffModel
+from diffmegatron.hf.modeling.modeling_mixed_diff import MixedDiffForCausalLM, MixedDiffModel
 
 CLASSES = (
     (DiffV2Config, DiffV2Model, DiffV2ForCausalLM),
     (GroupedDiffConfig, GroupedDiffModel, GroupedDiffForCausalLM),
+    (MixedDiffConfig, MixedDiffModel, MixedDiffForCausalLM),
 )
 
 
@@ -40,7 +43,10 @@ def remote_files(model_type: str) -> list[Path]:
     Args:
         model_type: of the model's configuration; of one that transformers has there are none.
     """
-    if model_type not in {config.model_type for config, *_ in CLASSES}:
+    own = [config.model_type for config, *_ in CLASSES]
+    if model_type not in own:
         return []
+    # The class with layers of several kinds builds on the others.
+    types = own if model_type == MixedDiffConfig.model_type else [model_type]
     parts = ("configuration", "modeling")
-    return [Path(__file__).with_name(f"{part}_{model_type}.py") for part in parts]
+    return [Path(__file__).with_name(f"{part}_{each}.py") for each in types for part in parts]

@@ -8,9 +8,10 @@ anything added for LoRA's narrow ones.
 
 from typing import Literal
 
-from diffmegatron.attention.variants.base import ContextCommunication, Kernels
+from diffmegatron.attention.variants.base import ContextCommunication, Kernels, Variant
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import stage_kinds
 
 Device = Literal["gpu", "cpu"]
 BYTES = {"bf16": 2, "fp32": 4}
@@ -20,9 +21,8 @@ FLOAT32 = 4
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Bytes that the layers of a pipeline stage keep, over its microbatches in flight."""
     parallel = recipe.parallel
-    stage_layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     kept = virtual_stages_in_flight(recipe, stage, microbatches) * _virtual_stage_bytes(
-        recipe, stage_layers, device
+        recipe, stage, device
     )
     kept += _angle_bytes(recipe)
     if stage == parallel.pipeline - 1:
@@ -95,10 +95,15 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
     return stage_activations(recipe, stage, microbatches, device)
 
 
-def _virtual_stage_bytes(recipe: Recipe, layers: int, device: Device) -> float:
-    """What ``layers`` layers keep of one microbatch, by the recipe's recomputation."""
-    recompute = recipe.recompute
-    whole = _layer_bytes(recipe, device)
+def _virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
+    """What the layers of a virtual stage keep of one microbatch, by the recipe's recomputation.
+
+    Of several kinds of attention, the mean over the layers of the pipeline stage.
+    """
+    recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
+    count = sum(count for _, count in kinds)
+    layers = count // recipe.parallel.virtual_pipeline
+    whole = sum(count * _layer_bytes(recipe, device, kind) for kind, count in kinds) / count
     # Megatron-core keeps a recomputed layer's input, which sequence parallelism shards.
     entrance = _hidden_bytes(recipe) * local_tokens(recipe)
     if recompute.granularity != "full":
@@ -114,29 +119,40 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     if recompute.granularity == "none":
         return 0
     if recompute.granularity == "selective":
-        return local_tokens(recipe) * _attention_bytes_per_token(recipe, device)[1]
+        cores = (_attention_bytes_per_token(recipe, device, kind)[1] for kind in _kinds(recipe))
+        return local_tokens(recipe) * max(cores)
     together = recompute.layers if recompute.method == "uniform" else 1
-    return together * _layer_bytes(recipe, device, recomputed=True)
+    layers = (_layer_bytes(recipe, device, kind, recomputed=True) for kind in _kinds(recipe))
+    return together * max(layers)
+
+
+def _kinds(recipe: Recipe) -> list[Variant]:
+    return [kind for kind, _ in recipe.model.attention.by_kind(recipe.model.num_layers)]
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
     """Activations of one layer on their way to or from the host's memory."""
-    return _layer_bytes(recipe, device) if recipe.training.offload_activations else 0
+    if not recipe.training.offload_activations:
+        return 0
+    return max(_layer_bytes(recipe, device, kind) for kind in _kinds(recipe))
 
 
-def _layer_bytes(recipe: Recipe, device: Device, *, recomputed: bool = False) -> float:
+def _layer_bytes(
+    recipe: Recipe, device: Device, kind: Variant, *, recomputed: bool = False
+) -> float:
     """What one layer keeps of a microbatch: the inputs of norms and projections, attention, SwiGLU.
 
     Args:
         recipe: the recipe.
         device: whose operations.
+        kind: of the layer's attention.
         recomputed: the layer runs within another's recomputation, and keeps everything.
     """
     element, tensor = BYTES[recipe.training.precision], recipe.parallel.tensor
     # SwiGLU keeps gate and up projection, fc2 its input; unfused also its two factors.
     factors = 3 if device == "gpu" else 5
     mlp = factors * element * recipe.model.ffn_hidden_size / tensor
-    attention, core = _attention_bytes_per_token(recipe, device)
+    attention, core = _attention_bytes_per_token(recipe, device, kind)
     if recomputed or recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
@@ -164,7 +180,9 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     return per_token
 
 
-def _attention_bytes_per_token(recipe: Recipe, device: Device) -> tuple[float, float]:
+def _attention_bytes_per_token(
+    recipe: Recipe, device: Device, kind: Variant
+) -> tuple[float, float]:
     """q, k, v and the output projection's input, and what is kept between them."""
     kernels = Kernels(
         element=BYTES[recipe.training.precision],
@@ -173,7 +191,7 @@ def _attention_bytes_per_token(recipe: Recipe, device: Device) -> tuple[float, f
         communication=context_communication(recipe),
         context=recipe.parallel.context,
     )
-    projected, core = recipe.model.attention.kept_bytes(kernels)
+    projected, core = kind.kept_bytes(kernels)
     return projected / recipe.parallel.tensor, core / recipe.parallel.tensor
 
 

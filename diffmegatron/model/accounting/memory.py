@@ -3,12 +3,18 @@
 from dataclasses import dataclass, replace
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import layer_tensors, stage_outer_tensors, stage_tensors
+from diffmegatron.config.tensors import (
+    layer_tensors,
+    stage_kinds,
+    stage_outer_tensors,
+    stage_tensors,
+)
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.parameters import (
     attention_weights,
+    counted_kinds,
     mlp_weights,
 )
 
@@ -186,7 +192,9 @@ def _gathered_bytes(recipe: Recipe, elements: int) -> int:
 
     DeepSpeed lets more of them stay until their next use, up to a number of elements.
     """
-    layer = (attention_weights(recipe.model) + mlp_weights(recipe.model)) // recipe.parallel.tensor
+    model = recipe.model
+    attention = max(attention_weights(model, kind) for kind, _ in counted_kinds(model))
+    layer = (attention + mlp_weights(model)) // recipe.parallel.tensor
     most = max(2 * layer, _vocabulary_elements(recipe), LIVE_PARAMETERS)
     return BYTES[recipe.training.precision] * min(elements, most)
 
@@ -237,11 +245,13 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
     ZeRO 3 shares them out further.
     """
     size = recipe.parallel.tensor
-    layers = recipe.model.num_layers // recipe.parallel.pipeline
-    outer, layer = stage_outer_tensors(recipe, stage), layer_tensors(recipe.model)
+    tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
+        (each, count)
+        for kind, count in stage_kinds(recipe, stage)
+        for each in layer_tensors(recipe.model, kind)
+    ]
     low, high = (
-        sum(each.elements(size) for each in outer if each.float32 == is_float32)
-        + layers * sum(each.elements(size) for each in layer if each.float32 == is_float32)
+        sum(count * each.elements(size) for each, count in tensors if each.float32 == is_float32)
         for is_float32 in (False, True)
     )
     return low, high

@@ -1,12 +1,15 @@
 """Parameters and FLOPs of a network by arithmetic alone."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
+from diffmegatron.attention.variants.base import Products, Variant
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import EMBEDDING, layer_tensors, network_tensors
+from diffmegatron.config.tensors import EMBEDDING, layer_number, layer_tensors, network_tensors
 from diffmegatron.config.trainable_patterns import is_lora, trained_parts, trains_everything
 
 
@@ -48,14 +51,18 @@ class Flops:
 def count_parameters(model: ModelConfig) -> Parameters:
     """Parameters of the network as ``build_model`` builds it."""
     layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
+
+    def of_all_layers(weights: Callable[[ModelConfig, Variant], int]) -> int:
+        return sum(count * weights(model, kind) for kind, count in counted_kinds(model))
+
     return Parameters(
         embedding=vocabulary,
-        attention=layers * (attention_weights(model) + own_weights(model, "bias")),
-        lambdas=layers * own_weights(model, "lambda"),
-        headwise_norms=layers * own_weights(model, "norm"),
+        attention=of_all_layers(attention_weights) + of_all_layers(partial(own_weights, "bias")),
+        lambdas=of_all_layers(partial(own_weights, "lambda")),
+        headwise_norms=of_all_layers(partial(own_weights, "norm")),
         norms=(2 * layers + 1) * model.hidden_size,
         mlp=layers * mlp_weights(model),
-        lora=layers * lora_weights(model),
+        lora=of_all_layers(lora_weights),
         output=0 if model.tied_embeddings else vocabulary,
     )
 
@@ -70,7 +77,8 @@ def count_trained(recipe: Recipe) -> int:
         rows, *others = tensor.shape
         trained = trained_parts(tensor, recipe)
         if tensor.parts:
-            rows = sum(model.attention.heads.channels(part) for part in trained)
+            heads = model.attention.of_layer(layer_number(tensor.name)).heads
+            rows = sum(heads.channels(part) for part in trained)
         count += rows * math.prod(others) if trained else 0
     return count
 
@@ -84,11 +92,12 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     in the backward pass; a query meets half the sequence on average. Kernels that do more count
     against their utilization.
     """
-    own = model.attention.own_products(model.hidden_size) + lora_weights(model)
-    weights = model.num_layers * (projection_weights(model) + mlp_weights(model) + own)
-    weights += model.vocab_size * model.hidden_size
-    pairs = model.num_layers * seq_length / 2
-    attention = 2 * pairs * model.attention.products().model
+    weights: float = model.vocab_size * model.hidden_size
+    attention = 0.0
+    for kind, count in counted_kinds(model):
+        own = kind.own_products(model.hidden_size) + lora_weights(model, kind)
+        weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
+        attention += 2 * (count * seq_length / 2) * kind.products().model
     training = 6 * weights - 2 * frozen + 3 * attention
     return Flops(forward=2 * weights + attention, training=training)
 
@@ -106,14 +115,30 @@ def frozen_matrices(recipe: Recipe) -> int:
     )
 
 
-def attention_weights(model: ModelConfig) -> int:
+def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
+    """Return the kinds of attention of the network's layers, and how many layers are of each."""
+    kinds = model.attention.by_kind(model.num_layers)
+    return [(kind, sum(map(len, layers))) for kind, layers in kinds]
+
+
+def mean_products(model: ModelConfig) -> Products:
+    """Return the multiply-adds of attention per (query, key) pair, the mean over the layers."""
+    kinds = [(kind.products(), count) for kind, count in counted_kinds(model)]
+    sums = (
+        sum(count * getattr(products, name) for products, count in kinds)
+        for name in Products._fields
+    )
+    return Products(*(each / model.num_layers for each in sums))
+
+
+def attention_weights(model: ModelConfig, kind: Variant) -> int:
     """Of a layer: its projections and other matrices, which are in the run's precision."""
-    return projection_weights(model) + own_weights(model, "matrix")
+    return projection_weights(model, kind) + own_weights("matrix", model, kind)
 
 
-def projection_weights(model: ModelConfig) -> int:
+def projection_weights(model: ModelConfig, kind: Variant) -> int:
     """Of a layer: its two projections."""
-    heads = model.attention.heads
+    heads = kind.heads
     return (heads.qkv_channels + heads.output_channels) * model.hidden_size
 
 
@@ -122,12 +147,14 @@ def mlp_weights(model: ModelConfig) -> int:
     return 3 * model.hidden_size * model.ffn_hidden_size
 
 
-def lora_weights(model: ModelConfig) -> int:
+def lora_weights(model: ModelConfig, kind: Variant) -> int:
     """Of a layer: what LoRA adds to its projections."""
-    return sum(math.prod(each.shape) for each in layer_tensors(model) if is_lora(each.name))
+    return sum(math.prod(each.shape) for each in layer_tensors(model, kind) if is_lora(each.name))
 
 
-def own_weights(model: ModelConfig, role: Literal["matrix", "bias", "norm", "lambda"]) -> int:
+def own_weights(
+    role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
+) -> int:
     """Of a layer: what its kind of attention declares beside the projections."""
-    declared = model.attention.parameters(model.hidden_size)
+    declared = kind.parameters(model.hidden_size)
     return sum(math.prod(each.shape) for each in declared if each.role == role)

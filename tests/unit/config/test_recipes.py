@@ -55,6 +55,7 @@ KINDS = {
     "grouped": "grouped",
     "diff": "diff_v1",
     "transformer": "softmax",
+    "pattern": "pattern",
     "continue_diffllama": "diff_v1",
     "continue_llama": "softmax",
 }
@@ -496,5 +497,5 @@ LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
     """The 3B recipes say two data-parallel ranks, those of pretrained models 8 ranks; the others
     fit on the fewest there are."""
-    ranks = 2 if name in THREE_BILLION else 8 if name in PRETRAINED else None
+    ranks = 2 if name in {*THREE_BILLION, "pattern_3b_350b"} else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()

@@ -26,7 +26,9 @@ from diffmegatron.hf.modeling import (
 from diffmegatron.hf.tokenizer import write_tokenizer
 from tests.unit.hf.modeling.test_equations import CASES, SIZES, TYPICAL, make_model, make_tokens
 
+# tests/unit/attention/variants/test_pattern.py has the class that is made of these.
 TYPES = ["diff_v2", "grouped_diff"]
+OWN = [classes for classes in CLASSES if classes[0].model_type in TYPES]
 
 # Run by an isolated interpreter in which this package cannot be imported.
 PLAIN_TRANSFORMERS = """
@@ -117,7 +119,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
         assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 
 
-@pytest.mark.parametrize("classes", CLASSES, ids=TYPES)
+@pytest.mark.parametrize("classes", OWN, ids=TYPES)
 def test_registered_classes_need_no_remote_code(classes: tuple[Any, ...], tmp_path: Path) -> None:
     register()
     register()
@@ -165,7 +167,7 @@ def test_files_of_an_unknown_model_are_refused() -> None:
     assert remote_files("llama") == []
 
 
-@pytest.mark.parametrize("classes", CLASSES, ids=TYPES)
+@pytest.mark.parametrize("classes", OWN, ids=TYPES)
 def test_configuration_leads_to_the_files_and_survives_json(
     classes: tuple[Any, ...], tmp_path: Path
 ) -> None:

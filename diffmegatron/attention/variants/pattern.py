@@ -1,0 +1,318 @@
+"""Layers of several kinds: ``model.attention`` as a list, of which each entry names its layers."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+
+from pydantic import SerializationInfo, SerializeAsAny, model_serializer
+
+from diffmegatron.attention.variants import hugging_face as hf
+from diffmegatron.attention.variants.base import (
+    Context,
+    Kernels,
+    Layer,
+    Layers,
+    Parameter,
+    Products,
+    Variant,
+    overlap,
+)
+from diffmegatron.attention.variants.projection_heads import Heads
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYERS = "layers"
+# Model types whose attention modeling_mixed_diff.py builds.
+EXPORTED = ("llama", "grouped_diff", "diff_v2")
+_RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
+
+
+class Pattern(Variant):
+    """A kind of attention for each layer; no layer runs this one itself.
+
+    Read from a list and written as one::
+
+        attention:
+          - {kind: diff_v1, num_heads: 4, layers: 5-8}
+          - {kind: softmax, num_heads: 8}
+
+    ``layers`` are numbers from 1, alone or as first-last, with commas between; the entry without it
+    has all layers that no other names.
+
+    Attributes:
+        kinds: of the entries, in order.
+        layers: of the entries, as the recipe has them; None for the rest.
+    """
+
+    kind: Literal["pattern"] = "pattern"
+    kinds: tuple[SerializeAsAny[Variant], ...]
+    layers: tuple[str | None, ...]
+
+    title: ClassVar[str] = "Mixed"
+    model_types: ClassVar[tuple[str, ...]] = ("mixed_diff",)
+    mixes: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, entries: Sequence[object], read: Callable[[object], Variant]) -> Variant:
+        """Read the list of a recipe.
+
+        Args:
+            entries: mappings, each a section of its kind with ``layers`` beside.
+            read: the section of a kind.
+
+        Returns:
+            The pattern, or the kind of a list of one.
+
+        Raises:
+            ValueError: an entry cannot be one of several, or its layers are no numbers.
+        """
+        kinds, layers = [], []
+        for entry in entries:
+            values = dict(entry) if isinstance(entry, Mapping) else entry
+            given = values.pop(LAYERS, None) if isinstance(values, dict) else None
+            kinds.append(read(values))
+            layers.append(_layers_as_text(given))
+        if not kinds:
+            raise ValueError("model.attention is an empty list; give at least one kind")
+        if layers == [None]:
+            return kinds[0]
+        for each in kinds:
+            if not each.mixes:
+                raise ValueError(
+                    f"model.attention has kind {each.kind!r} in a list, which needs all layers; "
+                    "give that kind alone"
+                )
+        if layers.count(None) > 1:
+            raise ValueError(
+                f"model.attention has {layers.count(None)} entries without layers; the layers that "
+                "no other names can be those of one"
+            )
+        return cls(kinds=tuple(kinds), layers=tuple(layers))
+
+    @model_serializer(mode="plain")
+    def _as_list(self, info: SerializationInfo) -> list[dict[str, Any]]:
+        return [
+            ({} if layers is None else {LAYERS: layers}) | each.model_dump(mode=info.mode)
+            for each, layers in zip(self.kinds, self.layers, strict=True)
+        ]
+
+    @property
+    def heads_in_words(self) -> str:
+        """As :class:`Variant` says, of every kind."""
+        return "; ".join(
+            f"{each.kind} in {'the rest' if layers is None else f'layers {layers}'}: "
+            f"{each.heads_in_words}"
+            for each, layers in zip(self.kinds, self.layers, strict=True)
+        )
+
+    @property
+    def ratio(self) -> int:
+        """What the signal heads of every kind are a multiple of."""
+        return math.lcm(*(each.ratio for each in self.kinds))
+
+    def keys(self) -> dict[str, Any]:
+        """Each entry's keys behind its layers."""
+        return {
+            f"[{layers or 'the rest'}].{key}": value
+            for each, layers in zip(self.kinds, self.layers, strict=True)
+            for key, value in each.model_dump().items()
+        }
+
+    def by_kind(self, num_layers: int) -> tuple[tuple[Variant, Layers], ...]:
+        """As :class:`Variant` says."""
+        named = [None if each is None else _ranges(each) for each in self.layers]
+        rest = tuple(_between([r for ranges in named if ranges for r in ranges], num_layers))
+        return tuple(
+            (each, rest if ranges is None else ranges)
+            for each, ranges in zip(self.kinds, named, strict=True)
+        )
+
+    def sized(self, hidden_size: int) -> Self:
+        """Every kind's sizes, and those that the layout must divide: what all kinds share."""
+        kinds = tuple(each.sized(hidden_size) for each in self.kinds)
+        widths = sorted({each.head_dim for each in kinds})
+        if len(widths) > 1:
+            raise ValueError(
+                f"model.attention has kinds of head_dim {', '.join(map(str, widths))}; all layers "
+                "turn queries and keys by the same angles, so give all kinds one head_dim"
+            )
+        return self.model_copy(
+            update={
+                "kinds": kinds,
+                "head_dim": widths[0],
+                "num_heads": math.gcd(*(each.num_heads for each in kinds)),
+                "num_kv_heads": math.gcd(*(each.num_kv_heads for each in kinds)),
+            }
+        )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse layers that are not there, that two entries name, or that none names."""
+        taken: list[range] = []
+        for text in self.layers:
+            for each in () if text is None else _ranges(text):
+                if not 0 <= each.start < each.stop <= num_layers:
+                    raise ValueError(
+                        f"model.attention has layers {clipped(repr(text))}, and model.num_layers "
+                        f"is {num_layers}; give numbers from 1 to {num_layers}, the smaller first"
+                    )
+                if any(overlap(each, other) for other in taken):
+                    raise ValueError(
+                        f"model.attention has layers {clipped(repr(text))}, of which another entry "
+                        "names some; give each layer one kind"
+                    )
+                taken.append(each)
+        rest = list(_between(taken, num_layers))
+        if rest and None not in self.layers:
+            raise ValueError(
+                f"model.attention names no kind for layer {rest[0].start + 1}; leave layers out of "
+                "one entry, which then has the rest"
+            )
+        if not rest and None in self.layers:
+            raise ValueError(
+                f"model.attention names all {num_layers} layers, and an entry without layers "
+                "is left with none; take it out"
+            )
+
+    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
+        """Layers of every kind in turn, as many as there are."""
+        kinds = [each.resized(num_layers, sizes) for each in self.kinds]
+        if num_layers < len(kinds):
+            return kinds[-1]
+        *first, last = kinds
+        layers = (*(str(number) for number in range(1, len(first) + 1)), None)
+        return self.model_copy(update={"kinds": (*first, last), "layers": layers})
+
+    @property
+    def heads(self) -> Heads:
+        """Of the first kind: Megatron-core takes the width of a head alone from it."""
+        return self.kinds[0].heads
+
+    def baseline(self) -> Variant:
+        """The Transformers of all kinds; one Transformer where they are the same."""
+        baselines = tuple(each.baseline() for each in self.kinds)
+        if all(each == baselines[0] for each in baselines):
+            return baselines[0]
+        return self.model_copy(update={"kinds": baselines})
+
+    def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
+        """Those of every kind, once."""
+        sentences = [s for each in self.kinds for s in each.warnings(hidden_size, parameters, lr)]
+        return iter(dict.fromkeys(sentences))
+
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """Our own class, which the export brings along.
+
+        Raises:
+            UserError: the class cannot compute a kind.
+        """
+        entries = []
+        for kind, layers in zip(self.kinds, self.layers, strict=True):
+            described = kind.beside_others.hugging_face(hidden_size)
+            if described.model_type not in EXPORTED:
+                raise UserError(
+                    f"model.attention has layers of kind {kind.kind!r} whose class at Hugging Face "
+                    f"is {described.model_type!r}; an export with layers of several kinds can have "
+                    f"{', '.join(EXPORTED)}"
+                )
+            entries.append({LAYERS: layers, "model_type": described.model_type, **described.config})
+        shared = ("num_attention_heads", "num_key_value_heads")
+        return hf.HuggingFace(
+            "mixed_diff",
+            "MixedDiffForCausalLM",
+            {name: entries[0][name] for name in shared}
+            | {"head_dim": self.head_dim, "layer_kinds": entries},
+            remote_code=True,
+        )
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """As :class:`Variant` says."""
+        from diffmegatron.attention.variants import of_model_type
+
+        kinds = []
+        for entry in config["layer_kinds"]:
+            kind = of_model_type(entry["model_type"])
+            assert kind is not None
+            kinds.append(kind.from_hugging_face({**config, **entry}))
+        return cls(kinds=tuple(kinds), layers=tuple(each[LAYERS] for each in config["layer_kinds"]))
+
+    def layer_rules(
+        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
+    ) -> list[hf.WeightRule]:
+        """Those of the layer's kind, as the class has it."""
+        kind = self.of_layer(layer - 1).beside_others
+        return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
+
+    def of_layer(self, layer: int) -> Variant:
+        """Return the kind of a layer, by its number from 0."""
+        entries = list(zip(self.kinds, self.layers, strict=True))
+        named = (k for k, text in entries if text and any(layer in r for r in _ranges(text)))
+        rest = (kind for kind, text in entries if text is None)
+        return next(named, None) or next(rest)
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """No layer's: ask :meth:`by_kind`."""
+        self._of_a_layer()
+
+    def products(self) -> Products:
+        """No layer's: ask :meth:`by_kind`."""
+        self._of_a_layer()
+
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        """No layer's: ask :meth:`by_kind`."""
+        self._of_a_layer()
+
+    def attend(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        """No layer's: ask :meth:`by_kind`."""
+        self._of_a_layer()
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
+        """No layer's: ask :meth:`by_kind`."""
+        self._of_a_layer()
+
+    def _of_a_layer(self) -> NoReturn:
+        raise NotImplementedError("a pattern has layers of several kinds and is none itself")
+
+
+def _layers_as_text(given: object) -> str | None:
+    if given is None:
+        return None
+    text = str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+    if not isinstance(text, str) or not _RANGES.fullmatch(text):
+        raise ValueError(
+            f"model.attention has layers {clipped(repr(given))}; give numbers from 1, such as 3, "
+            "'5-8' or '1, 5-8'"
+        )
+    return text
+
+
+def _ranges(text: str) -> tuple[range, ...]:
+    """Numbers from 1 as ranges from 0."""
+    ranges = []
+    for each in text.split(","):
+        first, _, last = each.strip().partition("-")
+        ranges.append(range(int(first) - 1, int(last or first)))
+    return tuple(ranges)
+
+
+def _between(taken: Sequence[range], num_layers: int) -> Iterator[range]:
+    """What some ranges leave of all layers."""
+    free = 0
+    for each in sorted(taken, key=lambda each: each.start):
+        if each.start > free:
+            yield range(free, each.start)
+        free = max(free, each.stop)
+    if free < num_layers:
+        yield range(free, num_layers)

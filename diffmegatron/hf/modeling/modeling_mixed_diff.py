@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama whose layers have attention of several kinds: Llama's, grouped differential, DIFF V2.
+
+Needs torch, transformers and the files of these kinds, which travel with the weights.
+"""
+
+from typing import ClassVar
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+
+from .configuration_mixed_diff import MixedDiffConfig
+from .modeling_diff_v2 import DiffV2Attention
+from .modeling_grouped_diff import GroupedDiffAttention, GroupedDiffPreTrainedModel
+
+ATTENTION = {
+    "llama": LlamaAttention,
+    "grouped_diff": GroupedDiffAttention,
+    "diff_v2": DiffV2Attention,
+}
+
+
+class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
+    """What transformers asks about the model; that of grouped attention answers but for these."""
+
+    config_class = MixedDiffConfig  # type: ignore[assignment]
+    _can_record_outputs: ClassVar = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+
+class MixedDiffModel(MixedDiffPreTrainedModel, LlamaModel):
+    """Llama's decoder with the attention that the configuration names for each layer."""
+
+    def __init__(self, config: MixedDiffConfig) -> None:
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = _attention(config, layer_idx)
+        self.post_init()
+
+
+def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
+    own = config.layer_config(layer_idx)
+    attention = ATTENTION[own.model_type](own, layer_idx)
+    for module in attention.modules():
+        # The model's, which changes where another attention function is chosen.
+        if hasattr(module, "config"):
+            module.config = config
+    return attention
+
+
+class MixedDiffForCausalLM(MixedDiffPreTrainedModel, LlamaForCausalLM):
+    """The decoder and the projection to the vocabulary."""
+
+    def __init__(self, config: MixedDiffConfig) -> None:
+        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        PreTrainedModel.__init__(self, config)
+        self.model = MixedDiffModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
