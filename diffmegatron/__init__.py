@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from diffmegatron.errors import UserError
     from diffmegatron.hf.import_model import import_model
     from diffmegatron.plan.summary import plan_recipe
-    from diffmegatron.training.hooks.hook import Hook
+    from diffmegatron.training.hooks.hook import Hook, register_hook
     from diffmegatron.training.monitoring.metrics import read_metrics
     from diffmegatron.training.run import Run
 
@@ -32,6 +32,7 @@ __all__ = [
     "plan_recipe",
     "prepare",
     "read_metrics",
+    "register_hook",
     "train",
 ]
 
@@ -49,6 +50,7 @@ _MODULES = {
     "plan_recipe": "plan.summary",
     "prepare": "data.prepare.prepare",
     "read_metrics": "training.monitoring.metrics",
+    "register_hook": "training.hooks.hook",
     "train": "api",
 }
 

@@ -16,7 +16,7 @@ from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hooks.hook import HOOKS, Hook
 from diffmegatron.training.monitoring.progress import say
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def train(
 
     Args:
         recipe: of :func:`load_recipe`, or the stages of :func:`load_stages` one after the other.
-        hooks: what else is done before training, after every step and after training; the same
-            ones on every rank.
+        hooks: what else is done before training, after every step and after training, by these
+            and then by those of ``register_hook``; the same ones on every rank.
         record: is told every step; for those who start ranks.
 
     Returns:
@@ -56,7 +56,8 @@ def train(
     opener: OpenEvaluators | None = None
     if any(stage.training.evaluate for stage in stages):
         from diffmegatron.evaluation.in_training import open_evaluators as opener
-    return train_stages(stages, record, opener, hooks)
+    registered = [hook() for hook in HOOKS]
+    return train_stages(stages, record, opener, [*hooks, *registered])
 
 
 def export(

@@ -16,6 +16,7 @@ from diffmegatron.evaluation.commands import compare, evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import configs as configs_app
 from diffmegatron.operations.commands import launch, preflight, quickstart, status
+from diffmegatron.own_code import ask_for
 from diffmegatron.user_paths import named_on_the_command_line, print_any_name
 
 app = typer.Typer(
@@ -63,8 +64,16 @@ def _options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit"),
     ] = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE_OR_MODULE",
+            help="Import your own kind of attention or hook first; may be given several times",
+        ),
+    ] = None,
 ) -> None:
-    pass
+    ask_for(imports or [])
 
 
 @app.command()

@@ -9,6 +9,7 @@ from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS, RECIPE, Checkp
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import reason, shown
+from diffmegatron.own_code import NotImportedError
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,15 @@ def one_end(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def is_no_run(path: Path) -> bool:
-    """Whether there is no run in a folder, as in that of a checkpoint."""
+    """Whether there is no run in a folder, as in that of a checkpoint.
+
+    Raises:
+        NotImportedError: the stages of one cannot be read without the code that they name.
+    """
     try:
         stage_folders(path)
+    except NotImportedError:
+        raise
     except UserError:
         return True
     return False
@@ -112,6 +119,8 @@ def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
     """The name of the stage beside it that a stage started from."""
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
+    except NotImportedError:
+        raise
     except UserError:  # of a run whose disk was full, or by hand
         return None
     if start_from is None:

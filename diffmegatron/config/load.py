@@ -20,6 +20,7 @@ from diffmegatron.config.stage_order import STAGES, by_stage, check_follows, rea
 from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.own_code import import_of_recipe, require_imported
 
 COMMAND_LINE = "the command line"
 # Files that a recipe is made of, one counted as often as it is extended.
@@ -108,12 +109,14 @@ def load_resolved(path: Path) -> Recipe:
     """Read what :func:`dump_recipe` wrote: one file, which names no other.
 
     Raises:
-        UserError: it cannot be read, extends another file, has stages, or is no recipe.
+        UserError: it cannot be read, extends another file, has stages, is no recipe, or names
+            imports that nobody asked for in this process.
     """
     values = _read_mapping(path)
     for key in ("extends", "stages"):
         if key in values:
             raise UserError(f"{shown(path)} has {key!r}, which a resolved recipe has not")
+    require_imported(values, shown(path))
     return _validate(values, {}, shown(path))
 
 
@@ -240,7 +243,7 @@ def _overridden(
             nested = {part: nested}
         values = _merged(values, nested)
         origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
-    return _with_files(values, to_plan), origins
+    return _with_files(import_of_recipe(values), to_plan), origins
 
 
 def _with_files(values: Values, to_plan: bool) -> Values:

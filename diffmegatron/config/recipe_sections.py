@@ -1,5 +1,7 @@
 """The sections of a recipe side by side, each checked by itself."""
 
+from pydantic import Field
+
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.optimizer_config import OptimizerConfig
@@ -13,6 +15,9 @@ class RecipeSections(Section):
     """What the checks between sections look at; those that pass them are a ``Recipe``."""
 
     run_dir: PathText
+    imports: tuple[str, ...] = Field(
+        default=(), max_length=64, description="Python files or modules with code of your own"
+    )
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig

@@ -70,7 +70,7 @@ def export_checkpoint(
             raise UserError(
                 f"the exported logits differ from the training network's by "
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
-                f"{out} was not written"
+                f"{out} was not written{_suspicion(recipe)}"
             )
         verified.append(Verified(*difference, tolerance, _why(coarsest)))
 
@@ -93,6 +93,14 @@ def _why(dtype: torch.dtype) -> str:
         return SUMMATION
     name = _NAMES[dtype]
     return f"weights are rounded to {name}, after what is folded into them and not before"
+
+
+def _suspicion(recipe: Recipe) -> str:
+    """Name the likely cause of other logits: an export that was made for another kind."""
+    kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
+    if inherited is None:
+        return ""
+    return f"; kind {kind!r} inherits {inherited}'s export, which computes {inherited!r}"
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:

@@ -25,20 +25,23 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
         step: optimizer steps that they have behind them, which kinds that anneal ask for.
 
     Raises:
-        UserError: the model is not one that the Hugging Face class of its kind computes.
+        UserError: the model is not one that the Hugging Face class of its kind computes, or its
+            kind declares other parameters than its rules of weights have.
     """
     model.attention.hugging_face(model.hidden_size)
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]
     for layer in range(model.num_layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        rules += model.attention.layer_rules(
+        attention = model.attention.layer_rules(
             f"{ours}.self_attention",
             f"{theirs}.self_attn",
             model.hidden_size,
             layer=layer + 1,
             step=step,
         )
+        _check_own_parameters(model, attention, f"{ours}.self_attention")
+        rules += attention
         rules += _mlp(model, f"{ours}.mlp", f"{theirs}.mlp")
         rules += [
             _same(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", norm),
@@ -48,6 +51,26 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     if not model.tied_embeddings:
         rules.append(_vocabulary(model, "output_layer", "lm_head"))
     return tuple(rules)
+
+
+def _check_own_parameters(model: ModelConfig, rules: list[WeightRule], ours: str) -> None:
+    """Refuse rules of another kind, which know nothing of a parameter that this one declares.
+
+    Raises:
+        UserError: a declared parameter is in no rule, with the kind whose rules these are.
+    """
+    attention = model.attention
+    known = {name for rule in rules for name in rule.ours}
+    own = [each.name for each in attention.parameters(model.hidden_size)]
+    if left_out := [name for name in own if f"{ours}.{name}" not in known]:
+        raise UserError(
+            f"kind {attention.kind!r} {_whose(attention.inherited_export)} without its parameter "
+            f"{', '.join(left_out)}; give the kind hugging_face and weight_rules with it"
+        )
+
+
+def _whose(inherited: str | None) -> str:
+    return "has weight_rules" if inherited is None else f"inherits {inherited}'s export"
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from diffmegatron.operations.cluster import Cluster, Container
+from diffmegatron.own_code import asked_variables
 
 # What a launch keeps in run_dir: the file, Slurm's number of the job, and of a stage its recipe.
 JOB_FILE = "job.sh"
@@ -58,7 +59,10 @@ def job_file(job: Job) -> str:
         "# Written by diffmegatron launch. Submit it again: sbatch THIS_FILE",
         *(f"#SBATCH --{option}" for option in _options(job)),
         *cluster.setup,
-        *(f"export {name}={shlex.quote(text)}" for name, text in cluster.environment.items()),
+        *(
+            f"export {name}={shlex.quote(text)}"
+            for name, text in (cluster.environment | asked_variables()).items()
+        ),
         # What a job sees of the submitting shell is no matter of its ranks: they see the job's.
         "export SRUN_EXPORT_ENV=ALL",
         f"within=({shlex.join(_within(cluster.container))})",

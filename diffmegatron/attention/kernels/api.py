@@ -60,7 +60,8 @@ def diff_attention(
         q2: `[b, s, h / r, d]`, same dtype and device; r = 1 is the ungrouped kind.
         k1, k2: `[b, t, h_kv, d]`, likewise; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`, likewise.
-        lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual).
+        lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual). One
+            per head, or per token and head, is `diff_attention_v2`'s.
         causal: hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".

@@ -88,7 +88,8 @@ def check_lambda(lambda_: Tensor, like: Tensor) -> None:
     if lambda_.dim() != 0 or not lambda_.is_floating_point():
         raise ValueError(
             f"lambda_ has shape {shape_of(lambda_)} and dtype {lambda_.dtype}; "
-            "it must be a 0-dim floating-point tensor"
+            "it must be a 0-dim floating-point tensor; for one per head, or per token and head, "
+            "call diff_attention_v2 with lambda_ [b, s, h]"
         )
     if lambda_.device != like.device:
         raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {like.device}")

@@ -378,6 +378,17 @@ class Variant(Section, ABC):
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
         """The lines of the weight table of a layer's attention, by its name on either side."""
 
+    @property
+    def inherited_export(self) -> str | None:
+        """The kind whose ``hugging_face`` or ``weight_rules`` this one has taken over, if any."""
+        rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
+        for name in (rules, "hugging_face"):
+            owner = next(each for each in type(self).__mro__ if name in vars(each))
+            if owner is not type(self):
+                field = owner.model_fields["kind"] if issubclass(owner, Variant) else None
+                return None if field is None else str(field.default)
+        return None
+
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:

@@ -24,3 +24,17 @@ class Hook:
 
     def after_training(self, run: "Run") -> None:
         """The last step is done, or the run was asked to stop; not after an exception."""
+
+
+HOOKS: list[type[Hook]] = []
+"""Those of imported code, in the order of their registration."""
+
+
+def register_hook(hook: type[Hook]) -> type[Hook]:
+    """Have every run call a hook, which is made without arguments; may decorate the class.
+
+    For code that ``--import`` or a recipe's ``imports`` names: there nobody gives ``train`` hooks.
+    """
+    if hook not in HOOKS:
+        HOOKS.append(hook)
+    return hook

@@ -1,0 +1,168 @@
+"""A kind of attention and a hook of a user's own file, in every command that is asked."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffmegatron import own_code
+from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.errors import UserError
+from diffmegatron.training.hooks import hook
+from diffmegatron.training.monitoring.metrics import read_metrics
+from tests.conftest import TINY
+from tests.paths import ROOT
+from tests.robustness.bad_paths import CLUSTER, run
+
+PAGE = (ROOT / "docs/variants.md").read_text()
+(EXAMPLE,) = re.findall(r"^```python\n(# my_attention\.py\n.*?)^```", PAGE, re.S | re.M)
+KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Makes this process one that has imported nothing; called again, another one."""
+    kinds, modules = dict(VARIANTS), set(sys.modules)
+
+    def forget() -> None:
+        VARIANTS.clear()
+        VARIANTS.update(kinds)
+        hook.HOOKS.clear()
+        for name in [each for each in sys.modules if each.startswith("my_attention")]:
+            del sys.modules[name]
+        monkeypatch.delenv(own_code.IMPORTS, raising=False)
+
+    yield forget
+    forget()
+    assert {each for each in sys.modules if "my_attention" in each} <= modules
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "my_attention.py"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def command(*words: object) -> str:
+    """What a command that ends well writes."""
+    status, out, err = run([str(word) for word in words])
+    assert status == 0, f"{status} {err}"
+    return out
+
+
+def refused(*words: object) -> str:
+    status, _, err = run([str(word) for word in words])
+    assert status == 2, f"{status} {err}"
+    return err
+
+
+def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = TINY.format(run_dir="run", corpus=corpus).replace("steps: 20", "steps: 3")
+    Path("tiny.yaml").write_text(text)
+    Path("cluster.yaml").write_text(CLUSTER)
+    process()
+    assert "model.attention.kind is 'gained'" in refused("plan", "tiny.yaml", KIND)
+    asked = ("--import", own.name)
+    process()
+    assert "gained attention: 4 heads" in command(*asked, "plan", "tiny.yaml", KIND)
+    process()
+    command(*asked, "train", "tiny.yaml", KIND)
+    assert [e["my/gain"] for e in read_metrics(Path("run")) if "my/gain" in e][-1] != 1
+    checkpoint = "run/checkpoints/step_00000003"
+    for folder in ("run", checkpoint):
+        assert yaml.safe_load(Path(folder, "recipe.yaml").read_text())["imports"] == [str(own)]
+
+    # Neither does whoever reads the run run its code unasked, nor does it stay unread.
+    readers = [
+        ("export", "run", "hf"),
+        ("compare", "run", "--out", "compared"),
+        ("checkpoint", "inspect", checkpoint),
+        ("status", "run"),
+        ("evaluate", "run", "--suite", "loss", "--data", "text.txt", "--out", "eval"),
+    ]
+    Path("text.txt").write_text("some words of a text. " * 20)
+    for words in readers:
+        process()
+        assert f"give diffmegatron --import {own} before the command" in refused(*words)
+        assert not any(name.startswith("my_attention") for name in sys.modules)
+        process()
+        command(*asked, *words)
+
+    # A job of another shell is told too; a recipe may say it instead.
+    process()
+    script = command(*asked, "launch", "tiny.yaml", KIND, "run_dir=other", "--nodes", "2",
+                     "--cluster", "cluster.yaml", "--dry-run")  # fmt: skip
+    assert f"export {own_code.IMPORTS}={own}" in script
+    process()
+    monkeypatch.setenv(own_code.IMPORTS, str(own))
+    assert "gained attention" in command("plan", "tiny.yaml", KIND)
+    process()
+    Path("tiny.yaml").write_text(f"{text}\nimports: [./my_attention.py]\n")
+    assert "gained attention" in command("plan", "tiny.yaml", KIND)
+    # The code of the recipe is asked for by giving the recipe: its own checkpoints are read.
+    process()
+    command("train", "tiny.yaml", KIND, "training.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import no_such_module\n", "at line 1: ModuleNotFoundError: No module named"),
+        ("x = 1\nif:\n", "at line 2: SyntaxError"),
+        ("\n\n1 / 0\n", "at line 3: ZeroDivisionError"),
+        (EXAMPLE.replace('"gained"', '"diff_v1"'), "ValueError: attention kind 'diff_v1' is"),
+    ],
+)
+def test_code_that_fails_is_a_sentence_with_its_line(content, said, tmp_path, process):
+    process()
+    path = tmp_path / "my_attention_bad.py"
+    path.write_text(content)
+    assert said in refused("--import", path, "doctor")
+    assert not any(name.startswith("my_attention") for name in sys.modules)
+
+
+def test_what_is_no_code_is_refused(tmp_path, process):
+    process()
+    os.mkfifo(tmp_path / "fifo.py")
+    assert "is a FIFO" in refused("--import", tmp_path / "fifo.py", "doctor")
+    assert "cannot read" in refused("--import", "no_such.py", "doctor")
+    assert "No module named 'no_such'" in refused("--import", "no_such", "doctor")
+    (tmp_path / "text").write_text("")
+    assert "is not a Python file" in refused("--import", tmp_path / "text", "doctor")
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path, process):
+    process()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_attention.py").write_text(f"NAME = {name!r}\n")
+        own_code.import_code(str(tmp_path / name / "my_attention.py"))
+    found = [sys.modules[each].NAME for each in sys.modules if each.startswith("my_attention_")]
+    assert sorted(found) == ["a", "b"]
+
+
+def test_an_inherited_export_that_does_not_fit_says_whose_it_is(tiny_recipe, process):
+    from diffmegatron.attention.variants.base import Constant, Parameter
+    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.hf.weight_mapping import table
+
+    class Shifted(DiffV1):
+        kind: str = "shifted"
+
+        def parameters(self, hidden_size):
+            return (
+                *super().parameters(hidden_size),
+                Parameter("shift", (4,), Constant(0.0), "norm"),
+            )
+
+    model = tiny_recipe().model
+    attention = Shifted(**model.attention.model_dump(exclude={"kind"}))
+    with pytest.raises(UserError, match=r"inherits diff_v1's export without .* shift"):
+        table(model.model_copy(update={"attention": attention}))
+    assert attention.inherited_export == "diff_v1"
+    assert model.attention.inherited_export is None
