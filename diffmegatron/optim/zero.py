@@ -262,6 +262,8 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
+        # From the third step on it would wait for the device around every microbatch.
+        "timers": {"throughput": {"enabled": False}},
         # GatedAdamW is AdamW, but not the class that DeepSpeed knows by name.
         "zero_allow_untested_optimizer": True,
     }

@@ -1,0 +1,49 @@
+"""The trainer on a simulated GPU: metrics, held-out loss, saves in the background, resume."""
+
+import json
+
+import pytest
+
+from tests.conftest import TINY
+from tests.simulated_cuda.library import UnavailableError
+from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
+
+RUN = "tests.simulated_cuda.training:run_training"
+COMMON = ("training.precision=bf16", "checkpoint.interval=2")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("simulated") / "run"
+
+
+@pytest.fixture(scope="module")
+def results(run_dir, corpus) -> list[Recording | SimulationError]:
+    """A run of four steps, and its resumption to six."""
+    recipe = run_dir.parent / "tiny.yaml"
+    recipe.write_text(TINY.format(run_dir=run_dir, corpus=corpus))
+    cases = [
+        Case(str(recipe), 1, (*COMMON, "training.steps=4", "training.eval_interval=2"), run=RUN),
+        Case(str(recipe), 1, (*COMMON, "training.steps=6"), run=RUN),
+    ]
+    try:
+        return try_simulate(cases)
+    except UnavailableError as error:
+        pytest.skip(f"CUDA cannot be simulated: {error}")
+
+
+@pytest.mark.parametrize(("number", "steps"), [(0, [1, 4]), (1, [5, 6])])
+def test_a_run_finishes_and_waits_for_the_device_where_a_step_may(number, steps, results):
+    """DeepSpeed's timer waited around every microbatch from the third step on."""
+    if isinstance(results[number], SimulationError):
+        raise results[number]
+    assert results[number].outcome == {"finished": True, "steps": steps}
+    assert any("agree" in place for place in results[number].waits)
+
+
+def test_a_run_leaves_checkpoints_and_metrics(results, run_dir):
+    folders = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert folders[-1] == "step_00000006"
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {name for entry in entries for name in entry}
+    assert {"train/loss", "train/grad_norm"} <= names

@@ -1,0 +1,49 @@
+"""The whole trainer: data, steps, hooks, held-out loss, saves in the background, resume.
+
+Suites within training (``training.evaluate``) are not simulated: they select by values.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.training import trainer
+from diffmegatron.training.saving import saver
+from diffmegatron.training.training_stages import train_stages
+from tests.simulated_cuda.recorder import Recorder
+from tests.simulated_cuda.recording import Case
+
+
+def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
+    """Train a recipe to its end, or resume it; steps are the phase "step".
+
+    Returns:
+        Whether the run finished, and the first and the last step that was done.
+    """
+    train_step, write_pieces, steps = trainer.train_step, saver.write_pieces, []
+
+    def record_step(run: Any) -> None:
+        with recorder.phase("step", is_step=True):
+            train_step(run)
+        steps.append(run.step)
+
+    def write_zeros(path: Path, tensors: Mapping[str, Tensor], description: str) -> Any:
+        # The thread that writes must not touch fake tensors: their mode serves one thread.
+        return write_pieces(path, {n: _zeros(x) for n, x in tensors.items()}, description)
+
+    trainer.train_step, saver.write_pieces = record_step, write_zeros
+    finished = train_stages([recipe])
+    return {"finished": finished, "steps": [steps[0], steps[-1]] if steps else []}
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, FakeTensor):  # random states
+        return tensor
+    name = str(tensor.dtype).removeprefix("torch.")
+    return torch.from_numpy(np.zeros(tuple(tensor.shape), dtype=name))
