@@ -26,7 +26,8 @@ shell, for people: ``python -m tests.simulated_cuda RECIPE --gpus 64 [OVERRIDE .
 | ``device.py``, ``device_library.cpp``, ``library.py`` | what replaces CUDA, Triton and NCCL |
 | ``recorder.py`` | allocations, collectives, launches and waits of one case |
 | ``checks.py``, ``waits.py`` | what is refused |
-| ``step.py`` | what a case runs: training steps |
+| ``step.py``, ``training.py`` | what a case runs: training steps, or the whole trainer |
+| ``recipes.py`` | every recipe of ``configs/`` at its true depth, by hand |
 
 The replacements end with the process that :func:`simulate` starts: no other test sees them.
 """

@@ -1,0 +1,121 @@
+"""Run every recipe of ``configs/`` at its true depth: ``python -m tests.simulated_cuda.recipes``.
+
+Two steps of one microbatch (in a pipeline as many as it has stages), as the first rank and, in a
+pipeline, as ranks of a stage in the middle and of the last. Writes what each took to
+``benchmarks/results/simulated_cuda.json``; takes some ten minutes of a core.
+"""
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.errors import UserError
+from tests.paths import CONFIGS, ROOT
+from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
+
+RESULTS = ROOT / "benchmarks" / "results" / "simulated_cuda.json"
+# Where the name of a recipe gives no number of GPUs.
+GPUS = 64
+# Cases of one process, after which the results are written.
+TOGETHER = 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulated_cuda.recipes",
+        description=f"Simulate every recipe at its true depth; write {RESULTS.relative_to(ROOT)}.",
+    )
+    parser.add_argument("--only", default="", help="recipes whose path contains this")
+    only = parser.parse_args().only
+    rows: list[dict[str, object]] = []
+    cases: list[Case] = []
+    for path in recipes():
+        if only not in str(path):
+            continue
+        try:
+            cases += cases_of(path)
+        except UserError as error:
+            rows.append({"recipe": shown(path), "not_run": str(error)})
+    for begin in range(0, len(cases), TOGETHER):
+        some = cases[begin : begin + TOGETHER]
+        rows += [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]
+        write(rows)
+
+
+def recipes() -> Iterator[Path]:
+    """The recipes of ``configs/`` that train something, those at scale first."""
+    folders = ("at_scale", ".", "scaling", "dex")
+    for folder in folders:
+        yield from sorted((CONFIGS / folder).glob("*.yaml"))
+
+
+def cases_of(path: Path) -> Iterator[Case]:
+    """The ranks to run of a recipe.
+
+    Raises:
+        UserError: the recipe cannot be read, or does not fit the number of GPUs.
+    """
+    recipe = load_recipe(path)
+    found = re.search(r"_(\d+)gpus", path.name)
+    gpus = int(found[1]) if found else GPUS
+    while gpus > 1 and not fits(recipe, gpus):
+        gpus //= 2
+    recipe.num_microbatches(gpus)
+    stages = recipe.parallel.pipeline
+    for stage in sorted({0, stages // 2, stages - 1}):
+        # Megatron-core places the pipeline's stages last.
+        yield Case(shown(path), gpus, rank=stage * (gpus // stages), microbatches=stages)
+
+
+def fits(recipe: object, gpus: int) -> bool:
+    try:
+        recipe.num_microbatches(gpus)  # type: ignore[attr-defined]
+    except UserError:
+        return False
+    return True
+
+
+def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
+    """What the results say of a case."""
+    head = {"recipe": case.recipe, "gpus": case.world_size, "rank": case.rank}
+    if isinstance(result, SimulationError):
+        return head | {"error": str(result).rstrip().splitlines()[-1]}
+    step = [each for each in result.collectives if each.phase in ("forward_backward", "update")]
+    sent: Counter[str] = Counter()
+    for each in step:
+        sent[each.group] += round(each.sent)
+    return head | {
+        "microbatches": case.microbatches,
+        "updates_applied": all(result.outcome["applied"]),
+        "parameters": result.outcome["parameters"],
+        "held": result.held.components,
+        "peak": result.peak.total,
+        "peak_by_component": result.peak.components,
+        "update": result.peaks["update"].total,
+        "sent_by_group": {group: size for group, size in sent.items() if size},
+        "collectives": sum(each.count for each in step),
+        "kernels": sum(
+            each.count for each in result.launches if each.phase in ("forward_backward", "update")
+        ),
+        "waits": result.waits,
+    }
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def write(rows: list[dict[str, object]]) -> None:
+    """Write all rows, one a line; waits are of both steps, the rest of the second."""
+    versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
+    lines = ",\n ".join(json.dumps(each) for each in rows)
+    RESULTS.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n {lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

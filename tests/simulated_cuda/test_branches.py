@@ -1,0 +1,87 @@
+"""Every branch of the package for CUDA is listed, with how it is entered or why it is not."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.paths import ROOT
+
+PACKAGE = ROOT / "diffmegatron"
+STEP = "test_faults.py and test_mutations.py: steps on simulated GPUs"
+TRAINER = "test_trainer.py: the trainer on a simulated GPU"
+HARDWARE = "a GPU only: it measures or describes the device, or computes values"
+
+# By file and function of a test for CUDA, a device type or a tensor's device.
+ENTERED = {
+    "attention/kernels/resolve_backend.py:_complaint": STEP,
+    "attention/kernels/triton/kernel_launch.py:on_device": STEP,
+    "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
+    "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
+    "attention/kernels/wrappers/sdpa.py:_flash_gradients": STEP + ", on a ring",
+    "attention/layer_specs.py:available_host": STEP,
+    "model/build.py:transformer_config": STEP,
+    "model/language_model_loss.py:_has_kernel": STEP,
+    "optim/zero.py:engine_config": STEP + ", offloaded",
+    "optim/zero.py:import_deepspeed": STEP,
+    "parallel/cpu.py:without_cuda": STEP,
+    "parallel/default_group.py:default_group": STEP,
+    "parallel/default_group.py:own_device": STEP,
+    "parallel/random.py:random_states": TRAINER,
+    "training/monitoring/observations.py:device_name": TRAINER,
+    "training/monitoring/observations.py:peak_memory": TRAINER,
+    "training/saving/snapshot.py:HostCopy.take": TRAINER,
+    "parallel/deterministic.py:deterministic_algorithms": "python -m tests.simulated_cuda, by hand",
+    "training/compute/offload.py:offloaded_activations": "python -m tests.simulated_cuda, by hand",
+    "attention/kernels/wrappers/flex.py:_flex_attention": "python -m tests.simulated_cuda, by hand",
+}
+NOT_ENTERED = {
+    "attention/kernels/resolve_backend.py:backend_table": "prints; the CPU's table is tested",
+    "attention/kernels/wrappers/flex.py:diff_attention": "block sizes by the card's capability",
+    "doctor.py:_gpus": HARDWARE,
+    "doctor.py:_missing": HARDWARE,
+    "doctor.py:_ranks_talk_by": HARDWARE,
+    "evaluation/model.py:Model.network": HARDWARE,
+    "evaluation/run_report.py:write_report": HARDWARE,
+    "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
+    "evaluation/suites/throughput.py:_wait": HARDWARE,
+    "operations/preflight.py:_product_seconds": HARDWARE,
+    "operations/preflight.py:_seconds": HARDWARE,
+    "operations/preflight.py:_together": HARDWARE,
+    "operations/quickstart.py:overrides": "the precision of the quickstart on a GPU",
+    "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
+    "training/hooks/profile_hook.py:ProfileHook._begin_if_due": HARDWARE,
+    "training/hooks/profile_hook.py:ProfileHook._end": HARDWARE,
+}
+
+
+def test_every_branch_for_cuda_is_listed():
+    found = {f"{path}:{function}" for path, function in branches()}
+    listed = ENTERED.keys() | NOT_ENTERED.keys()
+    assert sorted(found - listed) == [], "say how it is entered, or why it is not"
+    assert sorted(listed - found) == [], "it is there no more"
+    assert ENTERED.keys().isdisjoint(NOT_ENTERED)
+
+
+def branches() -> Iterator[tuple[str, str]]:
+    """Files of the package, and functions in them that ask for CUDA."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for function in _functions(ast.parse(path.read_text()), ""):
+            yield str(path.relative_to(PACKAGE)), function
+
+
+def _functions(node: ast.AST, name: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        inner = name
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{name}.{child.name}".lstrip(".")
+        if _asks_for_cuda(child):
+            yield name
+        yield from _functions(child, inner)
+
+
+def _asks_for_cuda(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        values = (node.left, *node.comparators)
+        return any(isinstance(x, ast.Constant) and x.value == "cuda" for x in values)
+    return isinstance(node, ast.Attribute) and (
+        node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda.is_available"
+    )
