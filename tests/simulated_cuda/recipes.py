@@ -40,7 +40,7 @@ def main() -> None:
         try:
             cases += cases_of(path)
         except UserError as error:
-            rows.append({"recipe": shown(path), "not_run": str(error)})
+            rows.append({"recipe": shown(path), "not_run": str(error).replace(f"{ROOT}/", "")})
     for begin in range(0, len(cases), TOGETHER):
         some = cases[begin : begin + TOGETHER]
         rows += [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]

@@ -40,6 +40,8 @@ NOT_ENTERED = {
     "doctor.py:_missing": HARDWARE,
     "doctor.py:_ranks_talk_by": HARDWARE,
     "evaluation/model.py:Model.network": HARDWARE,
+    "evaluation/results.py:_described": HARDWARE,
+    "evaluation/results.py:_made": HARDWARE,
     "evaluation/run_report.py:write_report": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,
