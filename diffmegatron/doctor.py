@@ -190,8 +190,14 @@ def _attention_choices() -> Iterator[Finding]:
 def _attention_backends() -> Iterator[Finding]:
     from diffmegatron.attention.kernels.api import backend_table
 
+    without_cuda = []
     for name, can_run, why in backend_table("differential", head_dim=HEAD_DIM):
-        yield Finding(name, "can run" if can_run else "cannot run", why)
+        if not can_run and why.startswith("needs a cuda device"):
+            without_cuda.append(name)
+        else:
+            yield Finding(name, "can run" if can_run else "cannot run", why)
+    if without_cuda:
+        yield Finding(", ".join(without_cuda), "cannot run", "need a CUDA device")
 
 
 def _cl100k() -> tuple[Finding, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import ACCELERATORS, peak_memory
 from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
 from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
-from diffmegatron.plan.tables import print_assumptions
+from diffmegatron.plan.tables import duration, print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
 from diffmegatron.section import divisors
 
@@ -85,7 +85,7 @@ def print_search(
     title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("", "TP", "CP", "PP", "DP", "ZeRO", "recompute", "batch", "GiB", "bubble", "step")
-    for name in (*columns, "days"):
+    for name in (*columns, "the run"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, candidate in enumerate(shown, 1):
         table.add_row(str(number), *_cells(candidate))
@@ -118,7 +118,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
         f"{candidate.peak / GIB:.1f}",
         f"{time.bubble:.0%}",
         f"{time.step:.2f} s",
-        f"{time.days:.2f}",
+        duration(time.days),
     )
 
 

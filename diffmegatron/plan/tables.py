@@ -11,6 +11,9 @@ from diffmegatron.model.accounting import StageMemory
 from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
+_SECONDS_PER_DAY = 86_400
+# Of a recipe that is sized for a CPU.
+_SHORT_RUN_SECONDS = 60
 TRAFFIC = {
     "tensor": "tensor parallel",
     "context": "context parallel",
@@ -45,9 +48,16 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         console.print(_memory_table(plan))
     if _TRAFFIC not in same:
         console.print(_traffic_table(plan))
-    console.print(_time_table(plan))
-    if _ASSUMPTIONS not in same:
-        print_assumptions(plan.assumptions, console)
+    if plan.time.days * _SECONDS_PER_DAY < _SHORT_RUN_SECONDS:
+        console.print(
+            f"The run would take less than a minute on {plan.time.hardware}, where starting up is "
+            "most of it; no time is estimated, nor that of a CPU.",
+            soft_wrap=True,
+        )
+    else:
+        console.print(_time_table(plan))
+        if _ASSUMPTIONS not in same:
+            print_assumptions(plan.assumptions, console)
     for warning in plan.warnings:
         if previous is None or warning not in previous.warnings:
             console.print(Text.assemble(("warning: ", "yellow"), warning))
@@ -168,7 +178,7 @@ def _time_table(plan: Plan) -> Table:
         ("step", _seconds(time.step)),
         ("tokens per second", f"{time.tokens_per_second:,.0f}"),
         ("model FLOPs utilization", f"{time.utilization:.0%}"),
-        ("the run", _duration(time.days)),
+        ("the run", duration(time.days)),
     ]
     return _table(f"Time on {time.hardware} (estimate)", ("per step", ""), rows, totals)
 
@@ -211,10 +221,11 @@ def _baseline(plan: Plan) -> str:
     )
 
 
-def _duration(days: float) -> str:
+def duration(days: float) -> str:
+    """Return a time in the unit that fits it: days, hours or seconds."""
     if days >= 2:
         return f"{days:.1f} days"
-    return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(86400 * days)
+    return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(_SECONDS_PER_DAY * days)
 
 
 def _seconds(seconds: float) -> str:
