@@ -29,8 +29,8 @@ ENTERED = {
     "training/monitoring/observations.py:device_name": TRAINER,
     "training/monitoring/observations.py:peak_memory": TRAINER,
     "training/saving/snapshot.py:HostCopy.take": TRAINER,
-    "parallel/deterministic.py:deterministic_algorithms": "python -m tests.simulated_cuda, by hand",
-    "training/compute/offload.py:offloaded_activations": "python -m tests.simulated_cuda, by hand",
+    "parallel/deterministic.py:deterministic_algorithms": "test_kinds.py",
+    "training/compute/offload.py:offloaded_activations": "test_kinds.py",
     "attention/kernels/wrappers/flex.py:_flex_attention": "python -m tests.simulated_cuda, by hand",
 }
 NOT_ENTERED = {

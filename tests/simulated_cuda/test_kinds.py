@@ -1,0 +1,50 @@
+"""Kinds of attention, layouts and settings whose steps run on a simulated GPU, two layers each."""
+
+import pytest
+
+from tests.simulated_cuda.library import UnavailableError
+from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
+
+SMALL = ("model.num_layers=2", "training.seq_length=512")
+LONG = ("model.num_layers=2", "training.seq_length=4096")
+V1 = "configs/at_scale/diff_3b_64gpus.yaml"
+LORA = ("model.lora={rank: 8, alpha: 16}",)
+CASES = {
+    "v1 by Triton": Case(V1, 64, (*SMALL, "training.attention_backend=triton")),
+    "v2": Case("configs/at_scale/diff_v2_3b_64gpus.yaml", 64, SMALL),
+    "grouped": Case("configs/at_scale/grouped_3b_64gpus.yaml", 64, SMALL),
+    "softmax": Case("configs/at_scale/transformer_3b_64gpus.yaml", 64, SMALL),
+    "ulysses": Case("configs/at_scale/diff_v2_3b_64k_64gpus.yaml", 64, LONG, rank=3),
+    "all-gather": Case(
+        "configs/at_scale/diff_3b_64k_64gpus.yaml",
+        64,
+        (*LONG, "parallel.context_communication=all_gather"),
+        rank=3,
+    ),
+    "last stage": Case(
+        "configs/at_scale/diff_6.8b_64gpus.yaml",
+        64,
+        ("model.num_layers=8", "training.seq_length=512"),
+        rank=63,
+        microbatches=4,
+    ),
+    "recomputed": Case(V1, 64, (*SMALL, "recompute.granularity=full")),
+    "deterministic": Case(V1, 64, (*SMALL, "training.deterministic=true")),
+    "offloaded activations": Case(V1, 64, (*SMALL, "training.offload_activations=true")),
+    "lora": Case("configs/continue_llama_3.2_1b.yaml", 8, (*SMALL, *LORA)),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    try:
+        return dict(zip(CASES, try_simulate(list(CASES.values())), strict=True))
+    except UnavailableError as error:
+        pytest.skip(f"CUDA cannot be simulated: {error}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_applied(name, results):
+    if isinstance(results[name], SimulationError):
+        raise results[name]
+    assert results[name].outcome["applied"] == [True, True]
