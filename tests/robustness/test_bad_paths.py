@@ -1,10 +1,12 @@
 """Every command with every kind of bad path: a result or one sentence, never half of an output."""
 
 import errno
+import json
 import os
 
 import pytest
 
+from tests.paths import ROOT
 from tests.robustness.bad_paths import KINDS, make_inputs, places, run, try_kind
 
 
@@ -45,3 +47,12 @@ def test_a_full_disk_may_have_space_later(monkeypatch, tmp_path):
     monkeypatch.setattr("diffmegatron.operations.recipes.copy", fails)
     status, _, err = run(["configs", "copy", "quickstart", str(tmp_path)])
     assert status == 69 and err == f"error: cannot use {tmp_path}/full: No space left on device\n"
+
+
+def test_the_committed_counts_are_of_every_place_and_kind():
+    """``tests/robustness/count.py`` is to be run again when a command has been added."""
+    counts = json.loads((ROOT / "benchmarks/results/bad_paths.json").read_text())
+    number = len(list(places()))
+    assert counts == {
+        kind.__name__.replace("_", " "): {"tried": number, "held": number} for kind in KINDS
+    }
