@@ -52,8 +52,9 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
     }
     parts = [f"# {study.title}", _NOTE, markdown_table(runs_table(reported))]
     for measure in study.compared:
-        table = measure_table(study, reported, measure)
-        parts += [f"## {measure}", markdown_table(table)]
+        if any(values_by_seed(lines, measure) for lines in reported.values()):
+            table = measure_table(study, reported, measure)
+            parts += [f"## {measure}", markdown_table(table)]
     if study.choice is not None:
         parts += [f"## Choice of {study.choice.key}", markdown_table(choice_table(study, by_run))]
     environments = {tuple(line["environment"].items()) for line in by_run.values()}
