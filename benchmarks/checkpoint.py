@@ -28,6 +28,7 @@ from diffmegatron.checkpoint.checkpoint_format import Position, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.files import HeldFolder
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Guard
@@ -96,7 +97,10 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir()
     store = CheckpointStore(run_dir)
-    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+    with (
+        HeldFolder(run_dir) as held,
+        process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
+    ):
         network = build_model(recipe, parallel_state)
         shards = parameter_shards(network)
         engine = ZeroEngine(network, recipe, parallel_state)
@@ -113,7 +117,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             steps = [step() for _ in range(8)][3:]
             guard_seconds = guard_cost(engine, guard, batches, parallel_state)
             before = peak_memory()
-            saver = Saver(store, engine, shards, recipe, parallel_state, None)
+            saver = Saver(store, engine, shards, recipe, parallel_state, None, held)
             # The first save makes the buffers and tells the size.
             first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
             size = int(first["ckpt/bytes"])
@@ -163,9 +167,10 @@ def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no
 def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """Seconds of what a step has because of the guard: the pass over the gradients, the rest."""
     passes, rests = [], []
+    device = parallel_state.device
     for _ in range(7):
         loss = forward_backward(engine, batches, parallel_state)
-        passes.append(timed(lambda: held_norms(engine._partition, engine.network)))
+        passes.append(timed(lambda: held_norms(engine._partition, engine.network, device)))
         norm = torch.tensor(1.0)
         rests.append(timed(lambda: decide(guard, loss, norm, parallel_state)))  # noqa: B023
         engine.step(1e-3, lambda _: False)
