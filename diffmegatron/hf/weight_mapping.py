@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from diffmegatron.attention.variants.base import Variant
 from diffmegatron.attention.variants.hugging_face import Rearrange, Shapes, WeightRule, same
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
@@ -40,7 +41,9 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
             layer=layer + 1,
             step=step,
         )
-        _check_own_parameters(model, attention, f"{ours}.self_attention")
+        _check_own_parameters(
+            model.attention.of_layer(layer), model.hidden_size, attention, f"{ours}.self_attention"
+        )
         rules += attention
         rules += _mlp(model, f"{ours}.mlp", f"{theirs}.mlp")
         rules += [
@@ -53,15 +56,16 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     return tuple(rules)
 
 
-def _check_own_parameters(model: ModelConfig, rules: list[WeightRule], ours: str) -> None:
+def _check_own_parameters(
+    attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
+) -> None:
     """Refuse rules of another kind, which know nothing of a parameter that this one declares.
 
     Raises:
         UserError: a declared parameter is in no rule, with the kind whose rules these are.
     """
-    attention = model.attention
     known = {name for rule in rules for name in rule.ours}
-    own = [each.name for each in attention.parameters(model.hidden_size)]
+    own = [each.name for each in attention.parameters(hidden_size)]
     if left_out := [name for name in own if f"{ours}.{name}" not in known]:
         raise UserError(
             f"kind {attention.kind!r} {_whose(attention.inherited_export)} without its parameter "

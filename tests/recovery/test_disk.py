@@ -168,8 +168,9 @@ def test_a_run_whose_run_dir_goes_ends_at_its_next_save(go, call, tiny_recipe, m
     recipe = tiny_recipe(*SHORT)
     run = Path(recipe.run_dir)
     interrupted(monkeypatch, **{f"call_{call}": lambda: go(run)})
-    step = min(s for s in (4, 8, 12) if s >= call)
-    said = f"^run_dir {run} was moved, removed .*; step {step} could not be saved; put it back"
+    # The save of step 4 may still be written at call 6 and fail; then the run ends at that step.
+    steps = "6|8" if call == 6 else min(s for s in (4, 8, 12) if s >= call)
+    said = f"^run_dir {run} was moved, removed .*; step ({steps}) could not be saved; put it back"
     with pytest.raises(UserError, match=said):
         train(recipe)
     assert not (run / "checkpoints").exists()

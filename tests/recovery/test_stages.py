@@ -246,7 +246,7 @@ def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_
         ("[{name: ..}]", "each with a name"),
         ("[{name: .hidden}]", "no '-' or '.' first"),
         ("[{name: -rf}]", "no '-' or '.' first"),
-        ("[{name: checkpoints}]", "none of checkpoints, events, lock"),
+        ("[{name: checkpoints}]", "none of attempts, checkpoints, events"),
         (f"[{{name: {65 * 'a'}}}]", "up to 64 letters"),
         (f"[{', '.join(f'{{name: s{i}}}' for i in range(65))}]", "a list of 1 to 64 mappings"),
         ("[]", "stages is \\[\\]; it takes a list of 1 to 64"),

@@ -102,11 +102,11 @@ def two_calls(sizes: Sizes) -> int:
 
 
 def four_calls(sizes: Sizes) -> int:
-    """As two calls, with every log-sum-exp twice, and of V's halves a copy for each map.
+    """As two calls, with every log-sum-exp twice, and a copy of V's halves that both maps share.
 
     The second output's halves are put together in a tensor of its own, even in float32.
     """
-    values = 2 * sizes.element * 2 * sizes.head_dim * sizes.kv_heads
+    values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
     return two_calls(sizes) + joined + log_sum_exps(sizes) + values
 

@@ -116,10 +116,13 @@ class Manifest(Section):
         rest = self.model_dump_json(exclude={"checksum"}, exclude_defaults=True)
         return hashlib.sha256(rest.encode()).hexdigest()
 
+    def sealed(self) -> Self:
+        """Return the manifest with the checksum of what it holds."""
+        return self.model_copy(update={"checksum": self._checksum_of_rest()})
+
     def to_json(self) -> str:
-        """Return the text of ``PREFIX.json``, with the checksum of what it holds."""
-        sealed = self.model_copy(update={"checksum": self._checksum_of_rest()})
-        return sealed.model_dump_json(indent=1) + "\n"
+        """Return the text of ``PREFIX.json``."""
+        return self.model_dump_json(indent=1) + "\n"
 
     @property
     def is_fine_tuning(self) -> bool:

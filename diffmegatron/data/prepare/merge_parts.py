@@ -200,7 +200,7 @@ def _write(
         inputs=tuple(record for manifest in manifests for record in manifest.inputs),
         outputs=outputs,
         parts=records,
-    )
+    ).sealed()
     write_durably(manifest_path(prefix), merged.to_json().encode())
     return merged
 

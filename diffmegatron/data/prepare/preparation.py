@@ -185,7 +185,7 @@ class Preparation:
         index = folder / INDEX
         lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
         write_index(index, lengths, counts, self.settings.dtype())
-        content = self._manifest(index, lengths, counts).to_json()
+        content = self._manifest(index, lengths, counts).sealed().to_json()
         write_durably(folder / MANIFEST, content.encode())
         self._commit(finished=True)
 

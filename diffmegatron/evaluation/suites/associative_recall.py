@@ -3,11 +3,13 @@
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.bootstrap import estimate
+from diffmegatron.evaluation.figures import plot_curves
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
@@ -29,6 +31,10 @@ class AssociativeRecall(Suite):
 
     name: ClassVar[str] = "associative-recall"
     title: ClassVar[str] = "Multi-query associative recall"
+    description: ClassVar[str] = (
+        "A text states pairs of a key and a value, then repeats the keys in another order; the "
+        "score is the share of values that the model predicts after their keys."
+    )
 
     data: tuple[str, ...] = Field(
         min_length=1, description="texts of pairs and the same pairs again, as PATH or NAME=PATH"
@@ -78,18 +84,22 @@ class AssociativeRecall(Suite):
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, f"{_ACCURACY}, {record['pairs']} pairs": share}
 
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "higher"
+
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Accuracy by the number of pairs."""
-        axes = figure.subplots()
+        """Draw the accuracy by the number of pairs."""
+        points = {}
         for name, of_target in records.items():
-            right: dict[int, list[float]] = defaultdict(list)
-            for record in of_target:
-                right[record["pairs"]].append(record["right"] / record["pairs"])
-            points = [(pairs, sum(each) / len(each)) for pairs, each in sorted(right.items())]
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set(xlabel="pairs in a text", ylabel=_ACCURACY, ylim=(-0.02, 1.02), title=self.title)
+            by_pairs: dict[int, dict[str, Mean]] = defaultdict(dict)
+            for number, record in enumerate(of_target):
+                by_pairs[record["pairs"]][str(number)] = Mean(record["right"], record["pairs"])
+            found = {pairs: estimate(shares) for pairs, shares in sorted(by_pairs.items())}
+            points[name] = [(pairs, each) for pairs, each in found.items() if each is not None]
+        axes = figure.subplots()
+        plot_curves(axes, points, "pairs in a text", _ACCURACY)
+        axes.set(ylim=(-0.02, 1.02), title=self.title)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.grid(alpha=0.3)
-        axes.legend()
         return True
