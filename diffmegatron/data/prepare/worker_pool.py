@@ -11,6 +11,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from types import FrameType
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
 from diffmegatron.data.prepare.encode import Batch, EncodedBatch, EncodeSettings, encode_batch
@@ -83,16 +85,28 @@ def encode_in_order(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Start processes here that never see Ctrl-C, which a terminal sends to all of its processes.
+    """Delay Ctrl-C, which a terminal sends to all of its processes, while workers are started.
 
-    A new process inherits the blocked signal from its first moment on, before Python in it could
-    say otherwise; this process gets afterwards what came meanwhile, and ends its workers itself.
+    Workers inherit the blocked signal from their first moment on and never see it; this process
+    ends them itself. It handles the signal after the block: a worker that is half started would
+    print that its input has ended. Blocking alone does not delay it here, because another thread
+    may receive the signal, and Python then runs the handler in the main thread.
     """
+    # Starting the tracker unblocks the signal (CPython before 3.12), so it is started beforehand.
+    resource_tracker.ensure_running()
+    is_main = threading.current_thread() is threading.main_thread()
+    received: list[tuple[int, FrameType | None]] = []
+    if is_main:
+        handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+            if received and callable(handler):
+                handler(*received[0])
 
 
 def _start_worker() -> None:
