@@ -60,6 +60,7 @@ gpu-bench: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/mypy
 
 # Pins of what pip resolves on each Python; `make constraints UPGRADE=--upgrade` takes newer releases.

@@ -1,4 +1,4 @@
-"""Time differential attention backends beside a plain Transformer's attention, in one run.
+r"""Time differential attention backends beside a plain Transformer's attention, in one run.
 
 Every form is timed at equal model size: h diff heads with V 2d wide against 2h heads of d. The
 repetitions of all forms alternate, so that a machine that slows down slows all of them. Writes

@@ -39,8 +39,10 @@ class Initialization(Section):
 
 
 class ModelConfig(Section):
-    """The network. ``attention`` is a section of its kind's own, with the heads of that kind, or a
-    list of such sections with the layers of each (:mod:`diffmegatron.attention.variants.pattern`).
+    """The network.
+
+    ``attention`` is the section of one kind of attention, with the heads of that kind, or a list of
+    such sections with the layers of each (:mod:`diffmegatron.attention.variants.pattern`).
 
     ``baseline`` puts the Transformer of the pair in its place: as wide, with as many keys and
     values, so that nobody halves or doubles heads by hand. The resolved recipe has its numbers.

@@ -168,7 +168,7 @@ def _latex(answer: str) -> str:
 
 
 def _boxed(solution: str) -> str | None:
-    """What stands in the last ``\\boxed{}``, braces within it counted."""
+    r"""Return the content of the last ``\boxed{}``, which may contain balanced braces."""
     _, mark, rest = solution.rpartition("\\boxed{")
     depth = 1
     for place, letter in enumerate(rest if mark else ""):

@@ -30,14 +30,13 @@ class Layer(Protocol):
 
 
 class Context(Protocol):
-    """Attention to the whole sequence, on one device or on several
-    (attention/context_parallel/attend.py).
+    """Attention over the whole sequence, which one device holds or several share.
 
     Queries [s, b, heads, d], keys and values [s, b, heads, d] come in the order of ``Heads``.
     """
 
     def softmax(self, query: "Tensor", key: "Tensor", value: "Tensor") -> "Tensor":
-        """softmax(Q K^T / sqrt(d)) V per query head: [s, b, heads, d]."""
+        """Return the output of plain attention per query head, [s, b, heads, d]."""
 
     def differential(
         self,

@@ -34,11 +34,12 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 class Pattern(Variant):
     """A kind of attention for each layer; no layer runs this one itself.
 
-    Read from a list and written as one::
+    A recipe gives the kinds as a list, each with its layers::
 
-        attention:
-          - {kind: diff_v1, num_heads: 4, layers: 5-8}
-          - {kind: softmax, num_heads: 8}
+        model:
+          attention:
+            - {kind: diff_v1, num_heads: 4, layers: 5-8}
+            - {kind: softmax, num_heads: 8}
 
     ``layers`` are numbers from 1, alone or as first-last, with commas between; the entry without it
     has all layers that no other names.

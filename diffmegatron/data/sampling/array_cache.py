@@ -116,8 +116,9 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 
 
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
-    """Fill a neighbour and rename it over the folder, which ranks may have mapped: it is only
-    unlinked, never written into.
+    """Write a new folder beside ``folder`` and rename it into its place.
+
+    Other ranks may have the old arrays mapped, so their files are unlinked and never written into.
 
     Where a network file system does not honour the lock between machines, two of them write the
     same bytes and one rename wins.
