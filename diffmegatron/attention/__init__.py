@@ -1,1 +1,27 @@
-"""Attention in Megatron-core's layers; `self_attention.py` is where a layer's begins."""
+"""Differential attention: the functions, the kinds of it, and their layers in Megatron-core.
+
+The functions are for whoever wants the kernels alone::
+
+    from diffmegatron.attention import diff_attention, diff_attention_v2, softmax_attention
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffmegatron.attention.kernels.api import (
+        HeadwiseNorm,
+        diff_attention,
+        diff_attention_v2,
+        softmax_attention,
+    )
+
+__all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: recipes read the kinds of attention without torch, which the kernels import.
+    if name not in __all__:
+        raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
+    from diffmegatron.attention.kernels import api
+
+    return getattr(api, name)

@@ -10,9 +10,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import diffmegatron
+import diffmegatron.attention
+from diffmegatron.attention.kernels import api
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,6 +38,12 @@ def test_the_page_runs(page):
     assert names["finished"] and len(names["losses"]) == 4 and names["losses"][-1] < 5.5
     assert names["difference"].relative < 1e-5
     assert (Path("runs/first/hf") / "model.safetensors").is_file()
+    # The kernels alone: the norm of the page is the equation's, V2's pairs are subtracted.
+    heads, pairs = names["heads"], names["plain"].unflatten(2, (-1, 2))
+    mean_square = heads.square().mean(-1, keepdim=True)
+    assert torch.allclose(names["normed"], 0.2 * heads / (mean_square + 1e-5).sqrt(), atol=1e-6)
+    subtracted = pairs[:, :, :, 0] - names["lambdas"][..., None] * pairs[:, :, :, 1]
+    assert torch.allclose(names["heads_v2"], subtracted, atol=1e-6)
     # The hook has stopped the second one before its last step, saved, and recorded.
     assert names["finished_early"]
     (step,) = CheckpointStore(Path("runs/second")).steps()
@@ -50,6 +58,11 @@ def test_the_page_runs(page):
 
 def test_every_public_name_is_there_and_on_the_page():
     text = PAGE.read_text()
+    for name in diffmegatron.attention.__all__:
+        assert getattr(diffmegatron.attention, name) is getattr(api, name)
+        assert re.search(rf"`(attention\.)?{name}\b", text), f"{name} is not in docs/python.md"
+    with pytest.raises(AttributeError, match="no attribute 'dif_attention'"):
+        _ = diffmegatron.attention.dif_attention
     for name in diffmegatron.__all__:
         assert getattr(diffmegatron, name).__name__ == name
         assert re.search(rf"`{name}\b", text), f"{name} is not in docs/python.md"
@@ -61,7 +74,10 @@ def test_what_needs_no_torch_imports_none():
     light = (
         "Hook, Recipe, UserError, evaluate, export, load_recipe, load_stages, plan_recipe, train"
     )
-    code = f"from diffmegatron import {light}; import sys; print('torch' in sys.modules)"
+    code = (
+        f"from diffmegatron import {light}; import diffmegatron.attention, sys; "
+        "print('torch' in sys.modules)"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
