@@ -15,13 +15,15 @@ from diffmegatron.config.tensors import LORA_A, LORA_B
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.hf.pretrained_files import find_original
+from diffmegatron.hf.pretrained_files import Original, find_original
+from diffmegatron.hf.weight_mapping import table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, write_export
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# In a bf16 file the headwise norm is folded into the output projection before rounding, in training
-# it multiplies after: each rounds by up to 2^-9.
+# Largest relative difference of logits, by the dtype in which the two sides may round differently.
+# In a bf16 file V1's headwise norm is folded into the output projection before rounding; training
+# multiplies by it after: each rounds by up to 2^-9. Weights that are only rearranged round alike.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -58,9 +60,9 @@ def export_checkpoint(
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     original = find_original(recipe)
     dtype = DTYPES[recipe.training.precision]
-    stored = dtype if original is None else original.usual_dtype
-    coarsest = max(dtype, stored, key=TOLERANCE.__getitem__)
-    tolerance = TOLERANCE[coarsest]
+    step = checkpoint.state["step"]
+    rounded = _rounded_differently(recipe, dtype, original, step)
+    tolerance = TOLERANCE[rounded]
     verified: list[Verified] = []
 
     def compare(written: Path) -> None:
@@ -72,7 +74,7 @@ def export_checkpoint(
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
                 f"{out} was not written{_suspicion(recipe)}"
             )
-        verified.append(Verified(*difference, tolerance, _why(coarsest)))
+        verified.append(Verified(*difference, tolerance, _why(rounded)))
 
     write_export(
         merged_weights(checkpoint),
@@ -81,11 +83,27 @@ def export_checkpoint(
         out,
         dtype,
         original=original,
-        step=checkpoint.state["step"],
+        step=step,
         chat=_was_trained_on_chats(checkpoint),
         verify=compare if verify else None,
     )
     return verified[0] if verified else None
+
+
+def _rounded_differently(
+    recipe: Recipe, dtype: torch.dtype, original: Original | None, step: int
+) -> torch.dtype:
+    """Return the coarsest dtype that the file rounds to and the training network does not.
+
+    That is float32 where the file has the run's dtype and only rearranged weights.
+    """
+    is_folded = recipe.model.lora is not None or any(
+        rule.folds for rule in table(recipe.model, step)
+    )
+    if original is None and not is_folded:
+        return torch.float32
+    stored = dtype if original is None else original.usual_dtype
+    return max(dtype, stored, key=TOLERANCE.__getitem__)
 
 
 def _why(dtype: torch.dtype) -> str:

@@ -27,9 +27,11 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 
     Raises:
         UserError: the model is not one that the Hugging Face class of its kind computes, or its
-            kind declares other parameters than its rules of weights have.
+            kind declares other parameters, or computes something else, than its export has.
     """
     model.attention.hugging_face(model.hidden_size)
+    for kind, _ in model.attention.by_kind(model.num_layers):
+        kind.check_export()
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]
     for layer in range(model.num_layers):

@@ -167,3 +167,44 @@ def test_an_inherited_export_that_does_not_fit_says_whose_it_is(tiny_recipe, pro
         table(model.model_copy(update={"attention": attention}))
     assert attention.inherited_export == "diff_v1"
     assert model.attention.inherited_export is None
+
+
+def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, process):
+    """In bf16 the logits of such an export differ by less than folded weights round."""
+    from diffmegatron.attention.variants.diff_v1 import DiffV1
+    from diffmegatron.hf.weight_mapping import table
+
+    class Halved(DiffV1):
+        kind: str = "halved"
+
+        def attend(self, *args):
+            return 0.5 * super().attend(*args)
+
+    class Renamed(Halved):
+        kind: str = "renamed"
+
+    class Mapped(Halved):
+        kind: str = "mapped"
+        weight_rules = DiffV1.weight_rules
+
+    model = tiny_recipe().model
+    sizes = model.attention.model_dump(exclude={"kind"})
+    for refused in (Halved, Renamed):
+        with pytest.raises(UserError, match=r"class Halved defines attend and inherits .* DiffV1"):
+            table(model.model_copy(update={"attention": refused(**sizes)}))
+    assert table(model.model_copy(update={"attention": Mapped(**sizes)}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("gained", 5e-2), ("diff_v2", 1e-4), ("diff_v1", 5e-2)]
+)
+def test_only_folded_weights_have_the_tolerance_of_bf16(kind, tolerance, tiny_recipe, process, own):
+    import torch
+
+    from diffmegatron.hf.export_checkpoint import TOLERANCE, _rounded_differently
+
+    process()
+    own_code.import_code(str(own))
+    section = f"model.attention={{kind: {kind}, num_heads: 4, num_kv_heads: 2}}"
+    recipe = tiny_recipe(section, "training.precision=bf16")
+    assert TOLERANCE[_rounded_differently(recipe, torch.bfloat16, None, 0)] == tolerance

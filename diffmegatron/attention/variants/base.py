@@ -18,6 +18,7 @@ from pydantic import Field
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.attention.variants.layer import Context, Layer
 from diffmegatron.attention.variants.projection_heads import Heads
+from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 from diffmegatron.section import Section, SizeOrNone, divisors
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT32 = 4
+# The methods of a kind that decide what its layers compute, and those that map it to Hugging Face.
+COMPUTATION = ("normalised", "gate", "attend", "current_lambda")
+EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 # The one parameter that a projection holds itself, by the name that a variant declares it under.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
@@ -388,6 +392,25 @@ class Variant(Section, ABC):
                 field = owner.model_fields["kind"] if issubclass(owner, Variant) else None
                 return None if field is None else str(field.default)
         return None
+
+    def check_export(self) -> None:
+        """Refuse an export mapping that was written for the computation of a parent class.
+
+        Raises:
+            UserError: a class overrides the computation and inherits the mapping; with its name.
+        """
+        computing, exporting = (
+            next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
+            for names in (COMPUTATION, EXPORT)
+        )
+        if computing is exporting or not issubclass(computing, exporting):
+            return
+        overridden = ", ".join(name for name in COMPUTATION if name in vars(computing))
+        raise UserError(
+            f"kind {self.kind!r} cannot be exported: class {computing.__name__} defines "
+            f"{overridden} and inherits the export of {exporting.__name__}; define weight_rules "
+            f"in {computing.__name__}, or hugging_face if another class computes it"
+        )
 
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int

@@ -30,6 +30,11 @@ class WeightRule(NamedTuple):
     from_hf: Rearrange
     keep_fp32: bool = False
 
+    @property
+    def folds(self) -> bool:
+        """Whether one weight is folded into another, so that their product is what is rounded."""
+        return len(self.ours) > len(self.theirs)
+
 
 @dataclass(frozen=True)
 class HuggingFace:
