@@ -7,10 +7,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from diffmegatron.attention.kernels import choose_backend, registry
-from diffmegatron.attention.kernels.resolve_backend import dtype_name, importable_libraries
+from diffmegatron.attention.kernels.choose_backend import choose_backend
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from diffmegatron.attention.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.attention.self_attention import SelfAttention
+from diffmegatron.config.attention_backend import attention_call
 from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
@@ -149,34 +150,19 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Say before the first step what the kernels would say in it."""
-    dtype, device = DTYPES[recipe.training.precision], parallel_state.device.type
+    """Refuse a backend before the first step that its kernels would refuse in it.
+
+    Raises:
+        UserError: the backend cannot compute the recipe's attention here, with the reason.
+    """
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":
             continue
+        call = attention_call(recipe, attention, parallel_state.device.type)
         try:
-            choose_backend.choose_backend(
-                recipe.training.attention_backend,
-                registry.Call(
-                    attention.operation,
-                    device,
-                    dtype_name(dtype),
-                    attention.head_dim,
-                    needed_features(recipe),
-                ),
-                importable_libraries(),
-            )
+            choose_backend(recipe.training.attention_backend, call, importable_libraries())
         except ValueError as error:
             raise UserError(f"training.attention_{error}") from None
-
-
-def needed_features(recipe: Recipe) -> frozenset[str]:
-    """What the attention will ask of its kernel, in the words of ``registry.FEATURES``."""
-    return choose_backend.needed_features(
-        documents=bool(recipe.data.reset_attention_mask),
-        context=recipe.parallel.context,
-        communication=context_communication(recipe),
-    )
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:

@@ -79,7 +79,7 @@ def run_search(
     console = Console()
     for recipe, candidates in zip(stages, found, strict=True):
         _say_stage(stages, recipe.run_dir, console)
-        print_search(candidates, world_size, hardware, console)
+        print_search(recipe, candidates, world_size, hardware, console)
 
 
 def _say_stage(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:

@@ -78,9 +78,21 @@ def search_to_json(candidates: Sequence[Candidate]) -> str:
 
 
 def print_search(
-    candidates: Sequence[Candidate], world_size: int, hardware: str, console: Console
+    recipe: Recipe,
+    candidates: Sequence[Candidate],
+    world_size: int,
+    hardware: str,
+    console: Console,
 ) -> None:
-    """Print the fastest for a person: a table, and below it the overrides to paste."""
+    """Print the fastest candidates: a table, the overrides to paste, the assumptions.
+
+    Args:
+        recipe: the recipe that was searched for.
+        candidates: what :func:`search` found.
+        world_size: number of ranks.
+        hardware: a GPU of ``ACCELERATORS``.
+        console: to print on.
+    """
     shown = candidates[:SHOWN]
     title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -101,7 +113,7 @@ def print_search(
     for number, candidate in enumerate(shown, 1):
         line = " ".join(candidate.overrides) or "(the recipe as it is)"
         console.print(f"{number:3d}  {line}", highlight=False, soft_wrap=True)
-    print_assumptions(Assumptions().sentences(hardware, ACCELERATORS[hardware]), console)
+    print_assumptions(Assumptions().sentences(recipe, hardware, ACCELERATORS[hardware]), console)
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:

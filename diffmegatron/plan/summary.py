@@ -132,7 +132,7 @@ def plan_recipe(
         memory=memory,
         traffic=count_traffic(recipe, ranks),
         time=estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], assumed),
-        assumptions=assumed.sentences(hardware, ACCELERATORS[hardware]),
+        assumptions=assumed.sentences(recipe, hardware, ACCELERATORS[hardware]),
         warnings=warnings(recipe, layout, memory, hardware),
     )
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diffmegatron.attention.kernels.registry import BACKENDS
+from diffmegatron.attention.variants.base import Variant
+from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import (
     REDUCE_BUCKET,
@@ -16,10 +19,11 @@ from diffmegatron.model.accounting import (
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
+    attention_bytes_per_token,
     context_communication,
     local_tokens,
 )
-from diffmegatron.model.accounting.parameters import mean_products
+from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.plan.traffic import count_traffic, forward_passes
 
 # The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
@@ -46,11 +50,15 @@ class Assumptions:
     links: float = 0.7
     host: float = 25e9
 
-    def sentences(self, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
-        """The assumptions in words, one line each; those that a first run falls short of say so."""
+    def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
+        """Return the assumptions in words, one line each.
+
+        Those that a first run falls short of are marked as optimistic.
+        """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
             f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
+            *(_attention_in_words(recipe, kind) for kind, _ in counted_kinds(recipe.model)),
             "MFU: model FLOPs over that peak; recomputation takes time and is no model FLOP",
             f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
             f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
@@ -150,16 +158,48 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
-    products = mean_products(model)
+    once, backward = _attention_work(recipe)
     again = 2 if recipe.recompute.granularity != "none" else 1
     pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
-    attention = pair * (again * products.forward + products.backward)
+    attention = pair * (again * once + backward)
     elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
     total = matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise
     weights = layers * layer_weights + _vocabulary(recipe)
     forward = 2 * tokens * weights / (assumed.matmul * gpu.peak_flops)
-    forward += pair * products.forward + elementwise / (passes + 1)
+    forward += pair * once + elementwise / (passes + 1)
     return Compute(total, total - forward, attention)
+
+
+def _attention_work(recipe: Recipe) -> tuple[float, float]:
+    """Return the multiply-adds of attention per visible pair, forward and backward.
+
+    They are the mean over the layers, of the backends that would run them.
+    """
+    forward = backward = 0.0
+    for kind, count in counted_kinds(recipe.model):
+        name = planned_backend(recipe, kind)
+        share = count / recipe.model.num_layers
+        if BACKENDS[kind.operation][name].computes_hidden_pairs:
+            share *= 2
+        once, back = kind.work(name)
+        forward, backward = forward + share * once, backward + share * back
+    return forward, backward
+
+
+def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
+    """Return which backend a kind of attention is counted for, and its multiply-adds."""
+    name = planned_backend(recipe, kind)
+    channels = kind.num_heads * kind.head_dim
+    forward, backward = (f"{each / channels:.3g}d" for each in kind.work(name))
+    reason = ""
+    if recipe.training.attention_backend == "auto" or kind.operation == "softmax":
+        reason = ", which auto takes without FlashAttention's libraries"
+    hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
+    pairs = "pair, hidden ones too," if hidden else "visible pair"
+    return (
+        f"attention {kind.kind}: backend {name}{reason}; multiply-adds per {pairs} and head: "
+        f"{forward} forward, {backward} backward"
+    )
 
 
 def _vocabulary(recipe: Recipe) -> int:
@@ -167,11 +207,12 @@ def _vocabulary(recipe: Recipe) -> int:
 
 
 def _elementwise_bytes(recipe: Recipe) -> float:
-    """Norms, rotation, SwiGLU, residuals and the loss, per microbatch and stage.
+    """Return the bytes read and written outside matrix products, per microbatch and stage.
 
     Each layer reads and writes the residual stream about 12 times forward and as often backward,
-    and SwiGLU's three tensors twice. The loss reads the logits forward, and backward again to write
-    their gradient over them; in chunks it goes forward twice.
+    and SwiGLU's three tensors twice. What attention keeps beside its operands is written in the
+    forward pass and read in the backward pass. The loss reads the logits forward, and backward
+    again to write their gradient over them; in chunks it goes forward twice.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -181,7 +222,12 @@ def _elementwise_bytes(recipe: Recipe) -> float:
     layers = model.num_layers / parallel.pipeline
     passes = 4 if recipe.training.loss_chunk else 3
     logits = passes * element * tokens * model.vocab_size / parallel.tensor
-    return element * tokens * layers * (forward_passes(recipe) + 1) * (stream + swiglu) + logits
+    kept = sum(
+        count * attention_bytes_per_token(recipe, "gpu", kind)[1]
+        for kind, count in counted_kinds(model)
+    )
+    per_layer = element * (stream + swiglu) + kept / model.num_layers
+    return tokens * layers * (forward_passes(recipe) + 1) * per_layer + logits
 
 
 def _communication(

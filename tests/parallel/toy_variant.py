@@ -14,7 +14,6 @@ from diffmegatron.attention.variants.base import (
     Kernels,
     Layer,
     Parameter,
-    Products,
     Variant,
 )
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
@@ -47,7 +46,7 @@ class Gained(Variant):
         ones = Constant(1.0)
         return (Parameter("gains", (self.num_heads,), ones, "norm", float32=True, sharded=True),)
 
-    def products(self) -> Products:
+    def products(self) -> int:
         return self.baseline().products()
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:

@@ -68,6 +68,8 @@ class Backend:
         keeps_result: whether its result is kept as well: before a headwise norm, the norm's input.
         devices, dtypes, head_dims: what it takes; None means any.
         library: name of the library it needs beside torch, or None.
+        computes_hidden_pairs: whether it multiplies queries with the keys that a mask hides from
+            them as well, of which `work` has nothing: causal attention then takes twice the work.
         lacks: what it cannot do, out of `FEATURES`.
         chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
         fuses_norm: its `diff_attention` takes a `norm`, and applies it in its epilogue unless
@@ -84,6 +86,7 @@ class Backend:
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     library: str | None = None
+    computes_hidden_pairs: bool = False
     lacks: frozenset[str] = frozenset()
     chunk_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fuses_norm: bool = False
@@ -100,6 +103,7 @@ DIFFERENTIAL = {
         "the paper's equations read literally, for tests",
         work=costs.per_head((3, 1), (6, 2)),
         saved=costs.whole_maps,
+        computes_hidden_pairs=True,
     ),
     "blocked": Backend(
         "pytorch.blocked",
@@ -181,6 +185,7 @@ SOFTMAX = {
         "the equation read literally, for tests",
         work=costs.per_head((2, 0), (4, 0)),
         saved=costs.whole_maps,
+        computes_hidden_pairs=True,
     ),
     "blocked": Backend(
         "pytorch.blocked",

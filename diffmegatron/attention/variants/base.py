@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
+from diffmegatron.attention.kernels.costs import Sizes
+from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.attention.variants.layer import Context, Layer
 from diffmegatron.attention.variants.projection_heads import Heads
@@ -80,14 +82,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the accounting of kept activations asks about a run's kernels.
+    """Kernel properties that determine how many bytes a layer keeps for the backward pass.
 
     Attributes:
         element: bytes of a number in the run's precision.
-        device: a CPU's operations keep what a GPU's fused ones do not.
-        backend: of the recipe.
-        communication: of the context-parallel ranks; None for one rank.
-        context: how many they are.
+        device: operations on a CPU keep tensors that the fused ones of a GPU do not.
+        backend: name of the attention backend that runs; "auto" has been resolved.
+        communication: how the context-parallel ranks communicate; None for one rank.
+        context: number of context-parallel ranks.
+        keys: number of keys of the whole sequence.
     """
 
     element: int
@@ -95,6 +98,7 @@ class Kernels:
     backend: str
     communication: ContextCommunication | None
     context: int
+    keys: int
 
     def gathered(self, channels: int, copies: int) -> float:
         """Keys and values, of ``channels`` each, of a whole sequence in place of this rank's.
@@ -104,19 +108,6 @@ class Kernels:
         if self.communication != "all_gather":
             return 0.0
         return self.element * channels * (copies * self.context - 2)
-
-
-class Products(NamedTuple):
-    """Multiply-adds per (query, key) pair of a layer.
-
-    Attributes:
-        model: of the forward pass, the least that the mathematics needs; a backward takes twice it.
-        forward, backward: what the kernels do, scores computed again in the backward pass.
-    """
-
-    model: float
-    forward: float
-    backward: float
 
 
 class Variant(Section, ABC):
@@ -288,8 +279,33 @@ class Variant(Section, ABC):
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
     @abstractmethod
-    def products(self) -> Products:
-        """Multiply-adds of a layer per pair."""
+    def products(self) -> int:
+        """Return the multiply-adds of a layer's forward pass per (query, key) pair.
+
+        They are the fewest that the equations need; a backward pass needs twice as many.
+        """
+
+    def work(self, backend: str) -> tuple[int, int]:
+        """Return the multiply-adds that a backend does per pair of a query and a visible key.
+
+        Args:
+            backend: a name of the registry for :attr:`operation`.
+
+        Returns:
+            Those of the forward and of the backward pass, which computes the scores again.
+        """
+        sizes = self.kernel_sizes(element=2, keys=0)
+        return BACKENDS[self.operation][backend].work(sizes)
+
+    def kernel_sizes(self, element: int, keys: int) -> Sizes:
+        """Return the sizes that the costs of :attr:`operation` depend on, all heads together.
+
+        Args:
+            element: bytes of a number of q, k and v.
+            keys: number of keys that a query is multiplied with.
+        """
+        heads = self.heads
+        return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     @abstractmethod
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:

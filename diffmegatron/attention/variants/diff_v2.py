@@ -19,7 +19,6 @@ from diffmegatron.attention.variants.base import (
     Kernels,
     Layer,
     Parameter,
-    Products,
     Variant,
 )
 from diffmegatron.attention.variants.projection_heads import Heads, Rows
@@ -72,10 +71,9 @@ class DiffV2(Variant):
         shape = (self.num_heads, hidden_size)
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
-    def products(self) -> Products:
-        """Those of ordinary attention with all the heads."""
-        channels = self.heads.query_channels
-        return Products(2 * channels, 2 * channels, 5 * channels)
+    def products(self) -> int:
+        """As :class:`Variant` says: those of ordinary attention with all the heads."""
+        return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """As :class:`Variant` says: ordinary attention's, its output once more as what is left.

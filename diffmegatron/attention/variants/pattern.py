@@ -14,7 +14,6 @@ from diffmegatron.attention.variants.base import (
     Layer,
     Layers,
     Parameter,
-    Products,
     Variant,
     overlap,
 )
@@ -259,7 +258,7 @@ class Pattern(Variant):
         """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
-    def products(self) -> Products:
+    def products(self) -> int:
         """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 

@@ -12,7 +12,6 @@ from diffmegatron.attention.variants.base import (
     Kernels,
     Layer,
     Parameter,
-    Products,
     Variant,
 )
 from diffmegatron.attention.variants.projection_heads import Heads, Rows
@@ -70,10 +69,9 @@ class Softmax(Variant):
             own.append(Parameter("head_norm", d, Constant(1.0), "norm", float32=True))
         return tuple(own)
 
-    def products(self) -> Products:
-        """Scores and values, of d each; three more products backward, and the scores again."""
-        channels = self.heads.query_channels
-        return Products(2 * channels, 2 * channels, 5 * channels)
+    def products(self) -> int:
+        """As :class:`Variant` says: scores and values, of d each per head."""
+        return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """As :class:`Variant` says.

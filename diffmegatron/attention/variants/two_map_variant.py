@@ -17,7 +17,6 @@ from diffmegatron.attention.variants.base import (
     Kernels,
     Layer,
     Parameter,
-    Products,
     Variant,
 )
 from diffmegatron.attention.variants.lambda_init import LambdaInit
@@ -82,21 +81,19 @@ class TwoMaps(Variant):
         norm = Parameter("head_norm", (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
         return (*vectors, norm) if self.headwise_norm else tuple(vectors)
 
-    def products(self) -> Products:
-        """Scores of d per head of either map, values of 2d for the maps combined.
+    def products(self) -> int:
+        """As :class:`Variant` says: scores of d per head of either map, values of 2d for both.
 
         Kernels that keep the maps apart multiply both with the values (paper, appendix A).
         """
         maps = self.num_heads + self.noise_heads
-        work = DIFFERENTIAL["flash_2call"].work(self._sizes(element=2))
-        return Products((maps + 2 * self.num_heads) * self.head_dim, *work)
+        return (maps + 2 * self.num_heads) * self.head_dim
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """As :class:`Variant` says. Of ``auto`` on a GPU it is the first that may be taken."""
-        heads, sizes = self.heads, self._sizes(kernels.element)
+        """As :class:`Variant` says."""
+        heads, sizes = self.heads, self.kernel_sizes(kernels.element, kernels.keys)
         outputs = heads.output_channels
-        default = "blocked" if kernels.device == "cpu" else "flash_2call"
-        backend = DIFFERENTIAL[default if kernels.backend == "auto" else kernels.backend]
+        backend = DIFFERENTIAL[kernels.backend]
         fuses_norm = False
         if kernels.communication == "ring":
             core: float = costs.ring_saved(sizes) + kernels.element * outputs
@@ -111,9 +108,10 @@ class TwoMaps(Variant):
         projected = heads.query_channels + 2 * heads.key_channels + outputs
         return kernels.element * projected, core
 
-    def _sizes(self, element: int) -> costs.Sizes:
+    def kernel_sizes(self, element: int, keys: int) -> costs.Sizes:
+        """As :class:`Variant` says."""
         return costs.Sizes(
-            element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys=0
+            element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys
         )
 
     def attend(

@@ -9,6 +9,7 @@ anything added for LoRA's narrow ones.
 from typing import Literal
 
 from diffmegatron.attention.variants.base import ContextCommunication, Kernels, Variant
+from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_kinds
@@ -119,7 +120,7 @@ def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
     if recompute.granularity == "none":
         return 0
     if recompute.granularity == "selective":
-        cores = (_attention_bytes_per_token(recipe, device, kind)[1] for kind in _kinds(recipe))
+        cores = (attention_bytes_per_token(recipe, device, kind)[1] for kind in _kinds(recipe))
         return local_tokens(recipe) * max(cores)
     together = recompute.layers if recompute.method == "uniform" else 1
     layers = (_layer_bytes(recipe, device, kind, recomputed=True) for kind in _kinds(recipe))
@@ -152,7 +153,7 @@ def _layer_bytes(
     # SwiGLU keeps gate and up projection, fc2 its input; unfused also its two factors.
     factors = 3 if device == "gpu" else 5
     mlp = factors * element * recipe.model.ffn_hidden_size / tensor
-    attention, core = _attention_bytes_per_token(recipe, device, kind)
+    attention, core = attention_bytes_per_token(recipe, device, kind)
     if recomputed or recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
@@ -180,16 +181,19 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
     return per_token
 
 
-def _attention_bytes_per_token(
-    recipe: Recipe, device: Device, kind: Variant
-) -> tuple[float, float]:
-    """q, k, v and the output projection's input, and what is kept between them."""
+def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
+    """Return the bytes per token that a rank keeps of the attention of a layer.
+
+    Returns:
+        Those of q, k, v and the output projection's input; and of what is kept between them.
+    """
     kernels = Kernels(
         element=BYTES[recipe.training.precision],
         device=device,
-        backend=recipe.training.attention_backend,
+        backend=planned_backend(recipe, kind, device),
         communication=context_communication(recipe),
         context=recipe.parallel.context,
+        keys=recipe.training.seq_length,
     )
     projected, core = kind.kept_bytes(kernels)
     return projected / recipe.parallel.tensor, core / recipe.parallel.tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
-from diffmegatron.attention.variants.base import Products, Variant
+from diffmegatron.attention.variants.base import Variant
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, layer_number, layer_tensors, network_tensors
@@ -97,7 +97,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     for kind, count in counted_kinds(model):
         own = kind.own_products(model.hidden_size) + lora_weights(model, kind)
         weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
-        attention += 2 * (count * seq_length / 2) * kind.products().model
+        attention += 2 * (count * seq_length / 2) * kind.products()
     training = 6 * weights - 2 * frozen + 3 * attention
     return Flops(forward=2 * weights + attention, training=training)
 
@@ -119,16 +119,6 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
     """Return the kinds of attention of the network's layers, and how many layers are of each."""
     kinds = model.attention.by_kind(model.num_layers)
     return [(kind, sum(map(len, layers))) for kind, layers in kinds]
-
-
-def mean_products(model: ModelConfig) -> Products:
-    """Return the multiply-adds of attention per (query, key) pair, the mean over the layers."""
-    kinds = [(kind.products(), count) for kind, count in counted_kinds(model)]
-    sums = (
-        sum(count * getattr(products, name) for products, count in kinds)
-        for name in Products._fields
-    )
-    return Products(*(each / model.num_layers for each in sums))
 
 
 def attention_weights(model: ModelConfig, kind: Variant) -> int:

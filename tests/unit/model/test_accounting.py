@@ -343,10 +343,13 @@ def test_activations_with_a_gpus_fused_norms(headwise_norm, precision, monkeypat
 
 
 def test_the_kernels_on_a_gpu_keep_both_maps_outputs():
-    """Per layer and token, by hand, with h = 4 heads of 2d = 16 channels in bf16."""
-    token_layers, channels, heads = BATCH * LENGTH * 2, 64, 4
+    """Per layer and token, by hand, with h = 4 heads of 2d = 128 channels in bf16."""
+    token_layers, channels, heads = BATCH * LENGTH * 2, 512, 4
+    wide = {"head_dim": 64}
     blocked, fused, flash = (
-        memory_by_stage(make_recipe(None, {"attention_backend": name}), 1, device)[0]
+        memory_by_stage(make_recipe(None, {"attention_backend": name}, attention=wide), 1, device)[
+            0
+        ]
         for name, device in (("auto", "cpu"), ("triton", "gpu"), ("flash_2call", "gpu"))
     )
     maps, log_sum_exps = 2 * 2 * channels, 2 * 4 * heads

@@ -7,9 +7,10 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from diffmegatron.config.attention_backend import attention_call
 from diffmegatron.errors import UserError
 from diffmegatron.model import build
-from diffmegatron.model.build import build_model, needed_features
+from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
 
 
@@ -42,7 +43,8 @@ from diffmegatron.parallel.parallel_state import process_groups
     ],
 )
 def test_a_layout_says_what_it_asks_of_the_kernel(tiny_recipe, overrides, needs):
-    assert needed_features(tiny_recipe(*overrides)) == needs
+    recipe = tiny_recipe(*overrides)
+    assert attention_call(recipe, recipe.model.attention, "cuda").needs == needs
 
 
 def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_recipe):

@@ -132,7 +132,11 @@ def test_long_sequences_fit_two_gpus_of_80_gb(name):
 def test_assumptions_are_a_line_each_and_say_which_are_optimistic():
     text = printed(plan_recipe(load(), 2)).partition("Times are an estimate, and assume:")[2]
     lines = [line for line in text.splitlines() if line]
-    assert [line.partition(":")[0] for line in lines[:2]] == ["  - FLOP/s", "  - MFU"]
+    assert [line.partition(":")[0] for line in lines[:3]] == [
+        "  - FLOP/s",
+        "  - attention diff_v1",
+        "  - MFU",
+    ]
     assert "990" in lines[0] or "989" in lines[0]
     assert sum("(optimistic)" in line for line in lines) == 3
 

@@ -66,9 +66,10 @@ def test_gpus_that_no_layout_fills_are_told_with_the_batch_that_would():
 
 
 def test_the_table_fits_80_columns_and_the_overrides_can_be_pasted():
-    candidates = search(load_recipe(FILE, ["training.micro_batch_size=2"]), 64, "H100")
+    recipe = load_recipe(FILE, ["training.micro_batch_size=2"])
+    candidates = search(recipe, 64, "H100")
     out = io.StringIO()
-    print_search(candidates, 64, "H100", Console(file=out, width=80))
+    print_search(recipe, candidates, 64, "H100", Console(file=out, width=80))
     text = out.getvalue()
     assert "…" not in text
     for number, candidate in enumerate(candidates[:10], 1):

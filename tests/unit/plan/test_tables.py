@@ -40,5 +40,5 @@ def test_a_search_prints_the_time_of_a_run_in_that_unit():
     overrides = ["training.steps=1200", "training.tokens=null"]
     recipe = load_recipe(ROOT / "configs/diff_3b_350b.yaml", overrides)
     stream = io.StringIO()
-    print_search(search(recipe, 64, "H100"), 64, "H100", Console(file=stream, width=200))
+    print_search(recipe, search(recipe, 64, "H100"), 64, "H100", Console(file=stream, width=200))
     assert "the run" in stream.getvalue() and " hours" in stream.getvalue()

@@ -4,12 +4,15 @@ import pytest
 
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import ACCELERATORS, trained_parameters
+from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage, trained_parameters
+from diffmegatron.model.accounting.activations import attention_bytes_per_token
 from diffmegatron.plan.search import search
 from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
 from diffmegatron.plan.traffic import count_traffic
 from tests.paths import CONFIGS
 
+WIDE = {"attention": {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}}
 LAYERS, HIDDEN, LENGTH, BATCH = 8, 512, 1024, 32
 # bf16: a microbatch's hidden state.
 STATE = 2 * HIDDEN * LENGTH
@@ -23,6 +26,7 @@ def make_recipe(**sections: dict) -> Recipe:
         "ffn_hidden_size": 1024,
         "vocab_size": 4096,
     }
+    model |= sections.pop("model", {})
     training = {"seq_length": LENGTH, "global_batch_size": BATCH, "steps": 100}
     return Recipe.model_validate(
         {
@@ -137,6 +141,50 @@ def test_faster_hardware_is_faster():
     assert steps == sorted(steps, reverse=True)
 
 
+def attention_flops(backend: str, **sections: dict) -> float:
+    """FLOPs of a step's attention, from the time beyond what a backend without work would take."""
+    recipe = make_recipe(training={"attention_backend": backend}, **sections)
+    gpu, assumed = ACCELERATORS["H100"], Assumptions()
+    kept = sum(attention_bytes_per_token(recipe, "gpu", recipe.model.attention)[1:])
+    moved = 2 * kept * LENGTH * LAYERS / (assumed.memory * gpu.memory_bandwidth)
+    return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
+
+
+# Multiply-adds per head in units of d, forward and backward, over the visible half of the pairs;
+# the reference computes all pairs. On d = 64 Triton's backward pass computes a pair once.
+WORK = {"reference": 2 * (4 + 8), "blocked": 4 + 10, "triton": 6 + 10, "flash_4call": 8 + 20}
+
+
+@pytest.mark.parametrize("backend", WORK)
+def test_the_time_of_attention_is_that_of_the_backend(backend):
+    more = attention_flops(backend, model=WIDE) - attention_flops("flash_2call", model=WIDE)
+    unit = 2 * 8 * 64 * LENGTH * LENGTH / 2 * LAYERS
+    assert more / unit == pytest.approx(WORK[backend] - (6 + 14), abs=1e-3)
+
+
+def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
+    auto, named = (
+        make_recipe(training={"attention_backend": each}) for each in ("auto", "sdpa_4call")
+    )
+    assert estimate(auto, 1) == estimate(named, 1)
+    assert memory_by_stage(auto, 1) == memory_by_stage(named, 1)
+
+
+def test_the_reference_keeps_all_maps():
+    """Of each map the softmax and what multiplies V, whole, in bf16; two maps of 8 heads."""
+    keeps, fused = (
+        memory_by_stage(make_recipe(training={"attention_backend": each}), 1)[0].activations
+        for each in ("reference", "blocked")
+    )
+    assert keeps - fused == LAYERS * 2 * 8 * LENGTH * LENGTH * 2 * 2
+
+
+def test_a_backend_that_cannot_run_the_recipe_is_refused():
+    recipe = make_recipe(training={"attention_backend": "triton"})
+    with pytest.raises(UserError, match="'triton' cannot run: it takes head_dim 64, 96, 128"):
+        estimate(recipe, 1)
+
+
 def test_offloading_the_optimizer_costs_time():
     plain, away = (
         estimate(make_recipe(parallel={"offload_optimizer": each}), 1) for each in (False, True)
@@ -159,7 +207,12 @@ def hidden(*overrides: str, ranks: int = 64) -> float:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_hide_behind_one_microbatchs_backward_pass(size, recompute):
     """Which takes two of three passes, or three of four; attention's a little more than that."""
-    overrides = [f"training.micro_batch_size={size}", f"recompute.granularity={recompute}"]
+    overrides = [
+        f"training.micro_batch_size={size}",
+        f"recompute.granularity={recompute}",
+        # By a slower one the longest backward pass would take longer than all gradients do.
+        "training.attention_backend=triton",
+    ]
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
     one = estimate(recipe, 64).compute / recipe.num_microbatches(64)
     share = 2 / 3 if recompute == "none" else 3 / 4

@@ -1,0 +1,54 @@
+"""Which backend computes the attention of a recipe's layers, chosen without torch or a GPU."""
+
+from typing import Literal
+
+from diffmegatron.attention.kernels.choose_backend import choose_backend, needed_features
+from diffmegatron.attention.kernels.registry import LIBRARIES, Call
+from diffmegatron.attention.variants.base import Variant
+from diffmegatron.config.divisibility import context_communication
+from diffmegatron.config.recipe_sections import RecipeSections
+from diffmegatron.errors import UserError
+
+# Libraries that "auto" is planned with. torch for CUDA brings Triton. FlashAttention and
+# flex_head_fa are installed by hand; with them "auto" takes less memory and time.
+PLANNED_LIBRARIES = frozenset({"triton"})
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
+    """Return what the choice of a layer's backend depends on.
+
+    Args:
+        recipe: the recipe.
+        attention: the kind of the layer.
+        device_type: "cuda" or "cpu".
+    """
+    needs = needed_features(
+        documents=bool(recipe.data.reset_attention_mask),
+        context=recipe.parallel.context,
+        communication=context_communication(recipe),
+    )
+    dtype = _DTYPES[recipe.training.precision]
+    return Call(attention.operation, device_type, dtype, attention.head_dim, needs)
+
+
+def planned_backend(
+    recipe: RecipeSections, attention: Variant, device: Literal["gpu", "cpu"] = "gpu"
+) -> str:
+    """Return the name of the backend that a layer's memory and time are counted for.
+
+    The recipe names one for differential attention, which is taken to be installed. "auto", and so
+    ordinary attention, is resolved with :data:`PLANNED_LIBRARIES`.
+
+    Raises:
+        UserError: the backend that the recipe names cannot run it, with the reason.
+    """
+    has_two_maps = attention.operation == "differential"
+    setting = recipe.training.attention_backend if has_two_maps else "auto"
+    libraries = PLANNED_LIBRARIES if setting == "auto" else frozenset(LIBRARIES)
+    call = attention_call(recipe, attention, "cpu" if device == "cpu" else "cuda")
+    try:
+        return choose_backend(setting, call, libraries)[0]
+    except ValueError as error:
+        raise UserError(f"training.attention_{error}") from None
