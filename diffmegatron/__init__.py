@@ -1,5 +1,6 @@
 """Train Differential Transformers at scale; docs/python.md shows what can be imported from here."""
 
+import logging
 import sys
 import warnings
 from importlib import import_module
@@ -54,19 +55,24 @@ _MODULES = {
     "train": "api",
 }
 
-# What Megatron-core says at every import and start, of libraries that it does without (``doctor``
-# says it better) and of settings that are its own. Here, as every import of it lies below this
-# package. Who asks for warnings by ``python -W`` has them all.
-_MEGATRON_WARNINGS = (
+# Warnings of libraries that a user can do nothing about. `diffmegatron doctor` reports missing
+# libraries and a missing GPU. They are filtered here because this package is imported before
+# Megatron-core. `python -W default` shows all of them.
+_LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),
     (r".* set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", r"megatron\.core"),
     (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed"),
+    (r"Could not determine (rank|world size) from torch\.distributed", r"megatron\.core"),
     (r"barrier\(\): using the device under current context", r"torch\.distributed"),
 )
 if not sys.warnoptions:
-    for _message, _module in _MEGATRON_WARNINGS:
+    for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
+    # DeepSpeed's import makes torch look for a CUDA compiler, which logs a line without a GPU.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(
+        lambda record: "No CUDA runtime is found" not in record.getMessage()
+    )
 
 
 def __getattr__(name: str) -> Any:

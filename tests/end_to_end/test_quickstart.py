@@ -1,6 +1,7 @@
 """The main job as `make quickstart` runs it, with fewer steps."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "ETA" in result.stdout
+    noise = re.findall(r".*(?:warning|deprecated|no cuda).*", result.stdout + result.stderr, re.I)
+    assert noise == [], "libraries print warnings that a user can do nothing about"
     return folder / "runs/quickstart"
 
 
