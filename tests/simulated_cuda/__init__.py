@@ -28,6 +28,7 @@ shell, for people: ``python -m tests.simulated_cuda RECIPE --gpus 64 [OVERRIDE .
 | ``checks.py``, ``waits.py`` | what is refused |
 | ``step.py``, ``training.py`` | what a case runs: training steps, or the whole trainer |
 | ``recipes.py`` | every recipe of ``configs/`` at its true depth, by hand |
+| ``layer_kernels.py`` | the kernels of a layer of each kind, by hand |
 
 The replacements end with the process that :func:`simulate` starts: no other test sees them.
 """

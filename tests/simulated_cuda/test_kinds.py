@@ -1,7 +1,11 @@
 """Kinds of attention, layouts and settings whose steps run on a simulated GPU, two layers each."""
 
+import json
+from collections import Counter
+
 import pytest
 
+from tests.simulated_cuda.layer_kernels import JSON
 from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
 
@@ -48,3 +52,23 @@ def test_updates_are_applied(name, results):
     if isinstance(results[name], SimulationError):
         raise results[name]
     assert results[name].outcome["applied"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("v1 by Triton", "diff_v1, triton"),
+        ("v2", "diff_v2"),
+        ("grouped", "grouped, sdpa_4call"),
+        ("softmax", "Transformer of diff_v1"),
+    ],
+)
+def test_the_committed_table_counts_the_kernels_of_a_layer(name, column, results):
+    """`python -m tests.simulated_cuda.layer_kernels` brings the table up to date."""
+    found = Counter[str]()
+    for each in results[name].launches:
+        if ".decoder.layers.1" in each.module:
+            found[each.kernel] += each.count
+    rows = json.loads(JSON.read_text())["kernels"][column]
+    listed = {each["kernel"]: each["count"] for each in rows if each["pass"] == "forward"}
+    assert dict(found) == listed

@@ -54,9 +54,10 @@ def diff_attention(
         heads: Tensor = _SeparateMaps.apply(problem, lambda_, v, q1, q2, k1, k2)
         return heads if norm is None else norm.apply_to(heads)
     weight, eps, scale = norm or (None, 0.0, 1.0)
-    if norm is not None:
-        ones = q1.new_ones(v.shape[-1], dtype=torch.float32)
-        weight = ones if weight is None else weight.contiguous()
+    if norm is not None and weight is None:
+        weight = q1.new_ones(v.shape[-1], dtype=torch.float32)
+    elif weight is not None:
+        weight = weight.contiguous()
     out: Tensor = _BothMaps.apply(q1, k1, q2, k2, v, lambda_, weight, eps, scale, problem)
     return out
 

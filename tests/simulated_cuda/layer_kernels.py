@@ -1,0 +1,167 @@
+"""Count the kernels that a layer launches: ``python -m tests.simulated_cuda.layer_kernels``.
+
+Each recipe of :data:`RECIPES` and its Transformer train on a simulated GPU with one layer and with
+two; a layer launches the difference. Every operation of torch that is not a view counts as one
+kernel, as do a launch of Triton, a function that ``torch.compile`` fuses, and torch's flash
+attention in each direction. The bytes of a kernel are those of the tensors that it reads and
+writes, each tensor whole. ``benchmarks/results/layer_kernels.json`` lists every kernel,
+``layer_kernels.md`` sums and compares them. The command takes a minute of a core.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from tests.paths import ROOT
+from tests.simulated_cuda.simulate import Case, Recording, simulate
+
+JSON = ROOT / "benchmarks" / "results" / "layer_kernels.json"
+RECIPES = {
+    "diff_v1": "configs/at_scale/diff_3b_64gpus.yaml",
+    "diff_v2": "configs/at_scale/diff_v2_3b_64gpus.yaml",
+    "grouped": "configs/at_scale/grouped_3b_64gpus.yaml",
+}
+BASELINE = "Transformer"
+# A recipe's backend is one of differential attention: V2 and the Transformer take torch's kernels.
+BACKENDS = {
+    "diff_v1": ("triton", "sdpa_4call"),
+    "diff_v2": (None,),
+    "grouped": ("triton", "sdpa_4call"),
+}
+PASSES = ("forward", "backward", "update")
+# The kernels of attention; all others are outside of it.
+ATTENTION = {
+    "forward_kernel", "preprocess_kernel", "dkdv_kernel", "dq_kernel",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_backward",
+}  # fmt: skip
+# The sum of gradients over ranks then runs in the phase "update", as all that runs once per step.
+SETTINGS = ("parallel.overlap_gradients=false",)
+
+Work = dict[tuple[str, str], tuple[int, int]]
+
+
+def main() -> None:
+    """Count, print and write."""
+    columns = dict(_columns())
+    cases = [
+        Case(recipe, 64, (*overrides, *SETTINGS, f"model.num_layers={layers}"))
+        for recipe, overrides in columns.values()
+        for layers in (1, 2)
+    ]
+    found = simulate(cases)
+    works = {
+        name: _difference(*found[2 * number : 2 * number + 2])
+        for number, name in enumerate(columns)
+    }
+    report = {
+        "command": f"python -m {__spec__.name}",
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "deepspeed")},
+        "columns": {name: {"recipe": case[0], "with": case[1]} for name, case in columns.items()},
+        "kernels": {
+            name: [
+                {"pass": when, "kernel": kernel, "count": count, "bytes": size}
+                for (when, kernel), (count, size) in work.items()
+            ]
+            for name, work in works.items()
+        },
+    }
+    table = markdown(works)
+    JSON.write_text(json.dumps(report, indent=1) + "\n")
+    JSON.with_suffix(".md").write_text(table)
+    print(table)
+
+
+def _columns() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
+    """Recipe and overrides of each column of the table, by its name."""
+    for kind, recipe in RECIPES.items():
+        for backend in BACKENDS[kind]:
+            if backend is None:
+                yield kind, (recipe, ())
+            else:
+                yield f"{kind}, {backend}", (recipe, (f"training.attention_backend={backend}",))
+        yield f"{BASELINE} of {kind}", (recipe, ("model.baseline=true",))
+
+
+def _difference(smaller: Recording, larger: Recording) -> Work:
+    """Launches and bytes of a layer, by pass and kernel."""
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for sign, recording in ((1, larger), (-1, smaller)):
+        for each in recording.launches:
+            if each.phase == "update":
+                key = "update", each.kernel
+            elif each.phase == "forward_backward":
+                # The backward pass runs outside of modules, as the layers are not recomputed.
+                key = "forward" if each.module else "backward", each.kernel
+            else:
+                continue
+            counts[key] += sign * each.count
+            sizes[key] += sign * each.bytes
+    keys = [key for key in sorted(counts) if counts[key] or sizes[key]]
+    return {key: (counts[key], sizes[key]) for key in keys}
+
+
+def outside(work: Work, *passes: str) -> tuple[int, int]:
+    """Launches and bytes outside of attention in some passes."""
+    chosen = [each for key, each in work.items() if key[0] in passes and key[1] not in ATTENTION]
+    return sum(count for count, _ in chosen), sum(size for _, size in chosen)
+
+
+def markdown(works: dict[str, Work]) -> str:
+    """Two tables: sums outside of attention, and the kernels of which a kind has others."""
+    names = [name for name in works if not name.startswith(BASELINE)]
+    baselines = {name: f"{BASELINE} of {name.split(',')[0]}" for name in names}
+    lines = [
+        "A layer of the 3B recipes of `configs/at_scale/`, one microbatch of 4,096 tokens in bf16 "
+        "on one of 64 GPUs: kernels launched and MiB that they read and write, beside its "
+        "Transformer's",
+        "",
+        f"| outside the attention kernels | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for label, passes in (*((each, (each,)) for each in PASSES), ("ratio", PASSES[:2])):
+        cells = [
+            _compared(outside(works[n], *passes), outside(works[baselines[n]], *passes))
+            if label != "ratio"
+            else _ratio(outside(works[n], *passes), outside(works[baselines[n]], *passes))
+            for n in names
+        ]
+        title = "forward and backward, ratio of kernels" if label == "ratio" else label
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"| kernel, where a kind differs from its Transformer | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    keys = sorted({key for work in works.values() for key in work}, key=_place)
+    for when, kernel in keys:
+        found = [
+            _change(works[n].get((when, kernel)), works[baselines[n]].get((when, kernel)))
+            for n in names
+        ]
+        if any(found):
+            lines.append(f"| {when}: `{kernel}` | {' | '.join(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _place(key: tuple[str, str]) -> tuple[int, bool, str]:
+    return PASSES.index(key[0]), key[1] not in ATTENTION, key[1]
+
+
+def _compared(own: tuple[int, int], other: tuple[int, int]) -> str:
+    return f"{own[0]}, {own[1] / 2**20:.0f} ({other[0]}, {other[1] / 2**20:.0f})"
+
+
+def _ratio(own: tuple[int, int], other: tuple[int, int]) -> str:
+    return f"{own[0] / other[0]:.2f}"
+
+
+def _change(own: tuple[int, int] | None, other: tuple[int, int] | None) -> str:
+    """Launches and MiB more than the Transformer's; empty where the launches are as many."""
+    count, size = ((own or (0, 0))[i] - (other or (0, 0))[i] for i in (0, 1))
+    return f"{count:+d}, {size / 2**20:+.0f}" if count else ""
+
+
+if __name__ == "__main__":
+    main()
