@@ -46,6 +46,7 @@ _NO_KERNEL = {
     aten.set_, aten.resize_, aten.is_pinned, aten._local_scalar_dense, aten._unsafe_view,
     aten.lift_fresh, aten._reshape_alias, aten.detach, aten._pin_memory, aten.pin_memory,
 }  # fmt: skip
+NO_PLACE = "?"
 _OUTPUT_LAYER = ("output_layer",)
 
 
@@ -236,6 +237,8 @@ class Recorder(TorchDispatchMode):
         if _stays_real(args, kwargs, tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is aten.add.Tensor and _place() == NO_PLACE:
+            func, args = _sum_of_gradients(args)
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for each in outputs:
@@ -376,19 +379,35 @@ def _stays_real(args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
     return elements <= _REAL_ELEMENTS
 
 
+def _sum_of_gradients(args: Any) -> tuple[Any, Any]:
+    """Return the addition by which autograd sums two gradients of one tensor.
+
+    Its engine adds in place where it holds the last reference to one of them (InputBuffer.cpp of
+    torch), but not to tensors of a subclass, which fake ones are.
+    """
+    for one, other in (args, args[::-1]):
+        # One reference is the tensor's, the other that of the object which is made here.
+        if torch._C._storage_Use_Count(one.untyped_storage()._cdata) == 2:
+            return aten.add_.Tensor, (one, other)
+    return aten.add.Tensor, args
+
+
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _place() -> str:
-    """The first function outside torch and this package, ``module.function``."""
+    """The first function outside torch and this package, ``module.function``.
+
+    ``NO_PLACE`` where there is none: on a thread of autograd, whose engine itself calls.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("torch.", "tests.simulated_cuda.")) and module != "torch":
             return f"{module}.{frame.f_code.co_qualname}"
         frame = frame.f_back
-    return "?"
+    return NO_PLACE
 
 
 def _peak(held: Iterable[_Allocation], changes: Iterable[tuple[int, _Allocation]]) -> Memory:

@@ -60,6 +60,8 @@ def train_step(
         loss = forward_backward(
             engine, microbatches, state, offload_activations=recipe.training.offload_activations
         )
+        # ZeRO 2 makes its gradients in every step.
+        label(recorder, engine.network, engine)
     del microbatches
     deciding = AgreedDecision(
         Guard(recipe.guard),
