@@ -1,1 +1,1 @@
-"""What an operator starts and looks at: jobs on a cluster, and how far they are."""
+"""Operation of runs: Slurm and torchrun jobs, their status, the quickstart and the recipes."""

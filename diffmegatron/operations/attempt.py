@@ -1,9 +1,10 @@
-"""The two ends of every attempt, as the job script calls them around srun."""
+"""Begin and end an attempt: the two commands that the job script runs before and after srun."""
 
 import os
 import shlex
 import socket
 import subprocess
+import zlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,10 +25,13 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
-# Of a job that had as many faults in a row as it may.
-_EXIT_FAULT = 1
-# Of one that need not leave its nodes.
-_EXIT_AGAIN = 69
+_EXIT_FAULTS = 1
+"""Exit status of a job after MAX_FAULTS faults in a row."""
+_EXIT_RESTART = 69
+"""Exit status that makes the job script begin the next attempt without a requeue."""
+# Linux connects from ports 32768 to 60999 by default, and Kubernetes publishes 30000 to 32767, so
+# that another process rarely takes one of these ports before rank 0 listens on it.
+_PORTS = range(20_000, 30_000)
 
 
 def begin(
@@ -37,19 +41,19 @@ def begin(
 
     Args:
         config: recipe.
-        overrides: of its keys.
+        overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: of the job, as ``launch`` has read it from the recipe; None: not known. A mistake
-            that hides the ``run_dir`` of the recipe is written into its ledger.
+        run_dir: folder of the ledger, if ``launch`` submitted the job. A mistake in the recipe can
+            then be recorded even if it hides the recipe's own ``run_dir``.
 
     Returns:
-        Lines for the shell that set ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT``
-        (free now) and ``WORLD_SIZE``.
+        Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
+        ``WORLD_SIZE``.
 
     Raises:
-        UserError: the recipe is wrong, the ranks do not fit it, or nothing can be written.
+        UserError: the recipe is wrong, the ranks do not fit it, or the ledger cannot be written.
     """
-    ranks = _ranks()
+    ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
     facts = Facts(job=job, nodes=tuple(nodes), ranks=ranks, versions=versions(), commit=commit())
     ledger = None if run_dir is None else Ledger(run_dir)
@@ -58,16 +62,17 @@ def begin(
         ledger = ledger_of(recipes)
         for recipe in recipes:
             recipe.data_parallel(ranks)
-        address, port = _address(nodes), _free_port()
+        address = _address(nodes)
         attempt = ledger.begin(recipes, facts)
     except UserError as error:
         if ledger is not None:
             ledger.refuse(facts, str(error))
         raise
+    folder = str(ledger.folder(attempt.number).absolute())
     settings = {
-        ATTEMPT: str(ledger.folder(attempt.number).absolute()),
+        ATTEMPT: folder,
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port(folder)),
         "WORLD_SIZE": str(ranks),
     }
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items())
@@ -77,58 +82,60 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
     """End an attempt.
 
     Args:
-        folder: that ``begin`` named.
-        spares: nodes of the job that have nothing to do.
+        folder: the attempt's directory, as exported by :func:`begin`.
+        spares: number of the job's nodes without ranks.
 
     Returns:
-        The line of the ledger; what the job is to do, as an exit status: 0 and 2 end it, 1 ends it
-        after the last fault that it may have, 75 asks for a requeue, and 69 for the next attempt at
-        once; and the hosts that the next attempt shall do without.
+        The ledger's entry of the attempt; the exit status for the job script, 0 (finished), 2 (a
+        mistake), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once);
+        and the hosts that the next attempt must avoid.
 
     Raises:
-        UserError: the attempt is not there.
+        UserError: no attempt has begun in ``folder``.
     """
     ledger = Ledger(folder.parent.parent)
     number = int(folder.name) if folder.name.isdecimal() else 0
     attempt = next((each for each in ledger.attempts() if each.number == number), None)
     if attempt is None:
-        raise UserError(f"{shown(folder)} is no directory of an attempt that has begun")
+        raise UserError(
+            f"{shown(folder)} is not the directory of an attempt; give RUN_DIR/attempts/NNNN"
+        )
     ended = ledger.end(attempt)
     bad = bad_hosts(ledger.attempts())
     replaced = sorted({*bad, *ended.hosts} & set(ended.facts.nodes))
-    if replaced and len(replaced) <= spares and _goes_on(ended):
-        return ended, _EXIT_AGAIN, replaced
-    return ended, status_of(ended, bad), bad
+    if replaced and len(replaced) <= spares and _may_use_spares(ended):
+        return ended, _EXIT_RESTART, replaced
+    return ended, exit_status(ended, bad), bad
 
 
-def _goes_on(attempt: Attempt) -> bool:
-    """Whether a fault came in training, or of a node that is known to be no good."""
+def _may_use_spares(attempt: Attempt) -> bool:
+    """Return whether a fault came in training, or from a node that failed the preflight checks."""
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
 
-def status_of(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
-    """What a job is to do whose last attempt has ended, as :func:`end` says.
+def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
+    """Return the exit status that :func:`end` passes to the job script, without spare nodes.
 
-    Only a run that was in the middle of training goes on at once. What fails while it starts is
-    better given the time that a requeue takes: Slurm finds a dead node within minutes.
+    A fault in training restarts the ranks at once. A fault during startup requeues the job, because
+    Slurm needs minutes to find a dead node.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
-        return _EXIT_AGAIN if at_once else EXIT_STOPPED
+        return _EXIT_RESTART if at_once else EXIT_STOPPED
     if attempt.cause == Cause.FINISHED:
         return 0
-    return UserError.exit_status if attempt.cause == Cause.MISTAKE else _EXIT_FAULT
+    return UserError.exit_status if attempt.cause == Cause.MISTAKE else _EXIT_FAULTS
 
 
-def sentence(attempt: Attempt) -> str:
-    """An attempt that has ended, in one line."""
+def describe(attempt: Attempt) -> str:
+    """Describe an ended attempt in one line."""
     faults = f", fault {attempt.faults} of {MAX_FAULTS}" if attempt.cause == Cause.FAULT else ""
     return f"attempt {attempt.number}: {attempt.cause}{faults}: {attempt.reason}"
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of the libraries that compute, without importing them."""
+    """Return the versions of this package and its libraries, without importing the libraries."""
     found = {"diffmegatron": diffmegatron.__version__}
     for name in _LIBRARIES:
         try:
@@ -139,7 +146,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The git commit of the code, ``-dirty`` behind it if files differ; None: no checkout."""
+    """Return the git commit of this package, with ``-dirty`` if files differ.
+
+    Returns:
+        None if the package does not lie in a git checkout.
+    """
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
@@ -151,18 +162,18 @@ def commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def _ranks() -> int:
+def _num_ranks() -> int:
     value = os.environ.get("SLURM_NTASKS", "")
     if not value.isdecimal() or int(value) < 1:
         raise UserError(
-            f"the environment sets SLURM_NTASKS {clipped(value)!r}; an attempt begins within a "
-            "Slurm job that was given --ntasks-per-node"
+            f"SLURM_NTASKS is {clipped(value)!r}; begin an attempt inside a Slurm job with "
+            "--ntasks-per-node"
         )
     return int(value)
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Of this machine, the first node: Slurm's name for it, or its own where that is no host's."""
+    """Return a name of this machine, the first node, that can be resolved; Slurm's name first."""
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
         try:
@@ -171,13 +182,31 @@ def _address(nodes: Sequence[str]) -> str:
             continue
         return name
     raise UserError(
-        f"no name of the first node can be resolved: {clipped(', '.join(names))}; give the nodes "
-        "names that are hosts"
+        f"no name of the first node can be resolved: {clipped(', '.join(names))}; name the nodes "
+        "after their hosts"
     )
 
 
-def _free_port() -> int:
-    """One that nobody listens on now; whoever takes it first costs a restart, on another one."""
-    with socket.create_server(("", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+def free_port(key: str) -> int:
+    """Return a port on which nothing listens, from 20000 to 29999.
+
+    The search begins at a hash of ``key``, so that jobs and attempts that share a node choose
+    different ports.
+
+    Args:
+        key: directory of the attempt.
+
+    Raises:
+        UserError: every port of the range is in use.
+    """
+    first = zlib.crc32(os.fsencode(key)) % len(_PORTS)
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(first + offset) % len(_PORTS)]
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return port
+    raise UserError(
+        f"every port from {_PORTS.start} to {_PORTS.stop - 1} of the first node is in use; free one"
+    )

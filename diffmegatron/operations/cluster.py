@@ -1,29 +1,42 @@
-"""What is to be known of a cluster to run there: one YAML file, ``configs/clusters``."""
+"""The description of a Slurm cluster: one YAML file such as ``configs/clusters/example.yaml``."""
 
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import PathText, Section, Size, SizeOrNone
 
-# What follows "#SBATCH --key=": a line of its own, without what sbatch splits at.
-Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
-Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
+def _check_is_text(value: object) -> object:
+    """Refuse a number or boolean of YAML, whose spelling in the file is lost (010, on, 1e3)."""
+    if isinstance(value, bool | int | float):
+        kind = "boolean" if isinstance(value, bool) else "number"
+        problem = "quote it, because YAML reads it as a {kind}"
+        raise PydanticCustomError("text", problem, {"kind": kind})
+    return value
+
+
+_Text = Annotated[str, BeforeValidator(_check_is_text)]
+# The value of an "#SBATCH --key=" line: sbatch splits at spaces, quotes and "#".
+Word = Annotated[_Text, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
+Line = Annotated[_Text, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class Container(Section):
-    """Where the ranks run: an image that has this package, and the folders that it sees."""
+    """The container image in which the ranks run. It must contain this package."""
 
     kind: Literal["apptainer", "pyxis"]
-    image: PathText = Field(description="a path, or what names an image: docker://..., host#name")
-    mounts: tuple[PathText, ...] = ()
+    image: PathText = Field(description="path, or name such as docker://... or host#name")
+    mounts: tuple[PathText, ...] = Field(default=(), description="folders visible inside")
 
     @property
     def is_file(self) -> bool:
@@ -32,48 +45,48 @@ class Container(Section):
 
 
 class Cluster(Section):
-    """The whole of the file."""
+    """The content of a cluster file. A key that is None is left to Slurm's default."""
 
-    gpus_per_node: SizeOrNone = Field(description="0: ranks on processors, one per task")
-    ranks_per_node: Size | None = Field(default=None, description="null: one per GPU")
-    gpu: str | None = Field(default=None, description="for estimates, as of plan --hardware")
+    gpus_per_node: SizeOrNone = Field(description="0: the ranks compute on CPUs")
+    ranks_per_node: Size | None = Field(default=None, description="None: one per GPU")
+    gpu: str | None = Field(default=None, description="GPU name for estimates, as plan --hardware")
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
     constraint: Word | None = None
-    exclude: tuple[Word, ...] = Field(default=(), description="nodes")
+    exclude: tuple[Word, ...] = Field(default=(), description="host names")
     exclusive: bool = False
-    memory: Word | None = Field(default=None, description="of sbatch --mem; 0: all")
-    cpus_per_rank: Size = 8
-    time_limit: Word = Field(description="as of sbatch --time: minutes, H:MM:SS or D-HH:MM:SS")
+    memory: Word | None = Field(default=None, description="sbatch --mem; 0: all of a node")
+    cpus_per_rank: Size | None = Field(default=None, description="sbatch --cpus-per-task")
+    time_limit: Word = Field(description="sbatch --time: minutes, H:MM:SS or D-HH:MM:SS")
     export: Literal["ALL", "NONE"] = Field(
-        default="ALL", description="what a job sees of the submitting shell"
+        default="ALL", description="variables of the submitting shell that the job inherits"
     )
-    setup: tuple[Line, ...] = Field(default=(), description="lines of the shell")
-    environment: dict[Name, Line] = Field(default={}, description="of every rank")
+    setup: tuple[Line, ...] = Field(default=(), description="shell lines that the job runs first")
+    environment: dict[Name, Line] = Field(default={}, description="variables of every rank")
     container: Container | None = None
 
     @field_validator("time_limit")
     @classmethod
-    def _is_a_time(cls, text: str) -> str:
-        if _TIME.fullmatch(text) is None or seconds_of(text) < 60:
-            raise ValueError("give minutes, H:MM:SS or D-HH:MM:SS, a minute at least")
+    def _check_time_limit(cls, text: str) -> str:
+        if _TIME.fullmatch(text) is None or parse_time(text) < 60:
+            raise ValueError("give minutes, H:MM:SS or D-HH:MM:SS, at least one minute")
         return text
 
     @property
     def ranks(self) -> int:
-        """On each node."""
+        """Number of ranks on each node."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
 
     @property
     def seconds(self) -> int:
-        """Of the time limit."""
-        return seconds_of(self.time_limit)
+        """The time limit in seconds."""
+        return parse_time(self.time_limit)
 
 
-def seconds_of(time_limit: str) -> int:
-    """A time as Slurm writes it: minutes, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
-    match = _TIME.fullmatch(time_limit)
+def parse_time(text: str) -> int:
+    """Return the seconds of a Slurm time: M, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    match = _TIME.fullmatch(text)
     assert match is not None
     days, *parts = (None if part is None else int(part) for part in match.groups())
     given = [part for part in parts if part is not None]
@@ -83,10 +96,10 @@ def seconds_of(time_limit: str) -> int:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read the file of a cluster.
+    """Read a cluster file.
 
     Raises:
-        UserError: it cannot be read, a key is unknown, or a value does not fit.
+        UserError: the file cannot be read, a key is unknown or missing, or a value is invalid.
     """
     name = shown(path)
     values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), name)
@@ -95,7 +108,7 @@ def load_cluster(path: Path) -> Cluster:
     try:
         return Cluster.model_validate(values)
     except ValidationError as error:
-        # A mistyped key also leaves one missing; the mistyped one is what the user can see.
+        # A mistyped key also leaves a required one missing. The user sees the mistyped one.
         found = error.errors(include_url=False)
         first = min(found, key=lambda each: each["type"] != "extra_forbidden")
         key = clipped(".".join(map(str, first["loc"])))
@@ -103,7 +116,6 @@ def load_cluster(path: Path) -> Cluster:
             known = ", ".join(sorted(Cluster.model_fields))
             raise UserError(f"{name}: unknown key {key!r}; known keys are {known}") from None
         if first["type"] == "missing":
-            raise UserError(f"{name}: key {key!r} is missing; a cluster must give it") from None
-        raise UserError(
-            f"{name}: {key} is {clipped(repr(first['input']))}: {first['msg']}"
-        ) from None
+            raise UserError(f"{name}: key {key!r} is missing; a cluster file needs it") from None
+        value = clipped(repr(first["input"]))
+        raise UserError(f"{name}: {key} is {value}: {first['msg']}") from None

@@ -1,4 +1,4 @@
-"""``diffmegatron launch`` and ``status``, and ``attempt``, which the job calls around srun."""
+"""Command lines for jobs, clusters, the quickstart and the recipes of the package."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ import typer
 from diffmegatron.errors import UserError
 
 app = typer.Typer(
-    help="Called by launch/slurm.sh: the ledger of a job's starts.", no_args_is_help=True
+    help="Begin and end the attempts of a job (called by launch/slurm.sh).", no_args_is_help=True
 )
 
 
@@ -22,10 +22,10 @@ def begin(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     nodes: Annotated[str, typer.Option(help="Host names of the job, with commas")] = "",
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Of the job, where launch has read it")
+        Path | None, typer.Option(metavar="DIR", help="Folder of the job's ledger, from launch")
     ] = None,
 ) -> None:
-    """Check the recipe and write a new attempt. Prints what the shell sets for its ranks."""
+    """Check the recipe, begin an attempt and print the shell variables for its ranks."""
     from diffmegatron.operations import attempt
 
     names = [name for name in nodes.split(",") if name]
@@ -35,17 +35,17 @@ def begin(
 @app.command()
 def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
-    spares: Annotated[int, typer.Option(min=0, help="Nodes of the job that have no ranks")] = 0,
+    spares: Annotated[int, typer.Option(min=0, help="Number of nodes without ranks")] = 0,
 ) -> None:
-    """Decide from the ends of the ranks if the job goes on. Says why, and prints bad hosts.
+    """End an attempt: decide how the job continues, and print the hosts to avoid.
 
-    Exit status 0: finished. 2: a mistake. 75: to be requeued. 69: to go on at once. 1: too many
-    faults in a row.
+    Exit status 0: finished. 2: a mistake. 75: requeue the job. 69: begin the next attempt at once.
+    1: too many faults in a row.
     """
     from diffmegatron.operations import attempt
 
     ended, status, hosts = attempt.end(folder, spares)
-    print(attempt.sentence(ended), file=sys.stderr)
+    print(attempt.describe(ended), file=sys.stderr)
     print(",".join(hosts))
     raise typer.Exit(status)
 
@@ -54,9 +54,9 @@ def end(
     "torchrun", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def torchrun_(context: typer.Context) -> None:
-    """Run torchrun so that a signal ends it in a sentence. Called by launch/torchrun.sh.
+    """Run torchrun and print one sentence if a signal ends it (called by launch/torchrun.sh).
 
-    Exit status of a signal: 128 and its number, as a shell gives it.
+    Exit status after a signal: 128 plus its number.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
@@ -64,25 +64,26 @@ def torchrun_(context: typer.Context) -> None:
     try:
         main(context.args)
     except SignalException as stopped:
-        print(f"asked to stop by {stopped.sigval.name}: the ranks have ended", file=sys.stderr)
+        print(f"stopped by {stopped.sigval.name}: the ranks have ended", file=sys.stderr)
         raise typer.Exit(128 + stopped.sigval) from None
 
 
 def status(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Of a job; with stages, of all of them")
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="run_dir of a job, or folder of its stages"),
     ],
     watch: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Print it again every so often")
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Print again at this interval")
     ] = None,
 ) -> None:
-    """Say how far a job is. Progress, speed, last checkpoint, and its attempts.
+    """Show a job's progress, speed, newest checkpoint and attempts.
 
-    Exit status 0: it runs, or is finished.
+    Exit status 0: the job runs, or is finished.
 
-    1: it waits for its next attempt, or has disappeared; unfinished, where no launcher started it.
+    1: the job waits for its next attempt, or has disappeared. A run without a launcher: unfinished.
 
-    2: it is over and unfinished, or there is no such job.
+    2: the job has ended unfinished, or there is no job.
     """
     from rich.console import Console
 
@@ -104,38 +105,42 @@ def launch(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
     ] = None,
     *,
-    nodes: Annotated[int, typer.Option(min=1, help="How many")],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes with ranks")],
     cluster: Annotated[
-        Path, typer.Option(metavar="FILE", help="Such as configs/clusters/example.yaml")
+        Path, typer.Option(metavar="FILE", help="Cluster file (configs/clusters/example.yaml)")
     ],
     spares: Annotated[
-        int, typer.Option(min=0, help="More nodes, each of which takes the place of one that fails")
+        int, typer.Option(min=0, help="Number of additional nodes to replace failed ones")
     ] = 0,
-    dependency: Annotated[str | None, typer.Option(help="As of sbatch, such as afterok:17")] = None,
+    dependency: Annotated[
+        str | None, typer.Option(help="Value of sbatch --dependency, such as afterok:17")
+    ] = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="Each stage of the recipe as a job of its own")
+        bool, typer.Option("--chain", help="Submit a job for each stage of the recipe")
     ] = False,
     torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="Without Slurm: start it here, on one machine")
+        bool, typer.Option("--torchrun", help="Start the run with torchrun instead of Slurm")
     ] = False,
     rendezvous: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Of the first of several machines, for --torchrun"),
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the first of several machines, with --torchrun"
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the file for sbatch and submit nothing")
+        bool, typer.Option("--dry-run", help="Print the job file and submit nothing")
     ] = False,
 ) -> None:
-    """Check a recipe for so many nodes and submit it to Slurm.
+    """Check a recipe on a number of nodes and submit it to Slurm.
 
     The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
     """
     if rendezvous is not None and not torchrun:
-        raise UserError("--rendezvous is for --torchrun; Slurm's jobs meet by themselves")
+        raise UserError("--rendezvous needs --torchrun; leave it out for a Slurm job")
     if torchrun:
         if chain or spares or dependency is not None:
             raise UserError(
-                "--chain, --spares and --dependency are Slurm's; leave them out with --torchrun"
+                "--chain, --spares and --dependency need Slurm; leave them out with --torchrun"
             )
         _start_torchrun(config, overrides or [], nodes, cluster, rendezvous, dry_run=dry_run)
         return
@@ -168,7 +173,7 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """On one machine this process becomes the run; of several each starts the file."""
+    """Replace this process by the run on one machine; print the command for several machines."""
     from diffmegatron.operations.torchrun import torchrun_file, write
 
     path, text = torchrun_file(config, overrides, nodes, cluster, rendezvous)
@@ -177,7 +182,7 @@ def _start_torchrun(
         return
     write(path, text)
     if nodes > 1:
-        print(f"start it on each of the {nodes} machines: bash {shlex.quote(str(path))}")
+        print(f"run this on each of the {nodes} machines: bash {shlex.quote(str(path))}")
     else:
         os.execvp("bash", ["bash", str(path)])
 
@@ -188,9 +193,9 @@ def preflight(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
     ] = None,
 ) -> None:
-    """Check the nodes of a job within a minute, before it trains. As its ranks, or alone.
+    """Check the nodes of a job in less than a minute (run it as the job's ranks, or alone).
 
-    Exit status 71: this node is not fit for what the others are fit for. 2: none is.
+    Exit status 71: this node has a problem that others do not have. 2: all nodes have a problem.
     """
     from diffmegatron.attempts.ends import RankRecord
     from diffmegatron.training.fault_tolerance.signals import stopping_at_once
@@ -204,29 +209,29 @@ def preflight(
 
 
 configs = typer.Typer(
-    help="The recipes and launch scripts that come with the package.", no_args_is_help=True
+    help="List and copy the recipes and launch scripts of this package.", no_args_is_help=True
 )
 
 
 @configs.command("list")
 def list_configs() -> None:
-    """Each with the first line of what it says about itself."""
+    """List the recipes, each with the first line of its comment."""
     from diffmegatron.operations import recipes
 
     for number, (title, names) in enumerate(recipes.groups().items()):
         print(f"{chr(10) * (number > 0)}{title}")
         for name in names:
-            print(f"  {name:<38}{recipes.described(name)}".rstrip())
+            print(f"  {name:<38}{recipes.description(name)}".rstrip())
 
 
 @configs.command("copy")
 def copy_configs(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As 'configs list' has it")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name from 'configs list'")],
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
     ] = None,
 ) -> None:
-    """Copy a recipe with all that it extends, to be run and changed.
+    """Copy a recipe and the files that it extends, so that you can edit them.
 
     Example: diffmegatron configs copy diff_3b_1t
     """
@@ -240,20 +245,20 @@ def copy_configs(
 def quickstart(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Overrides for every run: training.steps=1000"),
+        typer.Argument(metavar="KEY=VALUE", help="Overrides for every run (training.steps=1000)"),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND[,KEY=VALUE...]",
-            help="A run of this kind, such as grouped,signal_per_noise=2; may be given several "
-            "times; default: the recipe's and its baseline",
+            help="Kind of attention to train, such as grouped,signal_per_noise=2 (repeatable; "
+            "default: the recipe's kind and its baseline)",
         ),
     ] = None,
 ) -> None:
-    """Try all of it in minutes, in runs/quickstart. Prepares, trains a pair, exports, compares.
+    """Prepare text, train two models, export and compare them, within minutes.
 
-    The text is that of Python's standard library. A previous runs/quickstart is replaced.
+    The text is the source code of Python's standard library. The results replace runs/quickstart.
     """
     from diffmegatron.operations import quickstart as job
 

@@ -1,4 +1,4 @@
-"""``diffmegatron launch``: everything that can be wrong is told before a job is submitted."""
+"""``diffmegatron launch``: check a run, write its job file and submit it to Slurm."""
 
 import math
 import os
@@ -24,24 +24,27 @@ from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
-# Slurm may send the signal up to a minute early, never late.
+# Seconds between SIGUSR1 and the time limit while no save has been measured.
 _SIGNAL_SECONDS = 600
+# Seconds that are added to measured saves and steps.
 _SLACK_SECONDS = 60
-_ANSWER_SECONDS = 60
-_SPEAKER = re.compile("^sbatch: (error|fatal): ")
+# Timeout of Slurm's commands.
+_COMMAND_SECONDS = 60
+_ERROR_PREFIX = re.compile("^sbatch: (error|fatal): ")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that may be submitted.
+    """A checked job that can be submitted.
 
     Attributes:
-        job: what was asked for.
-        text: of the file.
-        path: where it is kept.
-        plans: of every stage; empty where the cluster names no GPU.
-        remarks: sentences for whoever submits it.
-        recipe: resolved, kept beside the file; None: the job reads the one that was given.
+        job: the job as requested.
+        text: text of the job file.
+        path: path of the job file.
+        plans: estimates for every stage; empty if the cluster file names no GPU.
+        remarks: warnings for the user.
+        recipe: text of a resolved recipe to write beside the job file; None: the job reads the
+            recipe that the user named.
     """
 
     job: Job
@@ -60,16 +63,16 @@ def prepare_launch(
     dependency: str | None = None,
     spares: int = 0,
 ) -> Submission:
-    """Check a recipe and a cluster against each other, and write nothing.
+    """Check a recipe against a cluster and prepare its job. Nothing is written.
 
     Raises:
-        UserError: the recipe, the cluster's file, the data, the layout or the container are not
-            what they should be, or a job is at work in ``run_dir``.
+        UserError: the recipe, the cluster file, the data, the layout or the container is wrong, or
+            another job uses ``run_dir``.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
     check_fit(recipes, nodes, cluster)
-    if dependency is None:  # the job before may write the checkpoint
+    if dependency is None:  # a previous job may still write the checkpoint
         check_starts(recipes)
     check_free(ledger_of(recipes))
     return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
@@ -83,21 +86,21 @@ def prepare_chain(
     dependency: str | None = None,
     spares: int = 0,
 ) -> tuple[Submission, ...]:
-    """The same with a job for each stage of a recipe; those that are finished are left out.
+    """Check a recipe like :func:`prepare_launch`, and prepare a job for each unfinished stage.
 
-    Each job has its stage's ``run_dir``, and in it the stage as a recipe of its own.
+    Each job uses the ``run_dir`` of its stage, and reads the stage as a recipe of its own there.
 
     Raises:
-        UserError: as :func:`prepare_launch`, or the recipe has no stages, or none to be trained.
+        UserError: a check fails, or the recipe has no stages or no unfinished one.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
     if len(recipes) == 1:
         raise UserError(
-            f"{shown(config)} is one run, and --chain makes a job of each stage; leave it out"
+            f"{shown(config)} has no stages, and --chain submits a job per stage; leave --chain out"
         )
     check_fit(recipes, nodes, cluster)
-    if dependency is None:  # the job before may write the checkpoint
+    if dependency is None:  # a previous job may still write the checkpoint
         check_starts(recipes)
     check_free(ledger_of(recipes))
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
@@ -125,7 +128,7 @@ def _launch(
     ranks = nodes * cluster.ranks
     plans = tuple(plan_recipe(recipe, ranks, gpu) for gpu in gpus for recipe in recipes)
     folder = ledger_of(recipes).run_dir.absolute()
-    save, step = _measured(recipes)
+    save, step = _measured_seconds(recipes)
     job = Job(
         name=folder.name,
         nodes=nodes,
@@ -142,28 +145,27 @@ def _launch(
 
 
 def submit(launch: Submission, after: str | None = None) -> str:
-    """Write the job's file into ``run_dir`` and submit it.
+    """Write the job file into ``run_dir`` and submit it.
 
     Args:
-        launch: of the job.
-        after: number of the job that must have finished before; where it ends otherwise this one
-            is cancelled.
+        launch: the checked job.
+        after: number of a job that must finish first; if it fails, Slurm cancels this job.
 
     Returns:
-        The job's number.
+        Slurm's number of the job.
 
     Raises:
-        UserError: it cannot be written, there is no Slurm here, or it refuses the job.
+        UserError: the file cannot be written, sbatch is not installed, or Slurm rejects the job.
     """
     if shutil.which("sbatch") is None:
         raise UserError(
-            "there is no sbatch on this machine; go to a login node, or give --dry-run and submit "
-            "what it prints, or give --torchrun on machines without Slurm"
+            "there is no sbatch on this machine; go to a login node, or submit the output of "
+            "--dry-run there, or give --torchrun on machines without Slurm"
         )
-    waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     try:
         write_files(launch)
-        number = _sbatch(launch.path, [] if after is None else waits)
+        number = _sbatch(launch.path, [] if after is None else dependency)
         write_durably(launch.path.with_name(JOB_NUMBER), f"{number}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write in {shown(launch.path.parent)}: {reason(error)}") from None
@@ -171,13 +173,13 @@ def submit(launch: Submission, after: str | None = None) -> str:
 
 
 def submit_chain(launches: Sequence[Submission]) -> list[str]:
-    """Submit jobs of which each waits until the one before has finished.
+    """Submit jobs each of which starts after the previous one has finished.
 
     Returns:
-        Their numbers.
+        Slurm's numbers of the jobs.
 
     Raises:
-        UserError: as :func:`submit`; those that were submitted before are cancelled.
+        UserError: a job cannot be submitted; the jobs submitted before it are cancelled.
     """
     numbers: list[str] = []
     for launch in launches:
@@ -191,10 +193,10 @@ def submit_chain(launches: Sequence[Submission]) -> list[str]:
 
 
 def write_files(launch: Submission) -> None:
-    """Write what the job reads into its ``run_dir``.
+    """Write the job file, and the recipe of a stage, into ``run_dir``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     launch.path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(launch.path, os.fsencode(launch.text))
@@ -208,43 +210,43 @@ def _is_finished(ledger: Ledger) -> bool:
 
 
 def check_free(ledger: Ledger) -> None:
-    """Refuse a ``run_dir`` in which a job is at work or is going to be.
+    """Check that no job runs or waits in the queue for a ``run_dir``, and that it is unfinished.
 
     Raises:
-        UserError: there is one, or the run is finished.
+        UserError: a job uses ``run_dir``, or the run is finished.
     """
     queue = _queue()
     path = ledger.run_dir / JOB_NUMBER
     number = read_text(path, max_bytes=100).strip() if path.exists() else ""
     if queue is not None and number in queue:
         raise UserError(
-            f"{shown(ledger.run_dir)} has job {clipped(number)}, {queue[number].lower()}; let it "
-            "end, scancel it, or give another run_dir"
+            f"{shown(ledger.run_dir)} has job {clipped(number)}, which is "
+            f"{queue[number].lower()}; wait for its end, scancel it, or give another run_dir"
         )
     if ledger.attempts():
         found = examine(ledger.run_dir)
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{shown(ledger.run_dir)} is finished; give another run_dir")
-        # A job that was cancelled a moment ago still looks alive in its ledger.
+        # The ledger of a job that was cancelled a moment ago still shows it as running.
         has_left = queue is not None and last.facts.job != "" and last.facts.job not in queue
         if found.exit_status == 0 and not has_left:
             raise UserError(
-                f"{shown(ledger.run_dir)} has a job at work, {last.facts.job or 'unknown'}: "
-                f"{found.state}; let it end, or give another run_dir"
+                f"{shown(ledger.run_dir)} is used by job {last.facts.job or '(unknown)'}: "
+                f"{found.state}; wait for its end, or give another run_dir"
             )
 
 
 def _queue() -> dict[str, str] | None:
-    """The states of all jobs that Slurm has, by number; None: it does not say."""
-    said = _output("squeue", "--noheader", "--format=%A %T")
-    if said is None:
+    """Return the states of all jobs by number; None if squeue fails."""
+    output = _output("squeue", "--noheader", "--format=%A %T")
+    if output is None:
         return None
-    return dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
+    return dict(line.split(maxsplit=1) for line in output.splitlines() if " " in line.strip())
 
 
-def _measured(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
-    """Seconds of the longest save that the newest metrics tell of, and of a step."""
+def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
+    """Return the seconds of the longest recorded save, and the median seconds of a step."""
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
     steps = [
@@ -257,7 +259,11 @@ def _measured(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 
 
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
-    """Two saves and two steps before the end; ten minutes while none has been measured."""
+    """Return the seconds between SIGUSR1 and the time limit.
+
+    They suffice for two saves and two steps, or are ten minutes while no save has been measured.
+    Slurm may send the signal up to a minute early, but never late.
+    """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)
 
@@ -276,7 +282,7 @@ def _remarks(
     if bad := set(bad_hosts(ledger_of(recipes).attempts())) - set(job.cluster.exclude):
         remarks.append(
             f"{', '.join(sorted(bad))} failed or slowed down two of the last ten attempts, and a "
-            "new job does not know; add to exclude in the cluster's file what is still no good"
+            "new job may use it again; add it to exclude in the cluster file if it is still bad"
         )
     wait = _kill_wait()
     if save is not None and wait is not None and save > wait:
@@ -287,8 +293,8 @@ def _remarks(
 def _kill_wait() -> int | None:
     if shutil.which("scontrol") is None:
         return None
-    said = _output("scontrol", "show", "config") or ""
-    found = [line.split("=")[1].split()[0] for line in said.splitlines() if "KillWait" in line]
+    config = _output("scontrol", "show", "config") or ""
+    found = [line.split("=")[1].split()[0] for line in config.splitlines() if "KillWait" in line]
     return int(found[0]) if found and found[0].isdecimal() else None
 
 
@@ -296,21 +302,23 @@ def _sbatch(path: Path, options: Sequence[str]) -> str:
     command = ["sbatch", "--parsable", *options, str(path)]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS
+            command, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"Slurm has not answered within {_ANSWER_SECONDS} s; see sinfo") from None
+        raise UserError(
+            f"sbatch did not end within {_COMMAND_SECONDS} s; check Slurm with sinfo"
+        ) from None
     if result.returncode:
-        said = result.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(f"Slurm refuses the job: {clipped(_SPEAKER.sub('', said[-1]))}")
+        lines = result.stderr.strip().splitlines() or ["no reason given"]
+        raise UserError(f"Slurm rejects the job: {clipped(_ERROR_PREFIX.sub('', lines[-1]))}")
     return result.stdout.strip().split(";")[0]
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None: it failed, which here is an answer as well."""
+    """Return the standard output of a command; None if the command fails or is not installed."""
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_ANSWER_SECONDS
+            command, capture_output=True, text=True, check=True, timeout=_COMMAND_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -318,7 +326,7 @@ def _output(*command: str) -> str | None:
 
 
 def summary(launch: Submission) -> list[str]:
-    """What the job takes, a line each."""
+    """Return lines that describe the resources of a job."""
     job, lines = launch.job, []
     for plan in launch.plans:
         attempts = math.ceil(plan.time.days * 86_400 / job.cluster.seconds)
@@ -329,8 +337,8 @@ def summary(launch: Submission) -> list[str]:
             f"attempt{'s' if attempts > 1 else ''} of {job.cluster.time_limit}"
         )
     if not launch.plans:
-        lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU's name")
+        lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU name")
     if job.spares:
-        lines.append(f"{job.nodes + job.spares} nodes are asked for, {job.spares} of them spare")
+        lines.append(f"{job.nodes + job.spares} nodes are requested, {job.spares} of them spare")
     lines.append(f"SIGUSR1 {job.signal_seconds} s before the time limit")
     return lines

@@ -1,8 +1,8 @@
-"""What every node of a job is checked for before its first step, in less than a minute.
+"""Checks of every node of a job before its first step. They take less than a minute.
 
-Each rank looks at its own machine, all tell each other what they have found, and all come to the
-same decision. A machine that is unlike the others is not fit, and the next attempt goes without
-it; what is wrong on all of them is for a person.
+Each rank checks its own machine, the ranks gather all findings, and every rank derives the same
+decision from them. A machine that differs from the others is unfit, and the next attempt avoids it.
+A problem that all machines share ends the job, because a person must solve it.
 """
 
 import os
@@ -31,35 +31,37 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
 
-# Once all are there; until then they wait for each other as a run does.
+# The limit on the collective operations, which begin after all ranks have arrived.
 _TIMEOUT = timedelta(minutes=5)
-# Bytes that a rank writes and sends; sizes of the product's matrices.
+# Bytes that a rank writes to the disk, and bytes of the tensor that the ranks reduce.
 _WRITTEN = 1 << 26
 _REDUCED = {"cpu": 1 << 22, "cuda": 1 << 28}
+# Rows and columns of the square matrices that are multiplied.
 _MATRIX = {"cpu": 512, "cuda": 8192}
-_REPEATS, _PRODUCTS = 5, 20
-# Of a checkpoint, per parameter: the weight and two moments in float32.
+_REDUCTIONS, _PRODUCTS = 5, 20
+# A checkpoint stores the weight and two moments of each parameter in float32.
 _STATE_BYTES = 12
-# What a machine may differ by from the others' median, and its clock from theirs in seconds.
-_SLOWER, _CLOCK_SECONDS = 2.0, 5.0
+# Limits relative to the median of all ranks: the factor of the time for a matrix product, and the
+# difference of the clock in seconds.
+_MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 _FREE_SHARE = 0.9
 REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
 
 
 class Findings(Section):
-    """What one rank has found on its machine.
+    """Findings of one rank about its machine.
 
     Attributes:
-        host: its name.
-        problem: what it cannot do at all; empty: nothing.
-        memory_free: share of its GPU's memory; 1 on processors.
-        product_seconds: of a matrix product, the best of five.
-        write_rate: bytes/s into ``run_dir``, flushed.
-        space: bytes free there.
-        clock: seconds since 1970, read by all ranks at once.
-        versions: of the code and its libraries, with its git commit.
-        reduce_rate: bytes/s of an all-reduce among all ranks: bytes of the tensor over seconds.
+        host: host name.
+        problem: first check that failed on this machine; empty: all passed.
+        memory_free: free share of the GPU's memory; 1 without a GPU.
+        product_seconds: time of a matrix product in seconds, the best of twenty.
+        write_rate: bytes/s written into ``run_dir`` and flushed.
+        space: free bytes in ``run_dir``.
+        clock: seconds since 1970, read by all ranks after a barrier.
+        versions: versions of this package and its libraries, and the git commit.
+        reduce_rate: bytes of a tensor divided by the seconds of its all-reduce among all ranks.
     """
 
     host: str
@@ -74,29 +76,29 @@ class Findings(Section):
 
 
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
-    """Look at this machine, hear of the others, and decide.
+    """Check this machine, gather the findings of all ranks, and decide.
 
     Args:
-        recipes: the stages of a run.
-        folder: of the attempt, for ``preflight.json``; None: it is not written.
+        recipes: stages of a run.
+        folder: attempt directory for ``preflight.json``; None: the file is not written.
 
     Raises:
-        UnfitNodeError: this machine is not fit.
-        UserError: no machine is, or the disk has no space for two checkpoints.
+        UnfitNodeError: this machine is unfit and another one is not.
+        UserError: all machines have a problem.
         MachineError: the ranks cannot meet.
     """
     launch = read_launch()
-    findings = _on_this_machine(recipes)
+    findings = _check_this_machine(recipes)
     if findings.problem.startswith(_NO_GPU):
-        raise UnfitNodeError(findings.problem)  # without one it cannot even tell the others
+        raise UnfitNodeError(findings.problem)  # NCCL cannot connect this rank to the others
     with default_group(_TIMEOUT):
-        findings = findings.model_copy(update=_together())
+        findings = findings.model_copy(update=_measure_collectives())
         every: list[Findings] = [findings] * launch.ranks
         distributed.all_gather_object(every, findings)
     if launch.rank == 0 and folder is not None:
         lines = ",\n".join(each.model_dump_json() for each in every)
         write_durably(folder / REPORT, f"[{lines}]\n".encode())
-    problems = find_problems(every, _space(recipes[-1]), recipes[-1].run_dir)
+    problems = find_problems(every, _needed_space(recipes[-1]), recipes[-1].run_dir)
     if len(problems) == launch.ranks:
         raise UserError(problems[launch.rank])
     if launch.rank in problems:
@@ -105,19 +107,19 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
         print(_summary(every), flush=True)
 
 
-def _space(recipe: Recipe) -> int:
-    """Bytes of two checkpoints; of one where the older ones go and there are some."""
-    is_steady = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
-    return (1 if is_steady else 2) * count_parameters(recipe.model).total * _STATE_BYTES
+def _needed_space(recipe: Recipe) -> int:
+    """Return the bytes of two checkpoints, or of one if the next save removes an older one."""
+    removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
+    return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """What is wrong, by rank.
+    """Return the first problem of each rank that has one.
 
     Args:
-        every: rank's findings.
-        space: bytes that ``run_dir`` must have free.
-        run_dir: for the sentence.
+        every: findings of all ranks, in the order of the ranks.
+        space: bytes that must be free in ``run_dir``.
+        run_dir: folder that the message names.
     """
     problems: dict[int, str] = {}
     product = statistics.median(each.product_seconds for each in every)
@@ -127,36 +129,36 @@ def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[i
         problem = each.problem
         if not problem and each.memory_free < _FREE_SHARE:
             problem = (
-                f"{each.memory_free:.0%} of its GPU's memory are free; another process is on it"
+                f"only {each.memory_free:.0%} of its GPU's memory is free; another process uses it"
             )
-        if not problem and each.product_seconds > _SLOWER * product:
+        if not problem and each.product_seconds > _MAX_SLOWDOWN * product:
             problem = (
                 f"a matrix product takes {1e3 * each.product_seconds:.1f} ms, and "
-                f"{1e3 * product:.1f} ms on the others"
+                f"{1e3 * product:.1f} ms on the other ranks"
             )
         if not problem and abs(each.clock - clock) > _CLOCK_SECONDS:
-            problem = f"its clock is {each.clock - clock:+.1f} s off the others'"
+            problem = f"its clock differs from the others' by {each.clock - clock:+.1f} s"
         if not problem and each.space < space:
             problem = (
                 f"run_dir {clipped(run_dir)} has {each.space / 2**30:.1f} GiB free, and the next "
-                f"saves take {space / 2**30:.1f}"
+                f"saves need {space / 2**30:.1f} GiB"
             )
         if not problem and tuple(sorted(each.versions.items())) != usual:
-            problem = _other_versions(each.versions, dict(usual))
+            problem = _version_problem(each.versions, dict(usual))
         if problem:
             problems[rank] = problem
     return problems
 
 
-def _other_versions(own: dict[str, str], usual: dict[str, str]) -> str:
+def _version_problem(own: dict[str, str], usual: dict[str, str]) -> str:
     name = next(name for name in sorted({*own, *usual}) if own.get(name) != usual.get(name))
     return (
-        f"{name} is {own.get(name, 'not there')}, and {usual.get(name, 'not there')} on the others"
+        f"{name} is {own.get(name, 'missing')}, and {usual.get(name, 'missing')} on the other ranks"
     )
 
 
-def _on_this_machine(recipes: Sequence[Recipe]) -> Findings:
-    """All that needs no other rank; the first thing that does not work is the problem."""
+def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
+    """Run the checks that need no other rank, up to the first one that fails."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     wanted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     gpus, local_rank = torch.cuda.device_count(), read_launch().local_rank
@@ -174,7 +176,7 @@ def _on_this_machine(recipes: Sequence[Recipe]) -> Findings:
             values["memory_free"] = free / total
         values["product_seconds"] = _product_seconds()
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
-    except (UserError, RuntimeError) as error:  # torch's of a GPU that fails
+    except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails
         values["problem"] = clipped(str(error))
     return Findings.model_validate(values)
 
@@ -185,9 +187,9 @@ def _versions() -> dict[str, str]:
 
 
 def _product_seconds() -> float:
-    """Of a product of two square matrices, in bfloat16 on a GPU and float32 on a processor.
+    """Time a product of two square matrices, in bfloat16 on a GPU and in float32 on a CPU.
 
-    On a processor by the time that it spent: what else runs there for a moment is no fault of it.
+    On a CPU only the process's own time counts, so that other processes do not slow it down.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -207,8 +209,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 
 def _disk(run_dir: Path) -> tuple[float, int]:
-    """Bytes per second that this rank writes into ``run_dir``, and the bytes that are free."""
-    # What a killed check leaves the next one writes over.
+    """Return the bytes per second written into ``run_dir``, and the bytes that are free there."""
+    # The next check overwrites the file that a killed check leaves behind.
     path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -221,12 +223,12 @@ def _disk(run_dir: Path) -> tuple[float, int]:
         raise UserError(f"cannot write in run_dir {shown(run_dir)}: {reason(error)}") from None
 
 
-def _together() -> dict[str, float]:
-    """What all ranks do at once: an all-reduce, and a look at the clock."""
+def _measure_collectives() -> dict[str, float]:
+    """Time an all-reduce, and read the clock after a barrier."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.ones(_REDUCED[kind] // 4, device=kind)
-    distributed.all_reduce(tensor)  # the first one connects
-    best = min(_seconds(lambda: distributed.all_reduce(tensor)) for _ in range(_REPEATS))
+    distributed.all_reduce(tensor)  # the first all-reduce also opens the connections
+    best = min(_seconds(lambda: distributed.all_reduce(tensor)) for _ in range(_REDUCTIONS))
     distributed.barrier()
     return {"clock": time.time(), "reduce_rate": tensor.nbytes / best}
 
@@ -237,5 +239,5 @@ def _summary(every: Sequence[Findings]) -> str:
         f"preflight: {len(every)} ranks on {len({each.host for each in every})} nodes, "
         f"all-reduce {min(each.reduce_rate for each in every) / 1e9:.2f} GB/s, matrix product "
         f"{1e3 * max(each.product_seconds for each in every):.1f} ms, disk "
-        f"{slowest.write_rate / 1e6:.0f} MB/s per rank at least"
+        f"at least {slowest.write_rate / 1e6:.0f} MB/s per rank"
     )

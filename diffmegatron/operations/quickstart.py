@@ -1,7 +1,7 @@
-"""``diffmegatron quickstart``: the main job at the size of a laptop.
+"""``diffmegatron quickstart``: prepare text, train, export and compare, at the size of a laptop.
 
-Text to verified Hugging Face exports of several runs; every phase is a command that a user could
-type. With GPUs it uses them (NCCL, bf16, one rank per GPU), without it runs two CPU ranks.
+Every phase is a command that a user can type. With GPUs, one or two ranks train in bf16 over NCCL;
+without GPUs, two ranks train on the CPU.
 """
 
 import os
@@ -24,19 +24,20 @@ from diffmegatron.operations.recipes import CONFIGS
 
 RUNS = Path("runs/quickstart")
 CONFIG = CONFIGS / "quickstart.yaml"
-NOT_TEXT = {"site-packages", "__pycache__", "lib-dynload"}
+EXCLUDED_FOLDERS = {"site-packages", "__pycache__", "lib-dynload"}
 CLI = ["-m", "diffmegatron"]
 
 
 def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
-    """Run every phase, into ``runs/quickstart`` of the present directory, which is replaced.
+    """Run every phase and replace ``runs/quickstart`` in the current directory.
 
     Args:
-        choices: kinds of attention as ``KIND[,KEY=VALUE...]``, a run each; of none, the pair.
-        given: overrides of the recipe, for every run.
+        choices: kinds of attention as ``KIND[,KEY=VALUE...]``, one run each; empty: the recipe's
+            kind and its baseline.
+        given: ``KEY=VALUE`` overrides for the recipe of every run.
 
     Raises:
-        UserError: an argument is of another form, or a phase failed.
+        UserError: an argument is malformed, or a phase failed.
     """
     names = check(choices, given)
     if RUNS.exists():
@@ -56,14 +57,14 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
 
 
 def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
-    """Check every run's recipe before anything is removed or prepared.
+    """Check the recipe of every run before anything is removed or prepared.
 
     Returns:
         The overrides of each run, by its name.
 
     Raises:
-        UserError: an argument is of another form, a recipe does not hold, does not fit the ranks,
-            or measures no held-out loss, which the report shows.
+        UserError: an argument is malformed, or a recipe is invalid, does not fit the ranks, or
+            does not measure the held-out loss, which the report needs.
     """
     if wrong := [each for each in given if "=" not in each]:
         raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
@@ -71,8 +72,8 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
         kind, *keys = choice.split(",")
         if kind not in VARIANTS or not all("=" in key for key in keys):
             raise UserError(
-                f"--attention {clipped(repr(choice))} is not of the form KIND[,KEY=VALUE...] with "
-                f"a kind of {', '.join(VARIANTS)}"
+                f"--attention {clipped(repr(choice))} is not of the form KIND[,KEY=VALUE...]; KIND "
+                f"is one of {', '.join(VARIANTS)}"
             )
     names = {}
     for choice in choices or pair():
@@ -89,56 +90,65 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def pair() -> tuple[str, str]:
-    """The kind of attention of the recipe, and of its baseline."""
+    """Return the kinds of attention of the recipe and of its baseline."""
     attention = load_recipe(CONFIG).model.attention
     return attention.kind, attention.baseline().kind
 
 
 def attention(choice: str) -> list[str]:
-    """The overrides of ``KIND[,KEY=VALUE...]``."""
+    """Return the recipe overrides for ``KIND[,KEY=VALUE...]``."""
     kind, *keys = choice.split(",")
     return [f"model.attention.kind={kind}", *(f"model.attention.{key}" for key in keys)]
 
 
 def library_sources() -> list[str]:
-    """The running Python's standard library: its modules and packages."""
+    """Return the paths of the modules and packages of this Python's standard library."""
     entries = sorted(Path(sysconfig.get_path("stdlib")).iterdir())
-    return [str(e) for e in entries if e.suffix == ".py" or (e.is_dir() and e.name not in NOT_TEXT)]
+    return [
+        str(entry)
+        for entry in entries
+        if entry.suffix == ".py" or (entry.is_dir() and entry.name not in EXCLUDED_FOLDERS)
+    ]
 
 
 def ranks() -> int:
-    """Two at most: one per GPU, or per core of a laptop."""
+    """Return the number of ranks: one per GPU and at most two; two without a GPU."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
 def overrides(given: Sequence[str]) -> list[str]:
-    """What this machine and the user change of the recipe."""
+    """Return the overrides for this machine, followed by the user's."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *given]
 
 
 def torchrun() -> list[str]:
-    """The command line under torchrun, also where this machine's name is in no DNS."""
+    """Return the Python arguments that start this command line under torchrun.
+
+    The local address is given, because the DNS may not resolve this machine's name.
+    """
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
     return ["-m", "torch.distributed.run", *options, *CLI]
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
-    """Run a phase in this Python and note how long it took.
+    """Run a phase with this Python and add its duration to ``seconds``.
 
     Raises:
-        UserError: it failed.
+        UserError: the phase failed.
     """
     started = announce(phase)
-    # Two ranks on a laptop: more threads than cores would only wait for each other.
+    # With more threads than cores, the two ranks would wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:
-        raise UserError(f"phase {phase!r} failed with exit status {result.returncode}, as it says")
+        raise UserError(
+            f"phase {phase!r} failed with exit status {result.returncode}; its message is above"
+        )
     seconds[phase] = round(time.perf_counter() - started, 1)
 
 
 def announce(phase: str) -> float:
-    """Print the phase; returns the time it began."""
+    """Print the name of a phase and return its start time."""
     print(f"\n== {phase}", flush=True)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checks of a recipe against its cluster, its data and its start, before a job is submitted."""
+"""Checks before a job is submitted: the recipe against the cluster, its data and ``start_from``."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,16 +13,18 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 from diffmegatron.operations.cluster import Cluster
 
-# Up to four passes over the same text are almost as good as new text (Muennighoff et al., 2023,
+# Up to four epochs on the same text are almost as good as new text (Muennighoff et al., 2023,
 # arXiv 2305.16264).
 _USUAL_PASSES = 4
 
 
 def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Refuse ranks that do not fill a layout, data that is not whole, an image that is not there.
+    """Check that a job can run: its ranks fit the layout, its data and container image exist.
 
     Raises:
-        UserError: as it says, or a source is too small for ``data.on_exhausted: stop``.
+        UserError: the ranks do not fit the recipe, prepared data is missing or has another size
+            than its manifest says, a source is too small for ``data.on_exhausted: stop``, or the
+            image is missing.
     """
     for recipe in recipes:
         try:
@@ -34,7 +36,7 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
-            # The mixture of a run that has begun may have been another one until now.
+            # A run that has begun may have used another mixture before, so its epochs are unknown.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "
@@ -43,17 +45,17 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
                 )
     container = cluster.container
     if container is not None and container.is_file and not Path(container.image).exists():
-        raise UserError(f"container image {clipped(container.image)} is not there; build it first")
+        raise UserError(f"container image {clipped(container.image)} is missing; build it first")
 
 
 def check_starts(recipes: Sequence[Recipe]) -> None:
-    """Refuse a ``checkpoint.start_from`` in which no checkpoint can be found.
+    """Check that every ``checkpoint.start_from`` holds a checkpoint.
 
-    A stage may start from another one of ``recipes``, and a run that has a checkpoint of its own
-    does not read ``start_from`` again.
+    Two cases need none: a stage that starts from another one of ``recipes``, and a run that already
+    has a checkpoint of its own, which does not read ``start_from`` again.
 
     Raises:
-        UserError: there is none.
+        UserError: a ``start_from`` holds no checkpoint.
     """
     own = {recipe.run_dir for recipe in recipes}
     for recipe in recipes:
@@ -62,7 +64,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
             continue
         try:
             if newest_checkpoint(Path(start)) is None:
-                read_checkpoint_manifest(Path(start))  # of the checkpoint that it may be itself
+                read_checkpoint_manifest(Path(start))  # start_from may name a checkpoint itself
         except UserError as error:
             raise UserError(
                 f"checkpoint.start_from {shown(Path(start))} holds no checkpoint: {error}"
@@ -70,7 +72,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 
 
 def data_remarks(recipe: Recipe) -> Iterator[str]:
-    """Sentences about sources that are read much more often than is usual."""
+    """Yield a warning for each source that the run reads more than four times."""
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (
@@ -84,13 +86,13 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return how often a run reads each source, at least: by the tokens of its manifest.
+    """Return a lower bound on the epochs over each source, from the token counts of the manifests.
 
     Held-out documents, packing and length up-sampling leave fewer tokens of a source.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:
-        return {}  # the shares depend on how long the documents are
+        return {}  # the shares of the sources depend on the lengths of their documents
     needed = recipe.training.total_steps * recipe.training.tokens_per_step
     total = sum(weights.values())
     return {

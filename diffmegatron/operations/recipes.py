@@ -1,4 +1,4 @@
-"""``diffmegatron configs``: the recipes and launch scripts that the package carries, as files."""
+"""``diffmegatron configs``: list and copy the recipes and launch scripts of the package."""
 
 import difflib
 import os
@@ -17,32 +17,32 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """All that can be copied, by what it is: what can be trained, and what cannot.
+    """Return the names of everything that can be copied, by a title for its group.
 
     The name of a recipe is its path in ``configs/`` without ``.yaml``.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
-    of_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
+    by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}
     for path in paths:
-        folder = path.parts[0] if path.parts[0] in of_folder else ""
-        of_folder[folder].append(str(path.with_suffix("")))
+        folder = path.parts[0] if path.parts[0] in by_folder else ""
+        by_folder[folder].append(str(path.with_suffix("")))
     return {
-        "recipes": of_folder[""],
-        "what recipes extend, none by itself": of_folder[_BASE],
-        "clusters, for diffmegatron launch": of_folder[_CLUSTERS],
+        "recipes": by_folder[""],
+        "parts that recipes extend (not recipes by themselves)": by_folder[_BASE],
+        "cluster files for diffmegatron launch": by_folder[_CLUSTERS],
         "scripts": [LAUNCH],
     }
 
 
 def names() -> list[str]:
-    """Those of all :func:`groups`."""
+    """Return the names of all :func:`groups`."""
     return [name for group in groups().values() for name in group]
 
 
-def described(name: str) -> str:
-    """The first line of what a recipe says about itself."""
+def description(name: str) -> str:
+    """Return the first line of a recipe's comment."""
     if name == LAUNCH:
-        return "Scripts for Slurm and torchrun."
+        return "Job scripts for Slurm and torchrun."
     first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
 
@@ -51,19 +51,19 @@ def copy(name: str, folder: Path) -> list[Path]:
     """Copy a recipe with all that it extends, or the launch scripts.
 
     Args:
-        name: of :func:`groups`.
-        folder: takes the place of ``configs/``, or of ``launch/``.
+        name: name from :func:`groups`.
+        folder: folder that replaces ``configs/`` or ``launch/``.
 
     Returns:
-        The files, that of ``name`` first. What is there with the same content stays.
+        The paths of the copies; the first one is that of ``name``.
 
     Raises:
-        UserError: there is no such recipe, or a file is there with other content.
+        UserError: no recipe has this name, or a file with other content exists in its place.
     """
     if name.removesuffix(".yaml") not in names():
         near = difflib.get_close_matches(clipped(name.removesuffix(".yaml")), names(), n=1)
         raise UserError(
-            f"{clipped(repr(name))} is not one of the recipes; "
+            f"{clipped(repr(name))} is not a recipe of this package; "
             + (f"did you mean {near[0]}?" if near else "see diffmegatron configs list")
         )
     sources = dict(_sources(name.removesuffix(".yaml")))
@@ -72,7 +72,7 @@ def copy(name: str, folder: Path) -> list[Path]:
         for target, source in targets.items():
             if os.path.lexists(target) and read_bytes(target) != source.read_bytes():
                 raise UserError(
-                    f"{shown(target)} is there and differs from the package's; give another folder"
+                    f"{shown(target)} exists and differs from the package's; give another folder"
                 )
         for target, source in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +83,13 @@ def copy(name: str, folder: Path) -> list[Path]:
 
 
 def _sources(name: str) -> Iterator[tuple[Path, Path]]:
-    """Every file by the path that it is copied to."""
+    """Yield the relative target and the source of every file to copy."""
     if name == LAUNCH:
         for script in sorted(Path(__file__).parent.glob("*.sh")):
             yield Path(script.name), script
         return
     file = CONFIGS / f"{name}.yaml"
-    # A description of a cluster is no recipe, and extends none.
+    # A cluster file is not a recipe, and does not extend one.
     files = [file] if name.startswith(f"{_CLUSTERS}/") else recipe_files(file)
     for source in files:
         yield source.relative_to(CONFIGS.resolve()), source

@@ -1,4 +1,4 @@
-"""The file that sbatch gets: the ``#SBATCH`` lines of a launch, then the body of ``slurm.sh``."""
+"""The job file for sbatch: the ``#SBATCH`` lines of a launch, then the body of ``slurm.sh``."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from pathlib import Path
 from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import asked_variables
 
-# What a launch keeps in run_dir: the file, Slurm's number of the job, and of a stage its recipe.
+# Files that a launch writes into run_dir. Only a stage with a job of its own has a job.yaml.
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
 JOB_RECIPE = "job.yaml"
-# In the job script what comes before is for those who submit it as it is.
-_BEGINNING = "set -uo pipefail\n"
+# The lines of slurm.sh before this one are its defaults, which a job file replaces.
+_BODY_START = "set -uo pipefail\n"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What ``launch`` was asked for.
+    """A job as requested by the user.
 
     Attributes:
-        name: of the job.
-        nodes: how many have ranks.
-        cluster: that they are on.
-        arguments: of ``diffmegatron train``: the recipe and its overrides.
-        folder: absolute; where the job runs, as paths in a recipe are relative to it.
-        run_dir: absolute; of the ledger, and for the job's file and its output.
-        signal_seconds: before the time limit, when the ranks are told to save.
-        dependency: of ``sbatch --dependency``.
-        spares: more nodes, each of which takes the place of one that fails.
+        name: job name.
+        nodes: number of nodes with ranks.
+        cluster: description of the cluster.
+        arguments: arguments of ``diffmegatron train``: the recipe and its overrides.
+        folder: absolute working directory; paths in a recipe are relative to it.
+        run_dir: absolute folder of the ledger, the job file and the job's output.
+        signal_seconds: seconds between SIGUSR1, upon which the ranks save, and the time limit.
+        dependency: value of ``sbatch --dependency``.
+        spares: number of additional nodes that replace failed ones.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Of the whole job."""
+        """Number of ranks of the job."""
         return self.nodes * self.cluster.ranks
 
 
 def job_file(job: Job) -> str:
-    """The whole file, which needs nothing beside it and no arguments."""
+    """Return the text of a job file. It needs no arguments and no other file."""
     script = files("diffmegatron.operations").joinpath("slurm.sh").read_text()
-    body = script[script.index(_BEGINNING) :]
+    body = script[script.index(_BODY_START) :]
     cluster = job.cluster
     lines = [
         "#!/usr/bin/env bash",
@@ -63,9 +63,9 @@ def job_file(job: Job) -> str:
             f"export {name}={shlex.quote(text)}"
             for name, text in (cluster.environment | asked_variables()).items()
         ),
-        # What a job sees of the submitting shell is no matter of its ranks: they see the job's.
+        # The ranks inherit the job's environment, whatever the job inherits of the shell.
         "export SRUN_EXPORT_ENV=ALL",
-        f"within=({shlex.join(_within(cluster.container))})",
+        f"container_command=({shlex.join(_container_command(cluster.container))})",
         f"srun_options=({shlex.join(_srun_options(cluster.container))})",
         f"spares={job.spares}",
         f"run_dir={shlex.quote(str(job.run_dir))}",
@@ -102,8 +102,8 @@ def _options(job: Job) -> list[str]:
     return options + [name for name, is_set in flags.items() if is_set]
 
 
-def _within(container: Container | None) -> list[str]:
-    """The command in front of this package's that enters the container."""
+def _container_command(container: Container | None) -> list[str]:
+    """Return the command that runs another command inside the container."""
     if container is None or container.kind != "apptainer":
         return []
     mounts = [f"--bind={mount}" for mount in container.mounts]

@@ -1,14 +1,13 @@
-"""``diffmegatron status``: how far a job of many attempts is, for a person and for cron."""
+"""``diffmegatron status``: the progress of a job and its attempts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.attempts.decision import Cause
@@ -30,21 +29,23 @@ _MAX_NUMBER_BYTES = 100
 
 @dataclass(frozen=True)
 class Status:
-    """How far a job is.
+    """The progress of a job.
 
     Attributes:
-        state: in one sentence.
-        exit_status: 0: it runs, or is finished. 1: it waits for its first or next attempt, or has
-            disappeared. 2: it is over, and a person has to look.
-        is_over: nothing follows by itself; a run without a ledger may go on until it is done.
-        run_dir: of the present stage.
-        step: that was reached; None: none yet.
-        steps: of the run or stage; None: no recipe of it has been read yet.
-        seconds_left: of the run or stage, at the speed of the newest metrics; None: not known.
-        values: the newest of every metric.
-        checkpoint: the newest one of the run or stage; None: there is none.
-        attempts: the ledger; empty: no launcher has started the run.
-        suspects: hosts, and how many of the last attempts they failed or slowed down.
+        state: one sentence.
+        exit_status: 0: the job runs or is finished. 1: it waits for its first or next attempt, or
+            has disappeared. 2: it has ended unfinished, and a person must act.
+        is_over: whether the job has ended and no attempt follows. A run without a ledger is over
+            only if it is finished.
+        run_dir: folder of the current stage.
+        step: last step reached; None: no step yet.
+        steps: total steps of the run or stage; None: no attempt has read the recipe yet.
+        seconds_left: remaining training time at the recent speed; None: unknown.
+        values: newest value of every metric.
+        checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
+        job: Slurm's number of a job that may be queued or running; None: no such job.
+        attempts: entries of the ledger; empty: no launcher has started the run.
+        suspects: number of recent attempts that each host failed or slowed down.
         stragglers: hosts that slow down the newest attempt.
     """
 
@@ -57,34 +58,38 @@ class Status:
     seconds_left: float | None
     values: dict[str, float]
     checkpoint: Path | None
+    job: str | None
     attempts: tuple[Attempt, ...]
     suspects: dict[str, int]
     stragglers: tuple[str, ...]
 
 
 def examine(run_dir: Path) -> Status:
-    """Read all of it from ``run_dir``; nothing is asked of Slurm.
+    """Read the status of a job from its ``run_dir``. Slurm is not asked.
 
     Raises:
-        UserError: there has been no attempt, and there is no run.
+        UserError: ``run_dir`` has neither an attempt nor a run.
     """
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
     if not attempts and run_dir.resolve().name in _stages_beside(run_dir):
-        raise UserError(f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that")
+        raise UserError(
+            f"{shown(run_dir)} is a stage of {shown(run_dir.parent)}; give that folder instead"
+        )
     submitted = _submitted(run_dir, attempts)
     if not attempts:
         if submitted is not None:
-            return _not_begun(run_dir, submitted)
-        return _of_chain(run_dir) or _without_ledger(run_dir)
+            return _status_in_queue(run_dir, submitted)
+        return _status_of_chain(run_dir) or _status_without_ledger(run_dir)
     last = attempts[-1]
     heartbeat = read_heartbeat(ledger.folder(last.number))
-    stage = _present_stage(last, heartbeat) or str(run_dir)
+    stage = _current_stage(last, heartbeat) or str(run_dir)
     steps = last.stages.get(stage)
     entries = newest_entries(Path(stage))
     state, exit_status = _state(last, heartbeat, time.time())
     if submitted is not None:
-        state, exit_status = f"{_waits(submitted)}; before it: {state}", 1
+        state, exit_status = f"{_queue_sentence(submitted)}; before it: {state}", 1
+    is_over = last.is_over and submitted is None
     values = {name: value for entry in entries for name, value in entry.items()}
     step = heartbeat.step if heartbeat is not None else None
     if step is None and "step" in values:
@@ -92,13 +97,14 @@ def examine(run_dir: Path) -> Status:
     return Status(
         state=state,
         exit_status=exit_status,
-        is_over=last.is_over and submitted is None,
+        is_over=is_over,
         run_dir=stage,
         step=step,
         steps=steps,
         seconds_left=_seconds_left(entries, step, steps),
         values=values,
         checkpoint=CheckpointStore(Path(stage)).latest(),
+        job=None if is_over else submitted or last.facts.job or None,
         attempts=tuple(attempts),
         suspects=suspects(attempts),
         stragglers=last.hosts_of(heartbeat.stragglers) if heartbeat is not None else (),
@@ -106,11 +112,7 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """The number of the newest job that ``launch`` has submitted, if it has made no attempt yet.
-
-    Raises:
-        UserError: its number cannot be read.
-    """
+    """Return the number of the newest submitted job, or None if it has begun an attempt."""
     path = run_dir / JOB_NUMBER
     if not path.exists():
         return None
@@ -118,14 +120,14 @@ def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
     return None if number in {attempt.facts.job for attempt in attempts} else number
 
 
-def _waits(number: str) -> str:
+def _queue_sentence(number: str) -> str:
     return f"job {clipped(number)} has not started: it waits in the queue or was cancelled there"
 
 
-def _not_begun(run_dir: Path, number: str) -> Status:
-    """The status of a job without an attempt."""
+def _status_in_queue(run_dir: Path, number: str) -> Status:
+    """Return the status of a job without an attempt."""
     return Status(
-        state=_waits(number),
+        state=_queue_sentence(number),
         exit_status=1,
         is_over=False,
         run_dir=str(run_dir),
@@ -134,20 +136,18 @@ def _not_begun(run_dir: Path, number: str) -> Status:
         seconds_left=None,
         values={},
         checkpoint=CheckpointStore(run_dir).latest(),
+        job=number,
         attempts=(),
         suspects={},
         stragglers=(),
     )
 
 
-def _of_chain(run_dir: Path) -> Status | None:
-    """The status of the first stage that is not finished, of those with a job each, or of the last.
+def _status_of_chain(run_dir: Path) -> Status | None:
+    """Return the status of the first unfinished stage of a chain of jobs, or of its last stage.
 
     Returns:
-        None where the stages of ``run_dir`` are no jobs of their own.
-
-    Raises:
-        UserError: what a stage has left cannot be read.
+        None if the stages of ``run_dir`` were not submitted as jobs of their own.
     """
     try:
         stages = stage_folders(run_dir, JOB_RECIPE, recipe=JOB_RECIPE)
@@ -164,12 +164,8 @@ def _of_chain(run_dir: Path) -> Status | None:
     return found
 
 
-def _without_ledger(run_dir: Path) -> Status:
-    """What a run that plain ``train`` has started says of itself, with stages the last begun.
-
-    Raises:
-        UserError: there is no run, or several stages are last.
-    """
+def _status_without_ledger(run_dir: Path) -> Status:
+    """Return the status of a run that plain ``train`` started, or of its last stage."""
     stage = one_end(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
@@ -182,7 +178,7 @@ def _without_ledger(run_dir: Path) -> Status:
     is_finished = is_trained and not missing
     state = "finished" if is_finished else "unfinished"
     if missing:
-        state += f", as {', '.join(missing)} of the last step are not recorded"
+        state += f", because {', '.join(missing)} of the last step are not recorded"
     if stage.name is not None:
         state = f"stage {stage.name} {state}"
     if not is_finished and "time" in values:
@@ -197,6 +193,7 @@ def _without_ledger(run_dir: Path) -> Status:
         seconds_left=_seconds_left(entries, step, steps),
         values=values,
         checkpoint=checkpoint,
+        job=None,
         attempts=(),
         suspects={},
         stragglers=(),
@@ -204,13 +201,13 @@ def _without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """The stages of the job in whose ``run_dir`` a folder stands."""
+    """Return the stages of the job whose ``run_dir`` is the parent of a folder."""
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
 
-def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
-    """The ``run_dir`` of the stage that an attempt is at; None: it could read no recipe."""
+def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
+    """Return the ``run_dir`` of an attempt's current stage; None if it could not read a recipe."""
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
     begun = [run_dir for run_dir in attempt.stages if CheckpointStore(Path(run_dir)).steps()]
@@ -218,6 +215,7 @@ def _present_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
 
 
 def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
+    """Return the sentence and the exit status for a job whose newest attempt is given."""
     name = f"attempt {attempt.number}"
     if attempt.cause == Cause.FINISHED:
         return f"finished with {name}", 0
@@ -236,48 +234,60 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
-    """By the newest entries without a gap that is longer than ten of their usual ones."""
+    """Estimate the remaining seconds from the mean seconds per step of the newest entries.
+
+    Intervals above ten times the median are left out, because a requeue lies within them.
+    """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
-    paces = [
+    seconds_per_step = [
         (time_after - time_before) / (step_after - step_before)
         for (step_before, time_before), (step_after, time_after) in pairwise(marks)
         if step_after > step_before
     ]
-    if step is None or steps is None or not paces:
+    if step is None or steps is None or not seconds_per_step:
         return None
-    usual = sorted(paces)[len(paces) // 2]
-    # A requeue lies between two entries as well.
-    usable = [pace for pace in paces if pace <= 10 * usual]
+    median = sorted(seconds_per_step)[len(seconds_per_step) // 2]
+    usable = [seconds for seconds in seconds_per_step if seconds <= 10 * median]
     return (steps - step) * sum(usable) / len(usable)
 
 
 def print_status(status: Status, console: Console) -> None:
-    """As lines and a table of the newest attempts."""
-    console.print(Text(f"{status.run_dir}: {status.state}"), soft_wrap=True)
-    for name, text in _lines(status):
-        console.print(Text(f"  {name:<16}{text}"), soft_wrap=True)
-    if not status.attempts:
-        if status.steps is not None:
-            told = "no ledger of attempts, as no launcher has started it"
-            console.print(f"  {told}", highlight=False)
-        return
-    table = Table("attempt", "began", "took", "nodes", "steps", "saved", "cause", "why")
-    for attempt in status.attempts[-_SHOWN_ATTEMPTS:]:
-        steps = "" if attempt.last_step is None else f"{attempt.first_step}-{attempt.last_step}"
-        table.add_row(
-            str(attempt.number),
-            f"{datetime.fromtimestamp(attempt.began):%Y-%m-%d %H:%M}",
-            _duration(attempt.seconds),
-            str(len(attempt.facts.nodes)),
-            steps,
-            str(attempt.saved) if attempt.cause else "",
-            str(attempt.cause or "not ended"),
-            Text(attempt.reason),
+    """Print the status as lines, then the newest attempts as a table."""
+    lines = [f"{status.run_dir}: {status.state}"]
+    lines += [f"  {name:<16}{text}" for name, text in _properties(status)]
+    if status.attempts:
+        lines += ["", *_attempt_lines(status.attempts[-_SHOWN_ATTEMPTS:])]
+    elif status.steps is not None:
+        lines.append("  no ledger of attempts, because no launcher started the run")
+    console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _attempt_lines(attempts: Sequence[Attempt]) -> Iterator[str]:
+    """Yield a table without "why", whose sentences are a line each below their attempts."""
+    rows = [("attempt", "began", "took", "nodes", "steps", "saved", "cause")]
+    for attempt in attempts:
+        is_known = attempt.last_step is not None
+        rows.append(
+            (
+                str(attempt.number),
+                f"{datetime.fromtimestamp(attempt.began):%Y-%m-%d %H:%M}",
+                _duration(attempt.seconds),
+                str(len(attempt.facts.nodes)),
+                f"{attempt.first_step}-{attempt.last_step}" if is_known else "",
+                str(attempt.saved) if attempt.cause else "",
+                str(attempt.cause or "not ended"),
+            )
         )
-    console.print(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    reasons = ["", *(attempt.reason for attempt in attempts)]
+    for row, reason in zip(rows, reasons, strict=True):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+        if reason:
+            yield f"  {'':{widths[0]}}  why: {reason}"
 
 
-def _lines(status: Status) -> list[tuple[str, str]]:
+def _properties(status: Status) -> list[tuple[str, str]]:
     values = status.values
     progress = "none yet"
     if status.step is not None and status.steps is not None:
@@ -288,12 +298,15 @@ def _lines(status: Status) -> list[tuple[str, str]]:
     lines = [
         *_stage_lines(status),
         ("step", progress),
-        ("left", "not known" if left is None else f"{_duration(left)} of running"),
+        ("left", "unknown" if left is None else f"{_duration(left)} of training"),
         ("tokens/s", _value(values, "perf/tokens_per_second", ",.0f")),
         ("loss", _value(values, "train/loss", ".4f")),
         ("held-out loss", _value(values, "valid/loss", ".4f")),
         ("checkpoint", checkpoint),
     ]
+    if status.job is not None:
+        number = clipped(status.job)
+        lines.append(("job", f"{number}; squeue --jobs={number} shows it until it ends"))
     if status.attempts:
         lines.append(("faults in a row", f"{status.attempts[-1].faults} of {MAX_FAULTS}"))
     if status.suspects:

@@ -1,4 +1,4 @@
-"""``diffmegatron launch --torchrun``: the same checks, and a file for machines without Slurm."""
+"""``diffmegatron launch --torchrun``: a checked start script for machines without Slurm."""
 
 import os
 import re
@@ -26,20 +26,20 @@ def torchrun_file(
     cluster_file: Path,
     rendezvous: str | None,
 ) -> tuple[Path, str]:
-    """Check a recipe and a cluster as for a job, and write nothing.
+    """Check a recipe and a cluster like :func:`prepare_launch`, and return a start script.
 
     Args:
         config: recipe.
-        overrides: of its keys.
-        nodes: machines.
-        cluster_file: of which ``setup``, ``environment`` and the number of ranks count.
-        rendezvous: host and port of the first machine, where the others meet it.
+        overrides: ``KEY=VALUE`` arguments of the recipe.
+        nodes: number of machines.
+        cluster_file: cluster file; only ``setup``, ``environment`` and the ranks per node are used.
+        rendezvous: ``HOST:PORT`` of the first machine; None on one machine.
 
     Returns:
-        Where the file is kept, and the file, which is started on each machine.
+        The path for the script, and its text. Nothing is written.
 
     Raises:
-        UserError: as ``prepare_launch``, or ``rendezvous`` is missing, needless or none.
+        UserError: a check fails, or ``rendezvous`` does not fit the number of machines.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -47,12 +47,16 @@ def torchrun_file(
     check_starts(recipes)
     if cluster.container is not None:
         raise UserError(
-            f"container {clipped(cluster.container.image)} is entered under Slurm alone; leave it "
-            "out, and start the file within the container"
+            f"container {clipped(cluster.container.image)} is entered only under Slurm; remove it "
+            "from the cluster file, and start the script inside the container"
         )
-    if (nodes > 1) != (rendezvous is not None):
-        needed = "is where several machines meet" if nodes == 1 else "HOST:PORT of the first is due"
-        raise UserError(f"--nodes {nodes} with --torchrun: --rendezvous {needed}")
+    if nodes == 1 and rendezvous is not None:
+        raise UserError("--rendezvous is for several machines; leave it out with --nodes 1")
+    if nodes > 1 and rendezvous is None:
+        raise UserError(
+            f"--nodes {nodes} with --torchrun needs --rendezvous; give HOST:PORT of the first "
+            "machine"
+        )
     if rendezvous is not None and not _ENDPOINT.fullmatch(rendezvous):
         raise UserError(f"--rendezvous is {clipped(rendezvous)!r}; give HOST:PORT")
     arguments = (str(config), *overrides)
@@ -61,11 +65,7 @@ def torchrun_file(
 
 
 def write(path: Path, text: str) -> None:
-    """Keep the file in ``run_dir``.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the script into ``run_dir``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, os.fsencode(text))

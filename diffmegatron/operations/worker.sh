@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One rank under torchrun (see torchrun.sh): a run that was asked to stop is no failure that
-# torchrun should restart, so its exit status 75 becomes 0 and a file for torchrun.sh to find.
-trap : TERM USR1 INT   # for the training alone; the shell waits for what it makes of them
+# Run one rank under torchrun (see torchrun.sh). torchrun must not restart a run that a signal stopped,
+# so exit status 75 becomes 0, and a file passes it on to torchrun.sh.
+trap : TERM USR1 INT   # the signals are for the training; the shell waits until it ends
 diffmegatron "$@"
 status=$?
 if [ "$status" -eq 75 ]; then

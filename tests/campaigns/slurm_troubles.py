@@ -81,7 +81,7 @@ class Month:
             if found := re.search(r"submitted job (\d+)", result.stdout):
                 break
             # Of one that was killed with this program nobody knows yet that it is gone.
-            if "has a job at work" not in result.stderr or time.monotonic() > deadline:
+            if "is used by job" not in result.stderr or time.monotonic() > deadline:
                 raise RuntimeError(f"launch: {result.stdout}{result.stderr}")
             time.sleep(10)
         self.job = found[1]

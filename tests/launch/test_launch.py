@@ -14,7 +14,7 @@ from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
-from diffmegatron.operations.cluster import Cluster, load_cluster, seconds_of
+from diffmegatron.operations.cluster import Cluster, load_cluster, parse_time
 from diffmegatron.operations.launch import (
     prepare_chain,
     prepare_launch,
@@ -107,12 +107,19 @@ def test_the_file_says_all_that_the_cluster_wants(launched, tmp_path):
     assert text.endswith((ROOT / "launch/slurm.sh").read_text().split("set -uo", 1)[1])
 
 
+def test_a_key_left_out_is_left_to_slurm(launched):
+    given = {line.partition("=")[0] for line in sbatch_lines(launched(cpus_per_rank=None).text)}
+    assert given.isdisjoint({"cpus-per-task", "mem", "gpus-per-node", "partition", "exclusive"})
+    assert "cpus-per-task" in {line.partition("=")[0] for line in sbatch_lines(launched().text)}
+    assert Cluster(gpus_per_node=8, time_limit="30").cpus_per_rank is None
+
+
 def test_spare_nodes_are_asked_for_and_have_no_ranks(launched):
     found = launched(spares=2)
     assert {"nodes=4", "ntasks-per-node=2", "no-kill"} <= sbatch_lines(found.text)
     assert "\nspares=2\n" in found.text
     assert found.job.ranks == 4
-    assert "4 nodes are asked for, 2 of them spare" in summary(found)
+    assert "4 nodes are requested, 2 of them spare" in summary(found)
 
 
 def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
@@ -125,7 +132,7 @@ def test_what_the_shell_sets_is_quoted_and_the_file_is_one(launched, tmp_path):
         container={"kind": "apptainer", "image": str(image), "mounts": ["/data"]},
     ).text
     beginning = text.split("set -uo")[0].replace("module load cuda", "true")
-    script = beginning + 'printf "%s\\n" "$@" "${within[@]}" "$NCCL_SOCKET_IFNAME"'
+    script = beginning + 'printf "%s\\n" "$@" "${container_command[@]}" "$NCCL_SOCKET_IFNAME"'
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [
         str(tmp_path / "four.yaml"),
@@ -143,7 +150,7 @@ def test_pyxis_takes_options_of_srun(launched):
         "srun_options=(--container-image=nvcr.io#a/b --no-container-mount-home "
         "--container-mounts=/a:/a,/b:/b)"
     ).replace("--container-image=nvcr.io#a/b", "'--container-image=nvcr.io#a/b'") in text
-    assert "within=()\n" in text
+    assert "container_command=()\n" in text
 
 
 @pytest.mark.parametrize(
@@ -155,13 +162,24 @@ def test_pyxis_takes_options_of_srun(launched):
         ([], {"partitoin": "gpu"}, "unknown key 'partitoin'; known keys are account, constraint"),
         ([], {"time_limit": "soon"}, "time_limit is 'soon': .*give minutes, H:MM:SS"),
         ([], {"partition": "a b"}, "partition is 'a b'"),
+        ([], {"memory": 0}, "memory is 0: quote it, because YAML reads it as a number$"),
+        (
+            [],
+            {"environment": {"OMP_NUM_THREADS": 1}},
+            "environment.OMP_NUM_THREADS is 1: quote it, because YAML reads it as a number$",
+        ),
+        (
+            [],
+            {"environment": {"NCCL_IB_DISABLE": True}},
+            "environment.NCCL_IB_DISABLE is True: quote it, because YAML reads it as a boolean$",
+        ),
         ([], {"environment": {"A-B": "1"}}, "environment"),
         ([], {"setup": ["a\nb"]}, "setup.0 is"),
         ([], {"gpu": "H1000"}, "hardware 'H1000' is not known"),
         (
             [],
             {"container": {"kind": "apptainer", "image": "/no/such.sif"}},
-            "container image /no/such.sif is not there",
+            "container image /no/such.sif is missing",
         ),
         (["data.sources=[{path: nowhere}]"], {}, "nowhere"),
         (
@@ -208,7 +226,7 @@ def test_the_example_is_a_cluster():
     ],
 )
 def test_times_as_slurm_writes_them(text, seconds):
-    assert seconds_of(text) == seconds
+    assert parse_time(text) == seconds
     assert Cluster(gpus_per_node=1, time_limit=text).seconds == seconds
 
 
@@ -216,7 +234,7 @@ def test_a_run_that_is_at_work_or_finished_is_left_alone(launched, attempt, tmp_
     attempt(75)
     launched()
     begun = attempt(None)
-    with pytest.raises(UserError, match=r"has a job at work, 17: attempt 2 starts: .*let it end"):
+    with pytest.raises(UserError, match=r"is used by job 17: attempt 2 starts: .*wait for its end"):
         launched()
     for rank in range(4):
         RankRecord(tmp_path / f"run/attempts/{begun.number:04d}", rank).end(0)
@@ -229,7 +247,9 @@ def test_a_job_that_waits_in_the_queue_is_told(launched, commands, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job_number").write_text("23\n")
     commands(squeue="echo 22 RUNNING; echo 23 PENDING")
-    with pytest.raises(UserError, match="has job 23, pending; let it end, scancel it"):
+    with pytest.raises(
+        UserError, match="has job 23, which is pending; wait for its end, scancel it"
+    ):
         launched()
     commands(squeue="echo 22 RUNNING")
     launched()
@@ -239,7 +259,7 @@ def test_what_slurm_knows_to_be_gone_may_be_launched_again(launched, commands, a
     attempt(None)
     for script in ("echo 17 RUNNING", "echo no answer >&2; exit 1"):
         commands(squeue=script)
-        with pytest.raises(UserError, match="has a job at work, 17: attempt 1 starts"):
+        with pytest.raises(UserError, match="is used by job 17: attempt 1 starts"):
             launched()
     commands(squeue="echo 18 RUNNING")
     launched()
@@ -261,7 +281,7 @@ def test_no_slurm(launched, commands, tmp_path):
 )
 def test_what_slurm_refuses(said, sentence, launched, commands):
     commands(sbatch=f"echo 'sbatch: {said}' >&2; exit 1")
-    with pytest.raises(UserError, match=f"^Slurm refuses the job: {sentence}"):
+    with pytest.raises(UserError, match=f"^Slurm rejects the job: {sentence}"):
         submit(launched())
 
 
@@ -343,7 +363,7 @@ def test_the_file_runs_as_it_is_and_slurm_refuses_what_is_wrong(
         monkeypatch.setenv(name, value)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/script.json").write_text(json.dumps([{"0": "end 75 so"}, {}]))
-    with pytest.raises(UserError, match=r"refuses the job: .*Invalid partition"):
+    with pytest.raises(UserError, match=r"rejects the job: .*Invalid partition"):
         submit(launched(partition="nowhere"))
     path = f"PATH={os.environ['PATH']}"
     found = launched(export="NONE", setup=[f"export {path}", f"export PYTHONPATH={ROOT}"])
@@ -394,7 +414,7 @@ def test_a_chain_is_a_job_for_each_stage_that_is_left(chained, tmp_path, attempt
 
 
 def test_what_is_no_chain(chained):
-    with pytest.raises(UserError, match=r"four.yaml is one run, and --chain makes a job of each"):
+    with pytest.raises(UserError, match=r"four.yaml has no stages, and --chain submits a job per"):
         chained(recipe="four.yaml")
 
 
@@ -404,7 +424,7 @@ def test_of_a_chain_all_jobs_are_submitted_or_none(chained, commands, tmp_path):
         "echo sbatch: error: no more >&2; exit 1",
         scancel=f'echo "$@" >{tmp_path}/cancelled',
     )
-    with pytest.raises(UserError, match="refuses the job: no more"):
+    with pytest.raises(UserError, match="rejects the job: no more"):
         submit_chain(chained())
     assert (tmp_path / "cancelled").read_text() == "8\n"
 
@@ -442,15 +462,15 @@ def test_a_file_for_machines_without_slurm(launched, tmp_path):
 @pytest.mark.parametrize(
     ("nodes", "rendezvous", "changes", "sentence"),
     [
-        (2, None, {}, "--nodes 2 with --torchrun: --rendezvous HOST:PORT of the first is due"),
-        (1, "n0:29500", {}, "--nodes 1 with --torchrun: --rendezvous is where several machines"),
+        (2, None, {}, "--nodes 2 with --torchrun needs --rendezvous; give HOST:PORT"),
+        (1, "n0:29500", {}, "--rendezvous is for several machines; leave it out"),
         (2, "n0", {}, "--rendezvous is 'n0'; give HOST:PORT"),
         (3, "n0:29500", {}, "--nodes 3 means 6 ranks on this cluster"),
         (
             2,
             "n0:29500",
             {"container": {"kind": "pyxis", "image": "a#b"}},
-            "container a#b is entered under Slurm alone",
+            "container a#b is entered only under Slurm",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from diffmegatron.attempts.ends import EXIT_STOPPED, End, RankRecord, read_ends,
 from diffmegatron.attempts.ledger import MAX_FAULTS, bad_hosts
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
-from diffmegatron.operations.attempt import end, status_of
+from diffmegatron.operations.attempt import end, exit_status, free_port
 from diffmegatron.training.monitoring.stragglers import slow
 from tests.launch.conftest import FACTS, checkpoint
 
@@ -50,26 +51,26 @@ def test_a_new_checkpoint_begins_the_count_anew(attempt):
 
 def test_the_last_fault_that_a_job_may_have(attempt):
     for _ in range(MAX_FAULTS - 1):
-        assert status_of(attempt(1)) == EXIT_STOPPED
-    assert status_of(attempt(75)) == EXIT_STOPPED
-    assert status_of(attempt(1)) == 1
+        assert exit_status(attempt(1)) == EXIT_STOPPED
+    assert exit_status(attempt(75)) == EXIT_STOPPED
+    assert exit_status(attempt(1)) == 1
 
 
 def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, attempt):
     begun = attempt(None)
     record = RankRecord(ledger.folder(1))
     record.at(3, "run")
-    assert status_of(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
+    assert exit_status(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
     record.at(4, "run")
     record.end(1, "so")
     fault = ledger.end(begun)
-    assert (fault.cause, status_of(fault), status_of(fault, ["n1"])) == ("fault", 69, 75)
+    assert (fault.cause, exit_status(fault), exit_status(fault, ["n1"])) == ("fault", 69, 75)
     record.end(EXIT_STOPPED)
-    assert status_of(ledger.end(begun)) == EXIT_STOPPED
+    assert exit_status(ledger.end(begun)) == EXIT_STOPPED
 
 
 def test_more_time_limits_than_faults_are_no_fault(attempt):
-    assert {status_of(attempt(75)) for _ in range(MAX_FAULTS + 2)} == {EXIT_STOPPED}
+    assert {exit_status(attempt(75)) for _ in range(MAX_FAULTS + 2)} == {EXIT_STOPPED}
 
 
 def test_hosts_that_the_next_attempt_does_without(ledger, attempt):
@@ -149,8 +150,18 @@ def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
     assert read_heartbeat(tmp_path).step == 12, "rank 0 alone writes it"
 
 
+def test_the_port_is_free_stays_with_its_attempt_and_is_no_ephemeral_one():
+    keys = [f"/runs/{name}/attempts/0001" for name in range(100)]
+    ports = [free_port(key) for key in keys]
+    assert all(20_000 <= port < 30_000 for port in ports)
+    assert len(set(ports)) > 90, "jobs that share a node rarely choose one port"
+    with socket.create_server(("", ports[0])):
+        assert free_port(keys[0]) != ports[0]
+    assert free_port(keys[0]) == ports[0]
+
+
 def test_no_directory_of_an_attempt(tmp_path):
-    with pytest.raises(UserError, match="is no directory of an attempt"):
+    with pytest.raises(UserError, match="is not the directory of an attempt"):
         end(tmp_path / "attempts/0003")
 
 

@@ -34,23 +34,23 @@ def four(**changes) -> list[Findings]:
     ("changes", "sentence"),
     [
         ({"problem": "cannot read words.bin"}, "cannot read words.bin"),
-        ({"memory_free": 0.5}, "50% of its GPU's memory are free; another process is on it"),
+        ({"memory_free": 0.5}, "only 50% of its GPU's memory is free; another process uses it"),
         (
             {"product_seconds": 0.021},
-            "a matrix product takes 21.0 ms, and 10.0 ms on the others",
+            "a matrix product takes 21.0 ms, and 10.0 ms on the other ranks",
         ),
-        ({"clock": 994.0}, "its clock is -6.0 s off the others'"),
+        ({"clock": 994.0}, "its clock differs from the others' by -6.0 s"),
         (
             {"space": 1 << 38},
-            "run_dir run has 256.0 GiB free, and the next saves take 512.0",
+            "run_dir run has 256.0 GiB free, and the next saves need 512.0 GiB",
         ),
         (
             {"versions": {"torch": "2.8", "commit": "abc"}},
-            "torch is 2.8, and 2.9 on the others",
+            "torch is 2.8, and 2.9 on the other ranks",
         ),
         (
             {"versions": {"torch": "2.9"}},
-            "commit is not there, and abc on the others",
+            "commit is missing, and abc on the other ranks",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_what_is_wrong_everywhere_is_a_mistake(tiny_recipe, tmp_path, monkeypatc
     monkeypatch.setattr(
         preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})
     )
-    with pytest.raises(UserError, match=r"has 0\.0 GiB free, and the next saves take 0\.0"):
+    with pytest.raises(UserError, match=r"has 0\.0 GiB free, and the next saves need 0\.0"):
         check_nodes([tiny_recipe()], None)
 
 
@@ -93,10 +93,10 @@ def test_the_next_saves_are_two_or_one_where_older_ones_go(tiny_recipe, tmp_path
 
     recipe = tiny_recipe("checkpoint.keep_last=2")
     one = 12 * count_parameters(recipe.model).total
-    assert preflight._space(recipe) == 2 * one
+    assert preflight._needed_space(recipe) == 2 * one
     checkpoint(tmp_path / "run", 10)
-    assert preflight._space(recipe) == one
-    assert preflight._space(tiny_recipe()) == 2 * one
+    assert preflight._needed_space(recipe) == one
+    assert preflight._needed_space(tiny_recipe()) == 2 * one
 
 
 def test_a_gpu_that_is_gone_is_told_before_the_ranks_meet(tiny_recipe, monkeypatch):

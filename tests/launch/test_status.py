@@ -54,10 +54,12 @@ def test_a_run_that_no_launcher_has_started(tmp_path, tiny_recipe, capsys):
     assert found.seconds_left == pytest.approx(34)
     said = text(run_dir, capsys)
     assert "unfinished: last recorded " in said and "step            3 of 20" in said
-    assert "no ledger of attempts, as no launcher has started it" in said
+    assert "no ledger of attempts, because no launcher started the run" in said
     checkpoint(run_dir, 20)
     found = examine(run_dir)
-    assert found.state.startswith("unfinished, as valid/loss of the last step are not recorded: ")
+    assert found.state.startswith(
+        "unfinished, because valid/loss of the last step are not recorded: "
+    )
     record_held_out_loss(run_dir, 20)
     assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
 
@@ -230,7 +232,7 @@ def test_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
     said = text(ledger.run_dir, capsys)
     for line in (
         "step            8 of 20 (40.0%)",
-        "left            0:00:24 of running",
+        "left            0:00:24 of training",
         "tokens/s        8,000",
         "loss            8.2000",
         "held-out loss   none yet",
@@ -241,10 +243,31 @@ def test_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
     assert "fault" in said and "not ended" in said
 
 
+def test_no_reason_is_wrapped_on_a_narrow_terminal(attempt, ledger, capsys):
+    begun = attempt(None)
+    reason = "RuntimeError: " + "the cable of the network adapter is loose, " * 4 + "twice"
+    RankRecord(ledger.folder(begun.number), 0).end(1, reason)
+    ended = ledger.end(begun)
+    print_status(examine(ledger.run_dir), Console(width=80))
+    lines = capsys.readouterr().out.splitlines()
+    assert reason in ended.reason and f"           why: {ended.reason}" in lines
+
+
+def test_the_status_names_the_squeue_command_of_a_job_that_may_be_queued(attempt, ledger, capsys):
+    attempt(75)
+    line = "  job             {0}; squeue --jobs={0} shows it until it ends\n"
+    assert line.format(17) in text(ledger.run_dir, capsys)
+    (ledger.run_dir / "job_number").write_text("19\n")
+    assert line.format(19) in text(ledger.run_dir, capsys)
+    (ledger.run_dir / "job_number").unlink()
+    attempt(0)
+    assert "squeue" not in text(ledger.run_dir, capsys)
+
+
 def test_a_job_of_which_nothing_is_known_yet(attempt, ledger, capsys):
     attempt(None)
     said = text(ledger.run_dir, capsys)
-    assert "step            none yet" in said and "left            not known" in said
+    assert "step            none yet" in said and "left            unknown" in said
 
 
 def test_blamed_hosts(attempt, ledger, capsys):
@@ -288,7 +311,7 @@ def test_a_second_stage(ledger, tiny_recipe, capsys):
     found = examine(ledger.run_dir)
     assert (found.run_dir, found.step, found.checkpoint) == (f"{ledger.run_dir}/b", 2, None)
     assert "stage           b, 2 of 2\n" in text(ledger.run_dir, capsys)
-    with pytest.raises(UserError, match=f"b is a stage of {ledger.run_dir}; give that"):
+    with pytest.raises(UserError, match=f"b is a stage of {ledger.run_dir}; give that folder"):
         examine(ledger.run_dir / "b")
 
 

@@ -27,7 +27,9 @@ SCRIPTS = {
     "ranks that do not arrive": [
         WAITING | {"0": "together | end 69 of the 4 ranks of WORLD_SIZE, rank 3 did not arrive"}
     ],
-    "a node that is not fit": [{"preflight 2": "end 71 its clock is +9.0 s off the others'"}],
+    "a node that is not fit": [
+        {"preflight 2": "end 71 its clock differs from the others' by +9.0 s"}
+    ],
     "asked to stop while it starts": [
         WAITING | {"0": "together | slurm scancel --signal=USR1 %j | wait"}
     ],
@@ -185,7 +187,7 @@ def test_what_somebody_cancels_does_not_come_back(name, jobs):
 def test_a_node_that_is_not_fit_is_left_out_of_the_next_attempt(jobs):
     status, (first, second) = the(jobs, "a node that is not fit")
     assert (status, first.unfit) == ("0:0", ("127.0.0.2",))
-    assert first.reason == "rank 2 on 127.0.0.2: its clock is +9.0 s off the others'"
+    assert first.reason == "rank 2 on 127.0.0.2: its clock differs from the others' by +9.0 s"
     assert first.facts.nodes == ("127.0.0.1", "127.0.0.2")
     assert second.facts.nodes == ("127.0.0.1", "127.0.0.3")
 

@@ -47,7 +47,7 @@ NOT_ENTERED = {
     "evaluation/suites/throughput.py:_wait": HARDWARE,
     "operations/preflight.py:_product_seconds": HARDWARE,
     "operations/preflight.py:_seconds": HARDWARE,
-    "operations/preflight.py:_together": HARDWARE,
+    "operations/preflight.py:_measure_collectives": HARDWARE,
     "operations/quickstart.py:overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
     "training/hooks/profile_hook.py:ProfileHook._begin_if_due": HARDWARE,

@@ -37,14 +37,14 @@ def test_launch_scripts_are_copied_and_can_be_started(tmp_path: Path) -> None:
 def test_a_changed_file_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/3b.yaml").write_text("model: {}\n")
-    with pytest.raises(UserError, match=r"base/3b\.yaml is there and differs"):
+    with pytest.raises(UserError, match=r"base/3b\.yaml exists and differs"):
         copy("diff_3b_1t", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_name_that_is_none(tmp_path: Path) -> None:
     for name in ("nope", "../pyproject", "/etc/passwd"):
-        with pytest.raises(UserError, match=r"is not one of the recipes; .* configs list"):
+        with pytest.raises(UserError, match=r"is not a recipe of this package; .* configs list"):
             copy(name, tmp_path)
 
 
