@@ -1,1 +1,1 @@
-"""The network of a recipe; `build.py` makes it, `language_model_loss.py` has its loss."""
+"""Network of a recipe: `build.py` builds it, `language_model_loss.py` computes its loss."""

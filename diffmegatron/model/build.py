@@ -1,4 +1,4 @@
-"""A recipe's network, of Megatron-core's parts, on this rank's stage."""
+"""Construction of a recipe's network from Megatron-core's parts, for this rank's stage."""
 
 import math
 from typing import Any
@@ -27,10 +27,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
-    """Megatron-core's view of the recipe.
+    """Return Megatron-core's configuration for a recipe.
 
-    Of the heads it is told enough for its rotary embedding and its checks; what a layer has is
-    the variant's (:class:`~diffmegatron.attention.variants.base.Heads`).
+    The numbers of heads here serve only Megatron's rotary embedding and checks. The layers use the
+    variant's :class:`~diffmegatron.attention.variants.base.Heads`.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -62,18 +62,18 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # The fused SwiGLU is compiled at its first call, its second length and for evaluation: 19 s
-        # on a CPU.
+        # On a CPU the fused SwiGLU takes 19 s to compile, at the first call, at a second length
+        # and for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        # Of the embedding, whose gradient CUDA would add up atomically.
+        # This makes the embedding's gradient deterministic, which CUDA sums atomically otherwise.
         deterministic_mode=recipe.training.deterministic,
-        # Interleaved schedules on gloo are silently wrong with batched sends.
+        # With batched sends on gloo, interleaved schedules are wrong without an error.
         batch_p2p_comm=torch.cuda.is_available(),
-        # Waits after each exchange for all kernels before it, for releases of torch whose batched
-        # sends were not ordered with what follows them.
+        # This would synchronize after each exchange, for old versions of torch that did not order
+        # batched sends before later kernels.
         batch_p2p_sync=False,
     )
 
@@ -81,15 +81,15 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def build_model(
     recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
 ) -> Network:
-    """This rank's stage of the network, on its device.
+    """Build this rank's stage of the network on its device.
 
     Args:
         recipe: sizes, attention, layout, precision, seed.
-        parallel_state: where this rank stands.
-        initial_weights: whether to fill it; without, the weights are arbitrary.
+        parallel_state: layout, and this rank's place in it.
+        initial_weights: whether to initialize the weights; otherwise they are arbitrary.
 
     Raises:
-        UserError: the attention backend asked for cannot run here.
+        UserError: If the recipe's attention backend cannot run here.
     """
     _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
@@ -108,9 +108,10 @@ def build_model(
 def _build_virtual_stage(
     recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
 ) -> VirtualStage:
-    """Virtual stage ``number`` of this rank; the first of all embeds, the last has the loss.
+    """Build virtual stage ``number`` of this rank.
 
-    Interleaved, stage 0 of every rank comes before stage 1 of the first rank.
+    The first virtual stage of all has the embedding, and the last one the loss. With interleaving,
+    stage 0 of every rank precedes stage 1 of the first rank.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
@@ -137,7 +138,7 @@ def _build_virtual_stage(
 
 
 def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
-    """Megatron-core's arguments; its ``uniform`` counts layers per group, ``block`` per stage."""
+    """Return Megatron-core's arguments; it counts layers per group (uniform) or stage (block)."""
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
@@ -150,11 +151,7 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Refuse a backend before the first step that its kernels would refuse in it.
-
-    Raises:
-        UserError: the backend cannot compute the recipe's attention here, with the reason.
-    """
+    """Fail before the first step if the recipe's attention backend cannot run here."""
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":
             continue
@@ -166,9 +163,10 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """lambda of this stage's layers by global layer number, 0-dim; empty for the Transformer.
+    """Return lambda of this stage's layers by global layer number, 0-dim; none for softmax.
 
-    Where it depends on the token, the mean of this rank's heads in the last forward pass.
+    If lambda depends on the token, the value is the mean over this rank's heads in the last
+    forward pass.
     """
     found = {}
     for module in network.modules():
@@ -181,9 +179,9 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
 
 
 def _mark_tensor_parallel(network: Network) -> None:
-    """Mark the parameters this rank holds a part of: a gradient norm counts the others once.
+    """Mark the parameters that are sharded over tensor-parallel ranks, which gradient norms need.
 
-    Megatron marks parameters while it initialises them, which we do in its place.
+    Megatron marks parameters in its own initialization, which is not used here.
     """
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)

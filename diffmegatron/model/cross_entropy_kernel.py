@@ -1,13 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
-"""Cross-entropy over a vocabulary that tensor-parallel ranks share, in Triton.
+# (The parameters of a Triton kernel are compiler values, which Python types cannot describe.)
+"""Cross-entropy in Triton over a vocabulary that tensor-parallel ranks share.
 
-Of the loss in ``language_model_loss.py``, which takes it on a GPU.
-
-Each logit is read twice and its gradient written over it, in the logits' dtype: 6 bytes of traffic
-in bf16, where Megatron-core's makes a float32 copy and passes over it seven times. Megatron's fused
-form is compiled at the first step and again for other shapes, Transformer Engine's needs that
-library, and Liger's knows no ranks that share a vocabulary.
+``language_model_loss.py`` uses it on a GPU. Each logit is read twice, and its gradient overwrites
+it in the logits' dtype: 6 bytes of traffic per logit in bf16. Megatron-core's cross-entropy makes a
+float32 copy and passes over it seven times. Megatron's fused form is compiled at the first step and
+again for other shapes, Transformer Engine's form needs that library, and Liger's form does not
+support a vocabulary shared by ranks.
 """
 
 from typing import Any
@@ -31,16 +30,16 @@ def cross_entropy(
     group: distributed.ProcessGroup | None = None,
     used: int | None = None,
 ) -> Tensor:
-    """-log softmax(logits)[label] of each row, computed in float32 at least.
+    """Return -log softmax(logits)[label] of each row, computed in float32 or higher precision.
 
     Args:
-        logits: [rows, v], floating point, of a whole vocabulary or this rank's share of v
-            consecutive words; the backward pass writes its gradient over them, if contiguous.
-        labels: [rows] int64, of the whole vocabulary.
-        group: the tensor-parallel ranks, which share the vocabulary in their order; None: one has
-            all of it.
-        used: the first so many of this rank's words; those after them only pad the vocabulary,
-            have no part and no gradient. None: all.
+        logits: [rows, v], floating point: the whole vocabulary, or this rank's v consecutive words.
+            If they are contiguous, the backward pass overwrites them with their gradient.
+        labels: [rows] int64 ids of the whole vocabulary.
+        group: tensor-parallel ranks that share the vocabulary in their order; None if this rank
+            has all of it.
+        used: number of this rank's words that are not padding; the words after them do not count
+            and have no gradient. None: all.
 
     Returns:
         [rows] float32 (float64 for float64), the same on every rank of the group.
@@ -82,13 +81,13 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), words, ctx.used,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
-        # So that autograd refuses a second backward pass, whose logits these no longer are.
+        # This makes autograd refuse a second backward pass, because the logits are overwritten.
         increment_version(logits)
         return logits, None, None, None
 
 
 def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the largest logit, the sum of exp(logit - largest), the label's logit or 0."""
+    """Return each row's largest logit, sum of exp(logit - largest), and label's logit or 0."""
     rows, words = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
     largest, total, of_label = (
@@ -105,12 +104,12 @@ def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, 
 def _over_ranks(
     largest: Tensor, total: Tensor, of_label: Tensor, group: distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the whole vocabulary, from each rank's share of it."""
-    of_all = largest.clone()
-    distributed.all_reduce(of_all, op=distributed.ReduceOp.MAX, group=group)
-    sums = torch.stack([total * (largest - of_all).exp(), of_label])
+    """Combine the statistics of each rank's share into those of the whole vocabulary."""
+    overall = largest.clone()
+    distributed.all_reduce(overall, op=distributed.ReduceOp.MAX, group=group)
+    sums = torch.stack([total * (largest - overall).exp(), of_label])
     distributed.all_reduce(sums, group=group)
-    return of_all, sums[0], sums[1]
+    return overall, sums[0], sums[1]
 
 
 @triton.jit
@@ -125,7 +124,7 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One row, block by block: the sum is rescaled where a larger logit is found."""
+    """Compute the statistics of one row, and rescale the sum when a larger logit is found."""
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * words
     largest = tl.full([], -float("inf"), ACCUMULATE)
@@ -134,7 +133,7 @@ def statistics_kernel(
         word = start + tl.arange(0, BLOCK)
         logits = tl.load(first + word, mask=word < used, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
-        # Where all were minus infinity so far, their difference would be no number.
+        # While all logits are -inf, the difference would be NaN.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger
@@ -157,7 +156,7 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """grad (softmax - 1 at the label), over the logits of one block of one row."""
+    """Write grad * (softmax - onehot(label)) over the logits of one block of one row."""
     row = tl.program_id(0)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row.to(tl.int64) * words + word

@@ -1,4 +1,4 @@
-"""The transformer layers of a virtual stage, and the norm after the network's last layer."""
+"""The transformer layers of a virtual stage, and the norm after the last layer."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Decoder(MegatronModule):
-    """Megatron-core's transformer layers, each built from a spec of its own.
+    """Megatron-core's transformer layers, each built from its own spec.
 
     Args:
         config: sizes, layout and recomputation.
-        layer_specs: one for each layer of this virtual stage, in order.
-        final_norm: class of the norm after the last layer; None before the last virtual stage.
+        layer_specs: one spec per layer of this virtual stage, in order.
+        final_norm: class of the norm after the last layer; None except in the last virtual stage.
         groups: process groups of the layers.
         vp_stage: number of the virtual stage on this rank; None without interleaving.
     """
@@ -36,7 +36,7 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # A layer adds to its number the layers of the virtual stages before it.
+        # Each layer adds the number of layers in earlier virtual stages to its number.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -53,12 +53,12 @@ class Decoder(MegatronModule):
         """Run the layers.
 
         Args:
-            hidden: [s, b, hidden size], or under sequence parallelism this rank's part of s.
-            angles: of this rank's positions, [s, 1, 1, d].
-            documents: the ends of packed documents, in whole rows.
+            hidden: [s, b, hidden size]; under sequence parallelism s is this rank's part.
+            angles: angles of this rank's positions, [s, 1, 1, d].
+            documents: boundaries of packed documents in whole rows; None without packing.
 
         Returns:
-            The shape of ``hidden``, normalised by the last virtual stage.
+            Hidden states in the shape of ``hidden``, normalized in the last virtual stage.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -69,10 +69,10 @@ class Decoder(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
-        """Yield consecutive layers, and whether the backward pass computes them again.
+        """Yield groups of consecutive layers, and whether the backward pass recomputes each group.
 
-        Recomputed uniformly, only the inputs of groups of ``recompute_num_layers`` layers are kept;
-        by block, those of the first ``recompute_num_layers`` layers, one by one.
+        The method "uniform" keeps only the inputs of groups of ``recompute_num_layers`` layers. The
+        method "block" recomputes the first ``recompute_num_layers`` layers one by one.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
@@ -90,7 +90,7 @@ class Decoder(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron-core's sharded state, in which a layer has its number in the network."""
+        """Return Megatron-core's sharded state, with layers named by their global numbers."""
         state: dict = {}
         for layer in self.layers:
             name = f"{prefix}layers.{layer.layer_number - 1}."

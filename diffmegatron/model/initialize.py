@@ -1,8 +1,9 @@
-"""Initial weights that depend on the seed alone, never on the layout.
+"""Initial weights that depend on the seed only, never on the layout.
 
-Every named tensor has a random stream of its own, seeded by the run's seed and its name, and is
-drawn whole; each rank keeps its part. Any tensor and pipeline size thus starts from the same
-network, and a pair from the same values wherever their tensors have the same name and shape.
+Every named tensor has its own random stream, seeded by the run's seed and its name. It is drawn
+whole, and each rank keeps its shard. A network therefore starts from the same weights for any
+tensor and pipeline size. Two models compared with each other start with equal tensors wherever
+names and shapes agree.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 @torch.no_grad()
 def initialize(network: Network, recipe: Recipe) -> None:
-    """Fill every parameter of this stage."""
+    """Initialize every parameter of this stage."""
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:
             whole = initial_tensor(
@@ -32,7 +33,7 @@ def initialize(network: Network, recipe: Recipe) -> None:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """The initial value of a whole named tensor, float32 on the CPU."""
+    """Return the initial value of a whole named tensor, float32 on the CPU."""
     initial = initial_values(name, shape, model)
     if isinstance(initial, Constant):
         return torch.full(shape, initial.value)
@@ -46,7 +47,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """How a named tensor starts: a float is the standard deviation of normal values."""
+    """Return a tensor's initial value; a float is the standard deviation of normal values."""
     initialization = model.initialization
     declared = declared_parameter(name, model)
     if declared is not None and declared.initial != "matrix":
@@ -54,8 +55,8 @@ def initial_values(
     if len(shape) == 1:
         return Constant(1.0)
     if is_lora(name):
-        # LoRA's sum starts at nothing: B is zero, and A as torch starts a linear layer's weight
-        # (Kaiming with a = sqrt(5)), of that deviation.
+        # LoRA's product starts at zero: B is zero. A has the standard deviation of torch's linear
+        # layers (Kaiming uniform with a = sqrt(5)).
         return Constant(0.0) if name.endswith(LORA_B) else 1 / math.sqrt(3 * shape[1])
     if name.startswith("embedding."):
         return model.embedding_std

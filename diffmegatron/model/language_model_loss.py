@@ -1,4 +1,4 @@
-"""The loss of a network on the next token: cross-entropy, in chunks of the sequence."""
+"""Cross-entropy loss of a network on the next token, in chunks of the sequence."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,25 +7,25 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.checkpoint import checkpoint
 
-# Losses [b, s] from labels [b, s] and what they are predicted from.
+# Computes losses [b, s] from labels [b, s] and hidden states or logits.
 Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
-    """Compute ``size`` positions at a time; the backward pass computes their logits again.
+    """Compute losses of ``size`` positions at a time, with logits recomputed in the backward pass.
 
-    All logits of 65,536 positions over 100,288 words would be 26 GB in float32. Megatron-core's own
-    fused linear cross-entropy (``cross_entropy_fusion_impl="linear"``) runs on Blackwell alone, and
-    Liger's knows no vocabulary-parallel output layer.
+    All logits of 65,536 positions over 100,288 words would be 26 GB in float32. Megatron-core's
+    fused linear cross-entropy (``cross_entropy_fusion_impl="linear"``) runs on Blackwell only, and
+    Liger's does not support a vocabulary-parallel output layer.
 
-    The output layer gathers what sequence-parallel ranks hold of a chunk rank by rank, so a chunk's
-    positions, and their labels, are some of each rank's.
+    Under sequence parallelism the output layer gathers a chunk from all ranks, so the positions and
+    labels of a chunk are a range of each rank's part.
 
     Args:
-        losses: of the labels and hidden states of a chunk.
+        losses: computes the losses of a chunk from its labels and hidden states.
         labels: [b, s].
-        hidden: [s, b, h], or [s / tensor, b, h] when sharded.
-        size: positions of a chunk.
+        hidden: [s, b, h], or [s / tensor, b, h] under sequence parallelism.
+        size: number of positions in a chunk.
 
     Returns:
         Loss of each token, [b, s].
@@ -50,15 +50,15 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this rank's share of the logits [s, b, v].
 
-    Rows that pad the vocabulary take no part: a pretrained model has never had them, and at logits
-    of zero they would be among its likelier words.
+    Rows that pad the vocabulary are excluded. A pretrained model was trained without them, and with
+    logits of zero they would be among its more likely words.
 
     Args:
-        megatrons: Megatron-core's cross-entropy, taken where Triton's kernel cannot run.
+        megatrons: Megatron-core's cross-entropy, used if Triton's kernel cannot run.
         labels: [b, s].
-        logits: overwritten where they are of no word.
+        logits: [s, b, v]; padded words are overwritten.
         group: tensor-parallel ranks.
-        used: how many of this rank's rows stand for words.
+        used: number of this rank's rows that are words.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel
@@ -68,11 +68,11 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if used < logits.shape[-1]:
-        # In place, as nothing before it needs the logits: they are the largest tensor.
+        # In place, because the logits are the largest tensor and no earlier operation needs them.
         logits[..., used:] = -torch.inf
     return megatrons(labels, logits)
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    """Whether Triton's cross-entropy can run where the logits are; else it is Megatron-core's."""
+    """Return whether Triton's cross-entropy can run on the logits' device."""
     return logits.is_cuda and importlib.util.find_spec("triton") is not None

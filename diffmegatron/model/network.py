@@ -1,4 +1,4 @@
-"""The network of one pipeline rank: its layers, in one stage or several that are interleaved."""
+"""The network of a pipeline rank: one stage of layers, or several interleaved virtual stages."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -25,23 +25,23 @@ from diffmegatron.model.rope import rotary_angles
 class VirtualStage(LanguageModule):
     """Consecutive layers of the network, with the embedding or the output layer at its ends.
 
-    Without interleaving it is the whole pipeline stage, without a pipeline the whole network. Its
-    parts are Megatron-core's, and so are the names of its public attributes: Megatron-core's
-    schedules, and the sharded state of tied embeddings, read them
+    Without interleaving a virtual stage is the whole pipeline stage, and without a pipeline the
+    whole network. Parts and public attributes have Megatron-core's names, because Megatron-core's
+    schedules and the sharded state of tied embeddings read them
     (tests/unit/model/test_megatron_attributes.py lists them).
 
     Args:
         config: sizes, layout and recomputation.
-        layer_specs: one for each layer of this virtual stage, in order.
+        layer_specs: one spec per layer of this virtual stage, in order.
         final_norm: class of the norm after the network's last layer.
-        vocab_size: rows of the embedding and of the output layer, on all ranks together.
-        vocab_padding: rows at the end of the output layer that stand for no token.
+        vocab_size: number of rows of the embedding and of the output layer over all ranks.
+        vocab_padding: number of rows at the end of the output layer that are not tokens.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: of the rotary frequencies.
-        loss_chunk: positions whose logits exist at a time; None: all.
-        tied_embeddings: whether the output layer has the embedding's weight.
-        pre_process: whether this is the first virtual stage, which embeds.
-        post_process: whether this is the last virtual stage, which has the loss.
+        rope_scaling: scaling of the rotary frequencies.
+        loss_chunk: number of positions whose logits are in memory at once; None for all.
+        tied_embeddings: whether the output layer shares the embedding's weight.
+        pre_process: whether this is the first virtual stage, with the embedding.
+        post_process: whether this is the last virtual stage, with the loss.
         vp_stage: number of the virtual stage on this rank; None without interleaving.
     """
 
@@ -80,7 +80,7 @@ class VirtualStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 config,
                 vocab_size,
-                # Of learned positions, which rotary ones replace.
+                # Learned positions are not used with rotary embeddings.
                 max_sequence_length=0,
                 position_embedding_type="rope",
                 tp_group=self.tp_group,
@@ -105,7 +105,7 @@ class VirtualStage(LanguageModule):
             )
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Take the hidden states of the stage before, which Megatron-core's schedules hand over."""
+        """Receive the hidden states of the previous stage from Megatron-core's schedules."""
         (self._received,) = received
 
     def forward(
@@ -116,12 +116,14 @@ class VirtualStage(LanguageModule):
         labels: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Megatron's calling convention; positions count from each row's first token.
+        """Run the layers, with Megatron's calling convention.
+
+        Positions count from each row's first token.
 
         Returns:
-            Hidden states [s, b, hidden size] of a virtual stage before the last; else the loss of
-            each token [b, s] in float32, or without labels this rank's share of the logits
-            [b, s, v].
+            Hidden states [s, b, hidden size] before the last virtual stage. In the last stage, the
+            loss of each token [b, s] in float32, or without labels this rank's share of the
+            logits [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -137,7 +139,7 @@ class VirtualStage(LanguageModule):
         return chunked_losses(self._losses, labels, hidden, self.loss_chunk)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """This rank's share, [s, b, v]."""
+        """Return this rank's share of the logits, [s, b, v]."""
         shares = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shares else None
         logits: Tensor = self.output_layer(hidden, weight=weight)[0]
@@ -148,13 +150,14 @@ class VirtualStage(LanguageModule):
         return cross_entropy(megatrons, labels, logits, self.tp_group, self._used(logits.shape[-1]))
 
     def _used(self, share: int) -> int:
-        """Return how many of this rank's ``share`` rows of the output layer stand for words."""
+        """Return how many of this rank's ``share`` rows of the output layer are words."""
         return min(max(self.words - self.tp_group.rank() * share, 0), share)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
-        """Ids int64 [b, s] from this rank's share of the logits [b, s, v], the same on every rank.
+        """Return the most likely ids, int64 [b, s], from this rank's share of the logits [b, s, v].
 
-        Rows that pad the vocabulary are none; -1 is given where a logit is not finite.
+        The result is the same on every tensor-parallel rank. Padding rows are never returned. The
+        id is -1 where a logit is not finite.
         """
         group, share = self.tp_group, logits.shape[-1]
         first, used = group.rank() * share, self._used(share)
@@ -169,9 +172,9 @@ class VirtualStage(LanguageModule):
 
 
 class Network(torch.nn.Module):
-    """What one pipeline rank holds: one stage of layers, or several that are interleaved.
+    """All virtual stages of one pipeline rank.
 
-    Called, it is its only stage.
+    A network with one stage can be called.
     """
 
     def __init__(self, stages: Sequence[VirtualStage]) -> None:
@@ -181,19 +184,19 @@ class Network(torch.nn.Module):
         )
 
     def at_step(self, step: int) -> None:
-        """Tell the layers how many optimizer steps their weights have behind them."""
+        """Set the number of optimizer steps done, which some kinds of attention use."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.step = step
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """``(tokens [b, s], position_ids [b, s], attention_mask, labels=[b, s], ...)``.
+        """Run the only stage on ``(tokens [b, s], position_ids [b, s], mask, labels=[b, s], ...)``.
 
-        The mask is None: attention is causal, and ends of packed documents are
+        The mask is None, because attention is causal. Boundaries of packed documents are in
         ``packed_seq_params`` (:class:`~diffmegatron.attention.self_attention.SelfAttention`).
 
         Returns:
-            The loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
+            Loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
             logits [b, s, v].
         """
         (stage,) = self.virtual_stages
@@ -201,16 +204,16 @@ class Network(torch.nn.Module):
 
 
 def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """[ranks, ...] of a group."""
+    """Stack a tensor of all ranks of a group, [ranks, ...]."""
     found = [torch.empty_like(own) for _ in range(group.size())]
     distributed.all_gather(found, own.contiguous(), group=group)
     return torch.stack(found)
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return what the layer's kind of attention declares of a tensor, by its name in the network.
+    """Return the attention variant's declaration of a tensor, by the tensor's name in the network.
 
-    None if the attention declares no such tensor.
+    Returns None for a tensor that is not declared by the layer's kind of attention.
     """
     layer, found, own = name.rpartition(".self_attention.")
     if not found:

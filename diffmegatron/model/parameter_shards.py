@@ -1,8 +1,8 @@
-"""Which part of which named tensor each parameter of this rank is.
+"""Table of the parts of named tensors that each parameter of this rank holds.
 
-Names and shapes here do not depend on the layout: ``decoder.layers.3.mlp.linear_fc1.weight`` is
-the fourth layer's tensor of the whole network on any number of tensor and pipeline ranks. Initial
-weights, checkpoints and export all go by this one table. The shapes come from Megatron-core's own
+Names and shapes do not depend on the layout: ``decoder.layers.3.mlp.linear_fc1.weight`` is the
+tensor of the network's fourth layer for any number of tensor and pipeline ranks. Initial weights,
+checkpoints and export use this one table. The shapes come from Megatron-core's
 ``sharded_state_dict``.
 """
 
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from diffmegatron.model.network import Network
 
-# The fused gate and up projection of SwiGLU: two row blocks on every tensor-parallel rank.
+# This keeps SwiGLU's fused gate and up projection as two row blocks on every tensor-parallel rank.
 _METADATA = {"non_homogeneous_layers": True}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One box of a named tensor, stored as a contiguous range of a parameter's elements.
+    """A box of a named tensor, stored as a contiguous range of a parameter's elements.
 
     Attributes:
-        name: of the whole tensor.
-        global_shape: of the whole tensor.
-        offset: where the box begins in the whole tensor, per axis.
-        shape: of the box.
+        name: name of the whole tensor.
+        global_shape: shape of the whole tensor.
+        offset: index of the box's first element in the whole tensor, per axis.
+        shape: shape of the box.
         start: first element of the box in the flattened parameter.
-        is_primary: whether this rank is the one that saves the box (others hold copies).
+        is_primary: whether this rank saves the box (other ranks hold copies).
     """
 
     name: str
@@ -42,24 +42,24 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements of the box."""
         return math.prod(self.shape)
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The box as an index into the whole tensor."""
+        """Index of the box in the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The box's elements of ``parameter`` (or of a tensor of its size), in its shape."""
+        """Return the box's elements of a parameter, or of a tensor of its size, in its shape."""
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
 def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
-    """The shards of every parameter of this stage, in the network's order.
+    """Return the shards of every parameter of this stage, in the network's order.
 
     Raises:
-        RuntimeError: a parameter that Megatron's sharded state does not cover.
+        RuntimeError: If Megatron's sharded state lacks a parameter.
     """
     by_storage: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for stage in network.virtual_stages:
@@ -76,7 +76,7 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
 
 
 def _sharded_tensors(state: dict) -> Iterator[tuple[ShardedTensor, int]]:
-    """Every sharded tensor with its first element's place in its parameter."""
+    """Yield every sharded tensor with the index of its first element in its parameter."""
     for entry in state.values():
         if isinstance(entry, ShardedTensor):
             yield entry, 0
@@ -95,6 +95,6 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # The last entry counts data-parallel copies, which ZeRO partitions among themselves.
+        # The last entry numbers data-parallel copies, which ZeRO partitions.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

@@ -1,4 +1,4 @@
-"""The angles of rotary embeddings, and their frequencies, scaled as a recipe says."""
+"""Angles of rotary embeddings, and their frequencies with the recipe's scaling."""
 
 import math
 
@@ -17,18 +17,18 @@ def rotary_angles(
     group: distributed.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Return the angles of the positions that this context-parallel rank holds.
+    """Return the rotary angles of the positions on this context-parallel rank.
 
     Args:
-        length: positions of the whole sequence.
-        width: channels of a head, d.
+        length: number of positions of the whole sequence.
+        width: number of channels of a head, d.
         theta: base of the frequencies.
-        scaling: of the frequencies.
+        scaling: scaling of the frequencies; None for none.
         group: context-parallel ranks.
-        device: of the result.
+        device: device of the result.
 
     Returns:
-        Float32 [s, 1, 1, d] in radians, the second half of d as the first.
+        Float32 [s, 1, 1, d] in radians; both halves of d are equal.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -40,14 +40,14 @@ def rotary_angles(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Lowered frequencies, in radians per position.
+    """Return scaled frequencies in radians per position.
 
-    In the order of operations of ``transformers`` (modeling_rope_utils.py), so that float32 gives
-    the same bits; Megatron-core's own ``rope_scaling`` fixes all but the factor.
+    The order of operations is that of ``transformers`` (modeling_rope_utils.py), so that float32
+    gives the same bits. Megatron-core's own ``rope_scaling`` fixes all values but the factor.
 
     Args:
-        frequencies: [d / 2] float32, as theta gives them.
-        scaling: the section ``model.rope_scaling``.
+        frequencies: unscaled frequencies, [d / 2] float32.
+        scaling: section ``model.rope_scaling``.
     """
     lowered = frequencies / scaling.factor
     if scaling.kind == "linear":

@@ -1,8 +1,8 @@
-"""What of the network is trained, marked on its parameters.
+"""Marks on the parameters for partial training: frozen tensors, frozen rows, learning rates.
 
-A parameter that is frozen whole requires no gradient; so it has no optimizer state, and Megatron's
-linear layers keep nothing for its gradient. Of a fused projection some rows may be frozen: their
-gradient is zero, so that Adam's moments stay zero and its update is nothing.
+A wholly frozen parameter requires no gradient. It has no optimizer state, and Megatron's linear
+layers save nothing for its gradient. If some rows of a fused projection are frozen, their gradient
+is set to zero, so that Adam's moments and update stay zero.
 """
 
 import torch
@@ -22,10 +22,10 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def mark_trained(network: Network, recipe: Recipe) -> None:
-    """Freeze what the recipe does not train, and note at which multiple of the rate it trains.
+    """Freeze the parameters that the recipe does not train, and set learning-rate factors.
 
-    Sets ``requires_grad`` and, where they differ from the rest, two attributes of a parameter:
-    ``lr_factor``, and ``trained_ranges``, where in the flattened parameter the trained rows are.
+    Sets ``requires_grad``. Where needed it also sets ``lr_factor``, and ``trained_ranges``, the
+    ranges of trained rows in the flattened parameter.
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return
@@ -38,11 +38,11 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
             kind = recipe.model.attention.of_layer(layer_number(shard.name))
             _freeze_rows(parameter, frozen, kind.heads)
     if recipe.recompute.granularity != "none":
-        _reach_recomputed_layers(network)
+        _require_hidden_gradients(network)
 
 
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
-    """Zero the gradient of some rows of ``linear_qkv``; a rank holds whole blocks of it."""
+    """Zero the gradient of frozen rows of ``linear_qkv``, of which a rank holds whole blocks."""
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds], device=parameter.device)
     rows = is_frozen.repeat(parameter.shape[0] // len(kinds))
@@ -58,16 +58,16 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Where a mask is true: pairs of the first index and the one after the last."""
+    """Return the ranges where a mask is true, as pairs of first index and end."""
     edges = torch.nn.functional.pad(rows.int(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _reach_recomputed_layers(network: Network) -> None:
-    """Have the hidden states that a frozen embedding gives require a gradient.
+def _require_hidden_gradients(network: Network) -> None:
+    """Make the output of a frozen embedding require a gradient, for recomputed layers.
 
-    Megatron's recomputation is an autograd function, and gives the parameters within none where
-    no input of it requires one.
+    Megatron's recomputation is an autograd function, which computes no gradients of the parameters
+    inside if none of its inputs requires one.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

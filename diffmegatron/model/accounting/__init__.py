@@ -1,9 +1,9 @@
 """Parameters, FLOPs and memory of a recipe by arithmetic alone: no torch, no process, no GPU.
 
-Parameters are those of the network as built. FLOPs are the model's, the least that its
-mathematics needs; recomputation is not counted. Of memory, weights, gradients and optimizer
-state are what DeepSpeed 0.19.8 allocates; what is there for a while (activations, logits, one
-layer's backward pass, the update) is an estimate, the allocator's waste left out.
+Parameters are those of the network as built. FLOPs are the model's: the minimum that its equations
+need, without recomputation. Memory of weights, gradients and optimizer state is what DeepSpeed
+0.19.8 allocates. Temporary memory (activations, logits, one layer's backward pass, the update) is
+an estimate without the allocator's overhead.
 """
 
 from diffmegatron.model.accounting.hardware import (

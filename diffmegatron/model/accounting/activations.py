@@ -1,9 +1,9 @@
-"""What is kept for the backward pass, and what one layer's backward pass needs beside it.
+"""Estimate of the activations kept for the backward pass, and of a layer's temporary memory.
 
-``device`` says whose operations: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
-their inner results as well, and differential attention runs row-blocked. What attention keeps its
-variant says. Inputs that a projection with frozen weights does not keep are not taken off, nor is
-anything added for LoRA's narrow ones.
+The values depend on ``device``: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
+their intermediate results too, and differential attention is computed in blocks of rows. The
+variant counts what its attention keeps. Inputs that a frozen projection does not keep are not
+subtracted, and LoRA's narrow inputs are not added.
 """
 
 from typing import Literal
@@ -20,25 +20,25 @@ FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Bytes that the layers of a pipeline stage keep, over its microbatches in flight."""
+    """Return the bytes that a pipeline stage's layers keep for all microbatches in flight."""
     parallel = recipe.parallel
     kept = virtual_stages_in_flight(recipe, stage, microbatches) * _virtual_stage_bytes(
         recipe, stage, device
     )
     kept += _angle_bytes(recipe)
     if stage == parallel.pipeline - 1:
-        # The final norm and the output layer's input; one microbatch has come that far.
+        # Add the inputs of the final norm and the output layer for one microbatch.
         return round(kept + local_tokens(recipe) * _norm_and_projection_input(recipe, device))
-    # What was sent on; Megatron-core keeps it until its gradient comes back.
+        # Megatron-core keeps the sent hidden states until their gradient arrives.
     sent = _hidden_bytes(recipe) * local_tokens(recipe)
     return round(kept + virtual_stages_in_flight(recipe, stage, microbatches) * sent)
 
 
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
-    """Forward passes of a rank's virtual stages whose backward pass has not come yet, at most.
+    """Return the maximum number of virtual-stage forward passes that await their backward pass.
 
-    1F1B holds as many microbatches as there are stages from this one on. Interleaved, a rank runs
-    ahead by two virtual stages per later rank and by all its own but the last for a round of
+    1F1B holds one microbatch for each stage from this one on. With interleaving, a rank runs ahead
+    by two virtual stages per later rank, and by all its own but the last for a round of
     microbatches (Megatron-core's get_pp_rank_microbatches, pipeline_parallel/schedules.py).
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
@@ -49,16 +49,16 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 
 
 def local_tokens(recipe: Recipe) -> int:
-    """Tokens of a microbatch on one context-parallel rank."""
+    """Return the number of a microbatch's tokens on one context-parallel rank."""
     training = recipe.training
     return training.micro_batch_size * training.seq_length // recipe.parallel.context
 
 
 def layer_backward(recipe: Recipe, device: Device) -> int:
-    """Bytes beside the activations while one layer's backward pass runs.
+    """Return the temporary bytes of one layer's backward pass, in addition to the activations.
 
-    The gradients of SwiGLU's projections and of the hidden state, one projection's weight gradient,
-    and of recomputed layers what they keep once they are run again.
+    They are the gradients of SwiGLU's projections and of the hidden state, one projection's weight
+    gradient, and the activations of layers that are recomputed.
     """
     model, parallel = recipe.model, recipe.parallel
     element = BYTES[recipe.training.precision]
@@ -70,11 +70,11 @@ def layer_backward(recipe: Recipe, device: Device) -> int:
 
 
 def logits_bytes(recipe: Recipe, device: Device) -> int:
-    """Bytes at the loss: the logits of a chunk of tokens, or the gradient of the output layer.
+    """Return the bytes at the loss: logits of a chunk, or the output layer's gradients.
 
-    On a GPU the cross-entropy writes their gradient over the logits; Megatron-core's, elsewhere,
-    makes float32 probabilities of them, in bf16 beside them. Then the output layer's weight
-    gradient is held beside the gradient of the logits.
+    On a GPU the cross-entropy overwrites the logits with their gradient. On a CPU Megatron-core's
+    makes float32 probabilities, in bf16 in addition to the logits. In the backward pass the weight
+    gradient of the output layer is held together with the gradient of the logits.
     """
     model, training = recipe.model, recipe.training
     element = BYTES[training.precision]
@@ -90,16 +90,16 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Bytes in the host's memory of activations that wait there."""
+    """Return the bytes of activations that are offloaded to host memory."""
     if not recipe.training.offload_activations:
         return 0
     return stage_activations(recipe, stage, microbatches, device)
 
 
 def _virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
-    """What the layers of a virtual stage keep of one microbatch, by the recipe's recomputation.
+    """Return the bytes that a virtual stage keeps of one microbatch, with its recomputation.
 
-    Of several kinds of attention, the mean over the layers of the pipeline stage.
+    With several kinds of attention this uses the mean over the pipeline stage's layers.
     """
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
     count = sum(count for _, count in kinds)
@@ -115,7 +115,7 @@ def _virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 
 
 def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
-    """What is there again for a while of the layers that are recomputed together."""
+    """Return the temporary bytes of the layers that are recomputed together."""
     recompute = recipe.recompute
     if recompute.granularity == "none":
         return 0
@@ -132,7 +132,7 @@ def _kinds(recipe: Recipe) -> list[Variant]:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Activations of one layer on their way to or from the host's memory."""
+    """Return the bytes of one layer's activations on their way to or from host memory."""
     if not recipe.training.offload_activations:
         return 0
     return max(_layer_bytes(recipe, device, kind) for kind in _kinds(recipe))
@@ -141,16 +141,16 @@ def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
 def _layer_bytes(
     recipe: Recipe, device: Device, kind: Variant, *, recomputed: bool = False
 ) -> float:
-    """What one layer keeps of a microbatch: the inputs of norms and projections, attention, SwiGLU.
+    """Return the bytes that one layer keeps of a microbatch: norms, projections, attention, SwiGLU.
 
     Args:
-        recipe: the recipe.
-        device: whose operations.
-        kind: of the layer's attention.
-        recomputed: the layer runs within another's recomputation, and keeps everything.
+        recipe: recipe of the run.
+        device: device of the layer's operations.
+        kind: kind of attention of the layer.
+        recomputed: whether the layer is being recomputed, and thus keeps everything.
     """
     element, tensor = BYTES[recipe.training.precision], recipe.parallel.tensor
-    # SwiGLU keeps gate and up projection, fc2 its input; unfused also its two factors.
+    # SwiGLU keeps gate and up projection, fc2 keeps its input; unfused SwiGLU keeps its factors.
     factors = 3 if device == "gpu" else 5
     mlp = factors * element * recipe.model.ffn_hidden_size / tensor
     attention, core = attention_bytes_per_token(recipe, device, kind)
@@ -161,16 +161,18 @@ def _layer_bytes(
 
 
 def _hidden_bytes(recipe: Recipe) -> float:
-    """The residual stream of one token; sequence parallelism shards it."""
+    """Return the bytes of one token's residual stream, which sequence parallelism shards."""
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     return BYTES[recipe.training.precision] * recipe.model.hidden_size / shards
 
 
 def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
-    """A fused RMSNorm keeps its input and one float32 per token, the projection after it its own.
+    """Return the bytes per token that RMSNorm and the projection after it keep.
 
-    Sequence parallelism shards both, as Megatron-core gathers the sequence again in the backward.
-    An unfused one keeps float32 of the normalised input, and in bf16 of the input in its place.
+    A fused RMSNorm keeps its input and one float32 per token, and the projection keeps its own
+    input. Sequence parallelism shards both, because Megatron-core gathers the sequence again in the
+    backward pass. An unfused norm keeps the normalized input in float32; in bf16 it also keeps its
+    input in float32 instead of bf16.
     """
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
@@ -182,10 +184,10 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
 
 
 def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
-    """Return the bytes per token that a rank keeps of the attention of a layer.
+    """Return the bytes per token that a rank keeps of a layer's attention.
 
     Returns:
-        Those of q, k, v and the output projection's input; and of what is kept between them.
+        Bytes of q, k, v and the output projection's input, and bytes of the core attention.
     """
     kernels = Kernels(
         element=BYTES[recipe.training.precision],
@@ -200,11 +202,11 @@ def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> 
 
 
 def context_communication(recipe: Recipe) -> ContextCommunication | None:
-    """How context-parallel ranks communicate; None for one rank."""
+    """Return the communication of context-parallel ranks; None for one rank."""
     return None if recipe.parallel.context == 1 else chosen_communication(recipe)
 
 
 def _angle_bytes(recipe: Recipe) -> float:
-    """Angles of the rotary embedding, which all layers and microbatches share."""
+    """Return the bytes of rotary angles, which all layers and microbatches share."""
     positions = recipe.training.seq_length / recipe.parallel.context
     return FLOAT32 * recipe.model.attention.head_dim * positions

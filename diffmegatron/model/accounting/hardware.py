@@ -1,15 +1,15 @@
-"""GPUs: what their data sheets say, and how well a run uses them."""
+"""Data-sheet figures of GPUs, and model FLOPs utilization."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU.
+    """Data-sheet figures of a GPU.
 
     Attributes:
         peak_flops: dense bf16 FLOP/s (no structured sparsity).
-        memory_gib: nominal memory.
+        memory_gib: nominal memory in GiB.
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s to the other GPUs of its node, in each direction.
     """
@@ -20,9 +20,9 @@ class Accelerator:
     link_bandwidth: float
 
 
-# NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200; they print most rates with sparsity,
-# which is twice the dense rate, and link rates as the sum of both directions. Longer names first:
-# "H100 PCIe" is not the H100 that SXM means.
+# Source: NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. They list most rates with
+# sparsity, twice the dense rate, and link rates as the sum of both directions. Longer names come
+# first, because "H100" also matches "H100 PCIe".
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),
@@ -34,19 +34,19 @@ ACCELERATORS = {
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """The GPU that CUDA calls ``device_name``, such as ``NVIDIA H100 80GB HBM3``; None: unknown."""
+    """Return the GPU with CUDA's name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     return next((gpu for name, gpu in ACCELERATORS.items() if name in device_name), None)
 
 
 def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, num_gpus: int, accelerator: Accelerator
 ) -> float:
-    """Share of the GPUs' peak that the model's FLOPs use (PaLM, arXiv 2204.02311, appendix B).
+    """Return the model's FLOPs as a share of the GPUs' peak (PaLM, arXiv 2204.02311, appendix B).
 
     Args:
-        tokens_per_second: of the whole run.
+        tokens_per_second: speed of the whole run.
         flops_per_token: ``count_flops(...).training``.
-        num_gpus: GPUs of the run.
-        accelerator: what they are.
+        num_gpus: number of GPUs.
+        accelerator: type of the GPUs.
     """
     return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)

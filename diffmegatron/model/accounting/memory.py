@@ -1,4 +1,4 @@
-"""Bytes per rank and part, for every layout of the schema."""
+"""Memory of each rank by part, for every layout of the recipe."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from diffmegatron.model.accounting.parameters import (
     mlp_weights,
 )
 
-# Elements of the bucket in which ZeRO reduces gradients (reduce_bucket_size).
+# Number of elements in the bucket with which ZeRO reduces gradients (reduce_bucket_size).
 REDUCE_BUCKET = 50_000_000
 # DeepSpeed's stage3_max_live_parameters (runtime/zero/config.py).
 LIVE_PARAMETERS = 1_000_000_000
@@ -29,12 +29,16 @@ FLOAT64 = 8
 class StageMemory:
     """Bytes on each rank of a pipeline stage.
 
-    ``weights``, ``gradients``, ``optimizer`` (master weights and Adam's moments) and
-    ``communication`` (buckets and gathered weights) are held all along: DeepSpeed's allocations.
-    ``activations`` are there at the height of a step, an estimate, and with them in turn
-    ``logits`` (the loss and the output layer's gradient) and ``layer`` (one layer's backward
-    pass). ``update`` is what the optimizer needs when the activations are freed. ``host`` is what
-    is offloaded and not part of the total.
+    DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` (master weights and moments) and
+    ``communication`` (buckets and gathered weights) for the whole run. The other parts are
+    temporary, and estimates.
+
+    Attributes:
+        activations: kept activations at the peak of a step.
+        logits: memory of the loss and the output layer's gradient, beside the activations.
+        layer: memory of one layer's backward pass, beside the activations.
+        update: memory of the optimizer's update, after the activations are freed.
+        host: offloaded memory, which is not part of the total.
     """
 
     stage: int
@@ -50,27 +54,27 @@ class StageMemory:
 
     @property
     def held(self) -> int:
-        """What is there all along."""
+        """Bytes allocated for the whole run."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
     def total(self) -> int:
-        """The peak: what is held, and the most of what comes and goes. An estimate."""
+        """Estimated peak: the allocated bytes and the largest temporary part."""
         return self.held + max(self.activations + max(self.logits, self.layer), self.update)
 
 
 def memory_by_stage(
     recipe: Recipe, world_size: int, device: Device = "gpu"
 ) -> tuple[StageMemory, ...]:
-    """Memory of a rank of each pipeline stage.
+    """Return the memory of a rank of each pipeline stage.
 
     Args:
-        recipe: the recipe.
+        recipe: recipe of the run.
         world_size: number of ranks.
-        device: what the layers' operations keep differs between a GPU and a CPU.
+        device: device of the layers' operations, which determines what they keep.
 
     Raises:
-        UserError: ``world_size`` does not fill the layout.
+        UserError: If ``world_size`` does not fill the layout.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
@@ -81,13 +85,13 @@ def memory_by_stage(
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
-    """Bytes on a rank of the pipeline stage that needs most, without looking at all of them.
+    """Return the bytes on a rank of the largest pipeline stage, from two stages only.
 
-    That is the first, which keeps the activations of most microbatches, or the last, whose update
-    takes most; both hold a vocabulary matrix, and those between as many layers.
+    The largest is the first stage, which keeps activations of most microbatches, or the last, which
+    has the largest update. Both hold a vocabulary matrix, and all stages have as many layers.
 
     Raises:
-        UserError: as :func:`memory_by_stage`.
+        UserError: If ``world_size`` does not fill the layout.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
@@ -112,12 +116,12 @@ def _stage_memory(
 
 
 def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
-    """What DeepSpeed allocates; the few elements that align ZeRO's partitions are left out.
+    """Return DeepSpeed's allocations, without the few elements that align ZeRO's partitions.
 
     Args:
-        recipe: the recipe.
-        stage: of the pipeline.
-        shards: ranks that ZeRO partitions over, data x context parallel.
+        recipe: recipe of the run.
+        stage: number of the pipeline stage.
+        shards: number of ranks over which ZeRO partitions, data x context parallel.
     """
     low, high = rank_parameters(recipe, stage)
     trained = sum(trained_parameters(recipe, stage))
@@ -146,9 +150,9 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
 
 
 def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Gradients flat from the start, summed in place (:mod:`diffmegatron.optim.flat_gradients`).
+    """Apply ZeRO 1, whose flat gradients need no bucket (:mod:`diffmegatron.optim.flat_gradients`).
 
-    Without a bucket. In float32 the norm is taken of each of the rank's partition in float64.
+    In float32 the norm of each gradient in the rank's partition is computed in float64.
     """
     if recipe.training.precision == "bf16":
         return replace(states, communication=0, update=0)
@@ -156,16 +160,16 @@ def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
-    """Bytes of the largest gradient of a rank's partition in float64."""
+    """Return the bytes of a rank's largest partitioned gradient in float64."""
     elements = states.gradients // FLOAT32
     return FLOAT64 * min(largest_trained(recipe, states.stage), elements // shards)
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) with its partition of the gradients.
+    """Apply ZeRO 2 with partitioned gradients (DeepSpeed's runtime/zero/stage_1_and_2.py).
 
-    The norm is taken of each of them in float64; what the backward pass leaves on the parameters
-    of this partition stays until it ends.
+    The norm of each gradient is computed in float64. The gradients that the backward pass leaves on
+    this partition's parameters stay until it ends.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -174,9 +178,9 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """DeepSpeedZeroOptimizer_Stage3 (runtime/zero/stage3.py): weights in partitions as well.
+    """Apply ZeRO 3 with partitioned weights (DeepSpeed's runtime/zero/stage3.py).
 
-    A module's whole weights are gathered before it runs.
+    The whole weights of a module are gathered before it runs.
     """
     elements = sum(rank_parameters(recipe, states.stage))
     return replace(
@@ -188,9 +192,9 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe, elements: int) -> int:
-    """Whole weights: a layer's and the next one's, or a vocabulary matrix.
+    """Return the bytes of gathered weights: two layers' weights, or a vocabulary matrix.
 
-    DeepSpeed lets more of them stay until their next use, up to a number of elements.
+    DeepSpeed keeps gathered weights until their next use, up to a number of elements.
     """
     model = recipe.model
     attention = max(attention_weights(model, kind) for kind, _ in counted_kinds(model))
@@ -200,11 +204,11 @@ def _gathered_bytes(recipe: Recipe, elements: int) -> int:
 
 
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Master weights and Adam's moments, and the gradients they are updated by, in host memory.
+    """Move master weights, Adam's moments and the gradients of their update to host memory.
 
-    ZeRO 1 and 2 also keep there the updated partition in the run's precision and a buffer of the
-    largest parameter, of which the device has one as well. ZeRO 1 still accumulates all gradients
-    on the device in float32, and reduces them in a float32 bucket.
+    ZeRO 1 and 2 also keep the updated partition in the run's precision there, and a buffer of the
+    largest parameter, of which the device has another. ZeRO 1 still accumulates all gradients on
+    the device in float32, and reduces them in a float32 bucket.
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -224,12 +228,12 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _vocabulary_elements(recipe: Recipe) -> int:
-    """Of one vocabulary matrix on a tensor-parallel rank: the largest parameter."""
+    """Return the elements of a vocabulary matrix, the largest parameter, on a tensor rank."""
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:
-    """Of the largest parameter on a tensor-parallel rank that has a gradient."""
+    """Return the elements of the largest trained parameter on a tensor-parallel rank."""
     if trains_everything(recipe):
         return _vocabulary_elements(recipe)
     return max(
@@ -240,9 +244,9 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 
 
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Parameters of a rank of ``stage``: in the run's precision, and always in float32.
+    """Return a rank's numbers of parameters in the run's precision and always in float32.
 
-    ZeRO 3 shares them out further.
+    The numbers do not include ZeRO 3's partitioning.
     """
     size = recipe.parallel.tensor
     tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
@@ -258,9 +262,9 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Those of :func:`rank_parameters` that are trained: they alone have optimizer state.
+    """Return the trained part of :func:`rank_parameters`, which has optimizer state.
 
-    A fused projection of which some rows are frozen has it for all of them.
+    A fused projection with some frozen rows has optimizer state for all rows.
     """
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)

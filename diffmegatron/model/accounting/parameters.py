@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a network by arithmetic alone."""
+"""Numbers of parameters and FLOPs of a network, by arithmetic alone."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from diffmegatron.config.trainable_patterns import is_lora, trained_parts, train
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of the whole network by part; ``output`` is 0 where it is the embedding.
+    """Numbers of parameters of the whole network by part.
 
-    ``headwise_norms`` are those over channels of a head, ``attention`` its projections with biases.
+    ``headwise_norms`` are norms over the channels of a head. ``attention`` counts the projections
+    with biases. ``output`` is 0 if it is tied to the embedding.
     """
 
     embedding: int
@@ -31,25 +32,25 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def without_embeddings(self) -> int:
-        """Without embedding and output layer."""
+        """Number of parameters without embedding and output layer."""
         return self.total - self.embedding - self.output
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Model FLOPs per token: forward, and forward with backward."""
+    """Model FLOPs per token of the forward pass, and of training (forward and backward)."""
 
     forward: float
     training: float
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
-    """Parameters of the network as ``build_model`` builds it."""
+    """Count the parameters of the network that ``build_model`` builds."""
     layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
 
     def of_all_layers(weights: Callable[[ModelConfig, Variant], int]) -> int:
@@ -68,7 +69,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
 
 
 def count_trained(recipe: Recipe) -> int:
-    """Parameters of the whole network that have a gradient, frozen rows not among them."""
+    """Count the parameters of the whole network that have a gradient, without frozen rows."""
     model = recipe.model
     if trains_everything(recipe):
         return count_parameters(model).total
@@ -84,13 +85,12 @@ def count_trained(recipe: Recipe) -> int:
 
 
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
-    """Model FLOPs per token of causal training on sequences of ``seq_length``.
+    """Return model FLOPs per token of causal training on sequences of ``seq_length``.
 
-    Matrix products: 2 FLOPs per weight and token forward, 4 backward, the output layer included;
-    of the backward ones ``frozen`` weights need the half that leads to the layer before.
-    Attention: the least that its mathematics needs per (query, key) pair, scores not computed again
-    in the backward pass; a query meets half the sequence on average. Kernels that do more count
-    against their utilization.
+    Matrix products need 2 FLOPs per weight and token forward and 4 backward, including the output
+    layer. Frozen weights need only 2 backward, for the gradient of their input. Attention counts
+    the minimum of its equations per (query, key) pair, without recomputed scores; a query attends
+    to half the sequence on average. Additional work of a kernel lowers its utilization.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -103,7 +103,7 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Weights of matrix products that have no gradient; a tied embedding is the output layer."""
+    """Count the frozen weights of matrix products; a tied embedding counts as output layer."""
     if trains_everything(recipe):
         return 0
     model = recipe.model
@@ -116,35 +116,35 @@ def frozen_matrices(recipe: Recipe) -> int:
 
 
 def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
-    """Return the kinds of attention of the network's layers, and how many layers are of each."""
+    """Return the kinds of attention in the network, each with its number of layers."""
     kinds = model.attention.by_kind(model.num_layers)
     return [(kind, sum(map(len, layers))) for kind, layers in kinds]
 
 
 def attention_weights(model: ModelConfig, kind: Variant) -> int:
-    """Of a layer: its projections and other matrices, which are in the run's precision."""
+    """Count a layer's projections and other matrices in the run's precision."""
     return projection_weights(model, kind) + own_weights("matrix", model, kind)
 
 
 def projection_weights(model: ModelConfig, kind: Variant) -> int:
-    """Of a layer: its two projections."""
+    """Count the weights of a layer's two attention projections."""
     heads = kind.heads
     return (heads.qkv_channels + heads.output_channels) * model.hidden_size
 
 
 def mlp_weights(model: ModelConfig) -> int:
-    """Of a layer: gate, up and down projection."""
+    """Count the weights of a layer's gate, up and down projection."""
     return 3 * model.hidden_size * model.ffn_hidden_size
 
 
 def lora_weights(model: ModelConfig, kind: Variant) -> int:
-    """Of a layer: what LoRA adds to its projections."""
+    """Count the weights that LoRA adds to a layer."""
     return sum(math.prod(each.shape) for each in layer_tensors(model, kind) if is_lora(each.name))
 
 
 def own_weights(
     role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
 ) -> int:
-    """Of a layer: what its kind of attention declares beside the projections."""
+    """Count a layer's parameters that its kind of attention declares beside the projections."""
     declared = kind.parameters(model.hidden_size)
     return sum(math.prod(each.shape) for each in declared if each.role == role)
