@@ -1,1 +1,1 @@
-"""What measures the package; ``python -m benchmarks --list`` names each measurement."""
+"""Benchmarks of the package; ``python -m benchmarks --list`` lists them."""

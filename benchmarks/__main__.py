@@ -1,4 +1,4 @@
-"""Run a benchmark: ``python -m benchmarks NAME [ARGUMENTS]``; ``--list`` names them all."""
+"""Run a benchmark: ``python -m benchmarks NAME [ARGUMENTS]``; ``--list`` lists all names."""
 
 import sys
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from benchmarks.registry import BENCHMARKS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that is named first with the rest; returns the exit status."""
+    """Run the benchmark named by the first argument, and return the exit status."""
     if list(argv) == ["--list"]:
         width = max(map(len, BENCHMARKS))
         print("\n".join(f"{name:{width}}  {about}" for name, about in BENCHMARKS.items()))
         return 0
     if not argv or argv[0] not in BENCHMARKS:
-        named = f"{argv[0]!r} is no benchmark" if argv else "no benchmark is named"
+        named = f"{argv[0]!r} is not a benchmark" if argv else "the name of a benchmark is missing"
         print(f"error: {named}; give one of {', '.join(BENCHMARKS)}, or --list", file=sys.stderr)
         return 2
-    # Here, as processes that are spawned import this module.
+    # This import is here because spawned processes import this module.
     from diffmegatron.errors import UserError
 
     try:

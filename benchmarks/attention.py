@@ -1,7 +1,7 @@
-r"""Time differential attention backends beside a plain Transformer's attention, in one run.
+r"""Time differential attention backends and a plain Transformer's attention in one run.
 
-Every form is timed at equal model size: h diff heads with V 2d wide against 2h heads of d. The
-repetitions of all forms alternate, so that a machine that slows down slows all of them. Writes
+All forms have equal model size: h diff heads with values of width 2d, or 2h heads of width d. The
+repetitions of all forms alternate, so that a machine that slows down affects all of them. Writes
 NAME.json, NAME.md and NAME.png to benchmarks/results/.
 
     python -m benchmarks attention                       # on a GPU: bf16, 2K to 64K
@@ -31,11 +31,11 @@ from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
 from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
-# By torch's scaled_dot_product_attention; on a GPU, in 16 bits, by its flash kernel.
+# Torch's scaled_dot_product_attention; on a GPU in 16 bits its flash kernel.
 PLAIN = "transformer_sdpa"
 PLAIN_PYTORCH = ("reference", "blocked")
 
-# What is timed, and its multiply-adds: a plain Transformer's attention, and every backend's forms.
+# Forms to time with their multiply-adds: a Transformer's attention, and every backend's forms.
 FORMS = {
     PLAIN: SOFTMAX["sdpa"].work,
     "transformer_flash": SOFTMAX["flash_attn"].work,
@@ -49,7 +49,7 @@ Form = tuple[Callable[..., Tensor], list[Tensor]]
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     on_gpu = torch.cuda.is_available()
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
@@ -60,35 +60,35 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         type=int,
-        help="per batch; default one sequence, on a GPU the greatest length, to fill it",
+        help="tokens per batch; default: one sequence, on a GPU the greatest length",
     )
     parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
-    parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default h")
+    parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default: h")
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument(
         "--backends",
         nargs="+",
         choices=DIFFERENTIAL,
-        help="to time; default all that can run, on a GPU without those in plain PyTorch",
+        help="backends to time; default: all that can run, on a GPU except plain PyTorch",
     )
-    parser.add_argument("--name", help="name of the result files; default device, dtype and d")
+    parser.add_argument("--name", help="name of the result files; default: device, dtype and d")
     return parser.parse_args(argv)
 
 
 def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
-    """What fills a GPU; None for one sequence, whatever its length."""
+    """Return the number of tokens that fill a GPU; None for one sequence of any length."""
     longest = max(arguments.lengths) if arguments.device == "cuda" else None
     return arguments.tokens or longest
 
 
 def batch_size(arguments: argparse.Namespace, length: int) -> int:
-    """Sequences per batch."""
+    """Return the number of sequences per batch."""
     return max((tokens_per_batch(arguments) or length) // length, 1)
 
 
 def backends_to_time(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for, or all; says of which it leaves out why."""
+    """Return the requested backends, or all; print why others are left out."""
     on_gpu = arguments.device == "cuda"
     by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
     call = Call("differential", arguments.device, arguments.dtype, arguments.head_dim)
@@ -103,13 +103,13 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
 
 
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The Transformer baseline's attention by one of torch's kernels, or an error."""
+    """Compute the Transformer baseline's attention by one of torch's kernels, or raise."""
     with sdpa_kernel(kernel):
         return softmax_attention(q, k, v)
 
 
 def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
-    """Each form's function of its inputs, and the inputs."""
+    """Return each form's function and its inputs."""
     dtype = getattr(torch, arguments.dtype)
     batch = batch_size(arguments, length)
     heads, width = arguments.heads, arguments.head_dim
@@ -125,7 +125,7 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
     plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
     forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
     if arguments.device == "cuda" and dtype != torch.float32:
-        # Which of its kernels torch takes by itself changes from version to version.
+        # Torch's own choice of a kernel varies between versions.
         forms[PLAIN] = (partial(attend_by, SDPBackend.FLASH_ATTENTION), plain)
         forms["transformer_cudnn"] = (partial(attend_by, SDPBackend.CUDNN_ATTENTION), plain)
         if util.find_spec("flash_attn"):
@@ -151,14 +151,14 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
 
 
 def run_once(form: Form, device: str) -> tuple[float, float, float]:
-    """Seconds of the forward and of the backward, and GiB allocated at the peak, inputs aside."""
+    """Return forward seconds, backward seconds, and peak GiB without the inputs."""
     function, inputs = form
     held = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
     forward, out = timed(partial(function, *inputs), device)
-    # Not ones: on constant data a GPU's matrix units draw less power, and run faster.
+    # Constant data would be faster: a GPU's matrix units then draw less power.
     gradient = partial(torch.autograd.grad, out, inputs, torch.randn_like(out))
     backward, _ = timed(gradient, device)
     peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
@@ -168,7 +168,7 @@ def run_once(form: Form, device: str) -> tuple[float, float, float]:
 def measure(
     forms: dict[str, Form], arguments: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Median seconds of each form's forward and backward and its peak memory; why any failed."""
+    """Return median seconds and peak memory of each form, and the reason for each failure."""
     runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
     failures: dict[str, str] = {}
     warm_up = 2
@@ -176,7 +176,7 @@ def measure(
         for name in [name for name in forms if name not in failures]:
             try:
                 run = run_once(forms[name], arguments.device)
-            except Exception as error:  # whatever a library raises, the other forms go on
+            except Exception as error:  # Whatever a library raises, measure the other forms.
                 failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(f"{name}: left out, {failures[name]}")
                 continue
@@ -196,7 +196,7 @@ def measure(
 
 
 def matmul_ceiling(arguments: argparse.Namespace) -> float:
-    """TFLOP/s of a large square matmul in the same dtype: what the chip gives at best."""
+    """Return TFLOP/s of a large square matmul in the same dtype, as an upper bound."""
     size = 8192 if arguments.device == "cuda" else 1024
     dtype = getattr(torch, arguments.dtype)
     a, b = (torch.randn(size, size, device=arguments.device, dtype=dtype) for _ in range(2))
@@ -207,12 +207,12 @@ def matmul_ceiling(arguments: argparse.Namespace) -> float:
 def annotate(
     row: dict[str, float], name: str, length: int, arguments: argparse.Namespace, ceiling: float
 ) -> None:
-    """Add TFLOP/s by the form's work, the share of the ceiling, and the bandwidth achieved."""
+    """Add TFLOP/s by the form's work, the share of the matmul ceiling, and the bandwidth."""
     batch = batch_size(arguments, length)
     pairs = batch * length * (length + 1) / 2
     heads, element = arguments.heads, getattr(torch, arguments.dtype).itemsize
     kv_heads = arguments.kv_heads or heads
-    # Two maps of h heads each, or one map of 2h.
+    # There are two maps of h heads each, or one map of 2h heads.
     signal, noise = (2 * heads, 0) if name.startswith("transformer") else (heads, heads)
     work = FORMS[name](Sizes(element, arguments.head_dim, signal, noise, kv_heads, length))
     forward, backward = (2 * multiply_adds * pairs for multiply_adds in work)
@@ -220,19 +220,19 @@ def annotate(
     row["backward_tflops"] = backward / row["backward_s"] / 1e12
     row["both_tflops"] = (forward + backward) / row["both_s"] / 1e12
     row["share_of_matmul"] = row["both_tflops"] / ceiling
-    # The least that must move: q, k, v and out once forward; they and their gradients backward.
+    # Minimum traffic: q, k, v and out once in the forward pass, and twice in the backward pass.
     elements = batch * length * arguments.head_dim * 4 * (arguments.heads + kv_heads)
     row["both_gb_per_s"] = 3 * elements * element / row["both_s"] / 1e9
 
 
 def transformer_seconds(rows: dict[str, dict[str, float]]) -> float:
-    """Of the plain Transformer's fastest attention, forward and backward; NaN if none ran."""
+    """Return the seconds of the plain Transformer's fastest attention; NaN if none ran."""
     transformers = (row["both_s"] for name, row in rows.items() if name.startswith("transformer"))
     return min(transformers, default=math.nan)
 
 
 def write_table(path: Path, report: dict) -> None:
-    """A Markdown table; ratios are to the plain Transformer's fastest attention of the same run."""
+    """Write a Markdown table with ratios to the plain Transformer's fastest attention."""
     lines = [
         f"# Attention, {report['settings']}",
         "",
@@ -256,7 +256,7 @@ def write_table(path: Path, report: dict) -> None:
 
 
 def write_plot(path: Path, report: dict) -> None:
-    """Time of forward plus backward over the plain Transformer's fastest, by length."""
+    """Plot forward plus backward time relative to the plain Transformer's fastest, by length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -267,7 +267,7 @@ def write_plot(path: Path, report: dict) -> None:
     for name in {name: None for n in lengths for name in report["lengths"][n]}:
         rows = {n: report["lengths"][n] for n in lengths if name in report["lengths"][n]}
         ratios = [row[name]["both_s"] / transformer_seconds(row) for row in rows.values()]
-        # A form keeps its colour, whichever others ran.
+        # A form has the same colour in every plot.
         color = pyplot.get_cmap("tab20")(list(FORMS).index(name))
         axes.plot(list(map(str, rows)), ratios, marker="o", label=name, color=color)
     axes.set_xlabel("sequence length (tokens)")
@@ -284,7 +284,7 @@ def write_plot(path: Path, report: dict) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure length by length; what was measured is written each time."""
+    """Measure each length, and write the files after each."""
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
     ceiling = matmul_ceiling(arguments)
@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> None:
     }
     backends = backends_to_time(arguments)
     for length in arguments.lengths:
-        # What is compiled is compiled for this length, as in training, and not for any.
+        # Compile again for each length, as in training, instead of once for any length.
         torch.compiler.reset()
         rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():
@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write(name: str, report: dict) -> None:
-    """The three files, with the lengths measured so far."""
+    """Write the three files with the lengths measured so far."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     write_table(RESULTS / f"{name}.md", report)

@@ -1,11 +1,11 @@
-"""Measure saving and loading against the disk itself, and what the guard costs per step.
+"""Compare saving and loading with the disk's own speed, and measure the guard's cost per step.
 
     python -m benchmarks checkpoint --scratch DIR --out benchmarks/results/checkpoint_cpu.json
     python -m benchmarks checkpoint --scratch DIR --layers 1 --hidden 64 --repeats 1  # a trial
 
-Every figure comes from this run on this machine: ``dd`` (with ``conv=fdatasync``) writes as many
-bytes as a checkpoint has to the same disk before every save; saves are made alone, waited for,
-and while training goes on, as in a run.
+All figures are from one run on one machine. Before every save, ``dd`` (with ``conv=fdatasync``)
+writes as many bytes as a checkpoint has to the same disk. Saves are measured without training, and
+while training continues.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.step_gate import held_norms
 from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
@@ -54,21 +55,21 @@ checkpoint: {{keep_last: 1}}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run everything and write the report."""
+    """Measure everything and write the report."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument(
         "--scratch",
         type=Path,
         required=True,
-        help="a directory to make on the disk that is measured; removed at the end",
+        help="directory to create on the disk to measure; removed at the end",
     )
-    parser.add_argument("--layers", type=int, default=8, help="of the model; default 8")
-    parser.add_argument("--hidden", type=int, default=768, help="its width; default 768")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model; default 8")
+    parser.add_argument("--hidden", type=int, default=768, help="hidden size; default 768")
     parser.add_argument("--repeats", type=int, default=5, help="saves of each kind; default 5")
-    parser.add_argument("--out", type=Path, help="the report; default: print it only")
+    parser.add_argument("--out", type=Path, help="file of the report; default: print only")
     arguments = parser.parse_args(argv)
     if arguments.scratch.exists():
-        parser.error(f"--scratch {arguments.scratch} exists; name a directory to make and remove")
+        parser.error(f"--scratch {arguments.scratch} exists; give the path of a new directory")
     arguments.scratch.mkdir(parents=True)
     sources = Path(__file__).parent.parent / "diffmegatron"
     prepare([sources], arguments.scratch / "corpus", "bytes", pattern="*.py", show_progress=False)
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(file: Path, arguments: argparse.Namespace) -> dict:
-    """All figures, in seconds and bytes."""
+    """Return all figures, in seconds and bytes."""
     recipe = load_recipe(file)
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir()
@@ -117,12 +118,14 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             steps = [step() for _ in range(8)][3:]
             guard_seconds = guard_cost(engine, guard, batches, parallel_state)
             before = peak_memory()
-            saver = Saver(store, engine, shards, recipe, parallel_state, None, held)
-            # The first save makes the buffers and tells the size.
+            saver = Saver(
+                store, engine, shards, recipe, parallel_state, LaunchEnvironment(), None, held
+            )
+            # The first save allocates the buffers and shows the size.
             first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
             size = int(first["ckpt/bytes"])
             training, alone, disk, slowed = [], [], [], []
-            # A disk in the cloud is fast until its burst is used up: dd beside every save.
+            # Cloud disks slow down after a burst, so run dd beside every save.
             for number in range(1, arguments.repeats + 1):
                 position = Position(2 * number, engine.updates, loader.state(), guard.state())
                 disk.append(dd(arguments.scratch, size))
@@ -159,13 +162,13 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
 
 
 def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
-    """As the trainer decides on a step."""
+    """Decide on a step as the trainer does."""
     agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
     return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
 
 def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Seconds of what a step has because of the guard: the pass over the gradients, the rest."""
+    """Return a step's seconds for the guard: the pass over the gradients, and the rest."""
     passes, rests = [], []
     device = parallel_state.device
     for _ in range(7):
@@ -183,7 +186,7 @@ def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # t
 
 
 def save_figures(saves: list[dict[str, float]], disk: list[float], size: int) -> dict:
-    """Of the saves, and of dd just before each."""
+    """Return figures of the saves, and of dd just before each."""
     totals = [save["ckpt/total_seconds"] for save in saves]
     stalls = [save["ckpt/stall_seconds"] for save in saves]
     return {
@@ -201,7 +204,7 @@ def save_figures(saves: list[dict[str, float]], disk: list[float], size: int) ->
 
 
 def dd(folder: Path, size: int) -> float:
-    """Bytes per second that dd writes to a file of ``size`` bytes and flushes."""
+    """Return the bytes per second at which dd writes and flushes a file of ``size`` bytes."""
     path = folder / "dd"
     count = max(1, size >> 20)
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={count}", "conv=fdatasync"]
@@ -211,12 +214,12 @@ def dd(folder: Path, size: int) -> float:
 
 
 def timed(function) -> float:  # type: ignore[no-untyped-def]
-    """Seconds a call takes."""
+    """Return the seconds of a call."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
 def peak_memory() -> int:
-    """Bytes: this process's peak resident size."""
+    """Return the peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,9 @@
-"""Time a ring's pair of chunks: each map's part, and the gradients from the whole's log-sum-exps.
+"""Time the attention of one pair of chunks, the unit of ring attention.
 
-Each backend that attends chunk by chunk: the forward by `chunk_attention`, the backward by
-`chunk_gradients`. The Transformer baseline of equal size is measured beside them. Repetitions
-alternate. Writes chunks_DEVICE_DTYPE_dD.json to benchmarks/results/.
+Each backend that supports chunks is measured: its forward pass in `chunk_attention`, and its
+backward pass from the log-sum-exps of the whole row in `chunk_gradients`. A Transformer baseline of
+equal size is measured too. Repetitions alternate. Writes chunks_DEVICE_DTYPE_dD.json to
+benchmarks/results/.
 
     python -m benchmarks chunks                       # on a GPU: bf16, chunks of 4096
     python -m benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 --head-dim 64
@@ -34,21 +35,21 @@ BASELINE = "transformer"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     on_gpu = torch.cuda.is_available()
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of queries and of keys")
+    parser.add_argument("--chunk", type=int, default=4096, help="number of queries and of keys")
     parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
     parser.add_argument("--head-dim", type=int, default=128, help="d")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--name", help="name of the result file; default device, dtype and d")
+    parser.add_argument("--name", help="name of the result file; default: device, dtype and d")
     return parser.parse_args(argv)
 
 
 def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
-    """Queries, keys and values of one map with 2h heads, or of two with h heads of 2d values."""
+    """Draw queries, keys and values of one map with 2h heads, or two with h heads and 2d values."""
     heads = arguments.heads * 2 // count
 
     def draw(columns: int) -> Tensor:
@@ -61,7 +62,7 @@ def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
 
 
 def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
-    """What is timed, by name: of the baseline, and of each backend that can, every direction."""
+    """Return the functions to time by name: the baseline, and each backend in each direction."""
     dtype, width = getattr(torch, arguments.dtype), arguments.head_dim
     forms: dict[str, Callable[[], object]] = {}
 
@@ -94,7 +95,7 @@ def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callab
 
 
 def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespace) -> dict:
-    """Median seconds of each form."""
+    """Return the median seconds of each form."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     warm_up = 2
     for repetition in range(arguments.repetitions + warm_up):
@@ -106,7 +107,7 @@ def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespac
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure both kinds of meeting of two chunks, then write the file."""
+    """Measure causal and full pairs of chunks, then write the file."""
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
     meetings = {

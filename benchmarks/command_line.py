@@ -1,4 +1,4 @@
-"""What every benchmark's command line shares."""
+"""Command-line parser that all benchmarks use."""
 
 import argparse
 from pathlib import Path
@@ -7,11 +7,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def make_parser(module: str, about: str | None) -> argparse.ArgumentParser:
-    """A parser of the arguments after a benchmark's name.
+    """Return a parser of the arguments after a benchmark's name.
 
     Args:
         module: ``__name__`` of the benchmark.
-        about: its docstring, printed as it is written.
+        about: docstring of the benchmark, printed without reformatting.
     """
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks {module.rpartition('.')[2]}",

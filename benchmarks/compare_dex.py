@@ -1,18 +1,18 @@
-"""Extend a pretrained model by DEX, beside its controls and beside other starts of the term.
+"""Extend a pretrained model by DEX, and compare it with controls and other initial values.
 
     python -m benchmarks compare_dex smollm2 texts --out benchmarks/results/dex_smollm2.json
     python -m benchmarks compare_dex smollm2 texts --part arms --steps 24
 
-MODEL is a Hugging Face folder that ``diffmegatron import`` reads, TEXTS files or folders that
-``diffmegatron prepare`` does. Every run is ``diffmegatron train`` of one recipe with overrides, on
-the same batches of a seed; a run that is finished is not run again, so that the command goes on
-where it was stopped. Beside OUT.json it writes OUT.md and OUT.png.
+MODEL is a Hugging Face folder that ``diffmegatron import`` reads. TEXTS are files or folders that
+``diffmegatron prepare`` reads. Every run is ``diffmegatron train`` of one recipe with overrides, on
+the same batches for the same seed. Finished runs are kept, so the command can be interrupted and
+repeated. Besides OUT.json it writes OUT.md and OUT.png.
 
-The part ``arms`` compares what is trained: DEX with heads by entropy and by gradient, its keys,
-values and output projections without the term, LoRA of as many parameters, everything. The part
-``starts`` compares how the term starts, over seeds. The part ``throughput`` times the arms by turns
-in short runs, and the exported DEX model beside the one it extends; it wants a quiet machine. What
-OUT.json has of other parts it keeps.
+The part ``arms`` compares the trained parameters: DEX with heads selected by entropy or by
+gradient, its keys, values and output projections without the DEX term, LoRA with as many
+parameters, and all parameters. The part ``starts`` compares initial values of the DEX term over
+seeds. The part ``throughput`` times the arms alternately in short runs, and the exported DEX model
+against the original; it needs a quiet machine. Other parts in OUT.json are kept.
 """
 
 import argparse
@@ -61,7 +61,7 @@ optimizer:
 PLAIN = ["model.baseline=true"]
 ALL = [*PLAIN, "optimizer.trainable=null"]
 THIRTY = ["optimizer.lr_multipliers={{'*.dex_projection': 30, '*.lambda_learn': 30}}"]
-# Words of the table, and overrides. A LoRA of rank 66 trains as much of SmolLM2-135M as DEX.
+# Text in the table, and overrides. LoRA of rank 66 trains as much of SmolLM2-135M as DEX does.
 ARMS: dict[str, tuple[str, list[str]]] = {
     "control": ("W_K, W_V, W_O without the term", PLAIN),
     "dex-entropy": ("DEX, heads by entropy", []),
@@ -92,7 +92,7 @@ STARTS: dict[str, tuple[str, list[str]]] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run what is not finished of the parts, and write what came of them."""
+    """Run the unfinished runs of the parts, and write the report."""
     arguments = parse_arguments(argv)
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out.exists():
         kept = json.loads(arguments.out.read_text())
         if any(kept[key] != value for key, value in report.items()):
-            sys.exit(f"compare_dex: {arguments.out} is of another model or machine; name another")
+            sys.exit(f"compare_dex: {arguments.out} is of another model or machine; give another")
         report = kept
     if arguments.part in ("arms", "all"):
         for found in compare(work, "arms", ARMS, arguments.steps, 2, range(1, 2)):
@@ -126,29 +126,29 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
-    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="what prepare reads")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="input of prepare")
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
-    parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, of every arm")
-    parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, of every start")
-    parser.add_argument("--timed-steps", type=int, default=5, help="of every timed run")
-    parser.add_argument("--seeds", type=int, default=3, help="of every start and timed arm")
+    parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, in every arm")
+    parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, in every start")
+    parser.add_argument("--timed-steps", type=int, default=5, help="steps of every timed run")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of every start and timed arm")
     parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
     return parser.parse_args(argv)
 
 
 def diffmegatron(*arguments: object) -> None:
-    """Run a command that a user could type, in this Python."""
+    """Run a command of diffmegatron with this Python, or exit with its error."""
     command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
     if (status := subprocess.run(command, check=False).returncode) != 0:
         sys.exit(f"compare_dex: {' '.join(command[2:])!r} failed with exit status {status}")
 
 
 def prepare(model: Path, texts: list[Path], work: Path) -> None:
-    """Import the model, tokenise the texts and select heads by both methods, once."""
+    """Import the model, tokenize the texts and select heads by both methods, once."""
     if not (work / "model").exists():
         diffmegatron("import", model, work / "model")
     if not (work / "texts.json").exists():
@@ -170,7 +170,7 @@ def compare(
     seeds: range,
     held_out: int = 16,
 ) -> Iterator[dict[str, Any]]:
-    """Run the arms over seeds, those of a seed one after the other; what is there after each."""
+    """Run the arms seed by seed, and yield the results so far after each run."""
     recipe = work / f"{part}.yaml"
     values = {"steps": steps, "length": LENGTH, "batch": batch, "held_out": held_out // batch}
     recipe.write_text(RECIPE.format(work=work, **values))
@@ -187,7 +187,7 @@ def compare(
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """What a finished run has logged: held-out loss before and after, lambda, tokens per second."""
+    """Read a finished run's held-out loss before and after, lambda, and tokens per second."""
     from diffmegatron.training.monitoring.metrics import read_metrics
 
     entries = list(read_metrics(run_dir))
@@ -204,7 +204,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
-    """Tokens per second of the exported DEX model over those of the model it extends."""
+    """Return tokens per second of the exported DEX model relative to the original model."""
     run_dir = work / "runs" / f"throughput-dex-entropy-{steps}-1"
     if not (export := run_dir / "hf").exists():
         diffmegatron("export", run_dir, export)
@@ -217,7 +217,7 @@ def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """The report as JSON, its tables, and a picture of the held-out losses."""
+    """Write the report as JSON, its tables, and a picture of the held-out losses."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     parts = [report[part] for part in ("arms", "starts") if part in report]
@@ -230,13 +230,13 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def gains(part: dict[str, Any], name: str) -> list[float]:
-    """By how much each seed's held-out loss is below that of the control, in nats."""
+    """Return how far each seed's held-out loss is below the control's, in nats."""
     control = {run["seed"]: run["loss_after"] for run in part["arms"]["control"]["runs"]}
     return [control[run["seed"]] - run["loss_after"] for run in part["arms"][name]["runs"]]
 
 
 def table(part: dict[str, Any]) -> str:
-    """A part as a Markdown table; with several seeds, means and the spread of paired gains."""
+    """Return a part as a Markdown table, with means and spreads of paired gains over seeds."""
     lines = [
         f"{part['tokens']:,} tokens in {part['steps']} steps; "
         f"{len(part['arms']['control']['runs'])} seeds. Held-out loss in nats.\n",
@@ -260,7 +260,7 @@ def table(part: dict[str, Any]) -> str:
 
 
 def speeds(part: dict[str, Any], inference: dict[str, float]) -> str:
-    """Training speeds over that of full fine-tuning in the same turn, and the export's, as text."""
+    """Return training speeds relative to full fine-tuning, and the export's, as text."""
     arms = part["arms"]
     rates = {name: [run["tokens_per_second"] for run in arms[name]["runs"]] for name in arms}
     lines = [
@@ -280,7 +280,7 @@ def speeds(part: dict[str, Any], inference: dict[str, float]) -> str:
 
 
 def draw(parts: list[dict[str, Any]], path: Path) -> None:
-    """Held-out losses after training, a panel a part and a dot a seed."""
+    """Plot held-out losses after training, with one panel per part and one dot per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

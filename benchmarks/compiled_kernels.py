@@ -1,8 +1,8 @@
-"""Launches the Triton kernels on a GPU that is not there, and reads what the compiler made of them.
+"""Compile the Triton kernels for a GPU that is not present, and analyze the machine code.
 
-A driver stands in for CUDA's: it names the chip, and remembers what would have been launched. All
-before that is the real thing: the calls of `kernels.triton`, what Triton specialises on in their
-arguments, and ptxas.
+A replacement of the CUDA driver reports the GPU's compute capability and records the launches.
+Everything before the launch is real: the calls of `kernels.triton`, Triton's specialization on
+their arguments, and ptxas.
 """
 
 import re
@@ -28,7 +28,7 @@ from diffmegatron.attention.kernels.triton import subtraction_kernel as subtract
 from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
-# Bytes of shared memory that one block may have, by compute capability.
+# Maximum bytes of shared memory per block, by compute capability.
 SHARED_LIMIT = {
     **dict.fromkeys((80, 87), 163 * 1024),
     **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
@@ -37,16 +37,17 @@ SHARED_LIMIT = {
 
 
 class Usage(NamedTuple):
-    """What ptxas made of a kernel.
+    """Resources of a kernel compiled by ptxas.
 
     Attributes:
-        stack: bytes of stack: registers that did not fit.
-        spills: accesses to it from the first to the last matrix product, so within the loops.
+        stack: bytes of stack, for registers that did not fit.
+        spills: stack accesses between the first and the last matrix product, thus within loops.
         shared: bytes of shared memory.
         products: multiply-adds of all matrix products, each loop counted once.
-        cycles: of a Hopper's tensor cores for these, by an estimate (`_cycles`).
-        has_wgmma: whether it multiplies with Hopper's warpgroup instructions.
-        is_serialized: whether each of these waits for the one before (ptxas's C7510 to C7514).
+        cycles: estimated cycles of Hopper's tensor cores for these products (`_cycles`).
+        has_wgmma: whether the kernel uses Hopper's warpgroup instructions.
+        is_serialized: whether each warpgroup instruction waits for the previous one (ptxas's
+            warnings C7510 to C7514).
     """
 
     stack: int
@@ -59,7 +60,7 @@ class Usage(NamedTuple):
 
 
 class StandInDriver(DriverBase):
-    """Says that the current device is a GPU of a compute capability; launches do nothing."""
+    """Driver of a GPU with a given compute capability, whose launches do nothing."""
 
     def __init__(self, capability: int) -> None:
         super().__init__()
@@ -71,41 +72,41 @@ class StandInDriver(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """For launchers in C++, of which there is none."""
+        """Do nothing: C++ launchers are not used."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        """What Triton compiles for."""
+        """Return the compilation target."""
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> "StandInDriver":
-        """Triton keeps what it compiled by device: a new one each time compiles everything."""
+        """Return this driver; as a new device it prevents the use of kernels compiled before."""
         return self
 
     def get_current_stream(self, device: object) -> int:
-        """The default stream."""
+        """Return the default stream."""
         return 0
 
     def get_active_torch_device(self) -> None:
-        """There is none."""
-        raise NotImplementedError("a pretended GPU has no torch device")
+        """Raise, as there is no torch device."""
+        raise NotImplementedError("a simulated GPU has no torch device")
 
     def get_benchmarker(self) -> Callable[..., object]:
-        """There is nothing to time."""
-        raise NotImplementedError("a pretended GPU runs nothing that could be timed")
+        """Raise, as nothing can be timed."""
+        raise NotImplementedError("a simulated GPU runs nothing that could be timed")
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What launches a compiled kernel: here nothing happens."""
+        """Return a launcher that does nothing."""
         return lambda *_: None
 
 
 @contextmanager
 def pretended_gpu(capability: int) -> Iterator[dict[str, Any]]:
-    """Within, Triton compiles for this capability; yields the compiled kernels by name."""
+    """Make Triton compile for a compute capability, and yield the compiled kernels by name."""
     launched: dict[str, Any] = {}
     stand_in = StandInDriver(capability)
 
@@ -128,15 +129,18 @@ def pretended_gpu(capability: int) -> Iterator[dict[str, Any]]:
 def compile_launches(
     capability: int, dtype: torch.dtype, head_dim: int, *, one_pass: bool, variant: str = "plain"
 ) -> dict[str, Any]:
-    """The compiled kernels of a causal forward and backward pass, by name without "_kernel".
+    """Compile a causal forward and backward pass, and return the kernels by name.
 
     Args:
-        capability: of the pretended GPU, a key of `SHARED_LIMIT`.
-        dtype: of queries, keys and values.
-        head_dim: d.
-        one_pass: form of the backward.
-        variant: "plain", with the headwise "norm", with "documents", "grouped" (each map on its
-            own), or "softmax" (one map, of values as wide as the queries).
+        capability: compute capability of the GPU, a key of `SHARED_LIMIT`.
+        dtype: dtype of queries, keys and values.
+        head_dim: width of a head, d.
+        one_pass: form of the backward pass.
+        variant: "plain", with the headwise "norm", with "documents", "grouped" (one map per call),
+            or "softmax" (one map, values as wide as queries).
+
+    Returns:
+        Compiled kernels; the names lack "_kernel".
     """
     length, heads = 512, 12
     target = triton_blocks.target_of(dtype, divmod(capability, 10))
@@ -172,7 +176,7 @@ def compile_launches(
 
 
 def compile_subtraction(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """The compiled kernels of `subtract_noise` with four signal heads to a noise head."""
+    """Compile the kernels of `subtract_noise` with four signal heads per noise head."""
     heads = torch.zeros(1, 512, 10, head_dim, dtype=dtype, requires_grad=True)
     lambda_ = torch.zeros(1, 512, 8, requires_grad=True)
     with pretended_gpu(capability) as kernels:
@@ -182,7 +186,7 @@ def compile_subtraction(capability: int, dtype: torch.dtype, head_dim: int) -> d
 
 
 def compile_cross_entropy(capability: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The compiled kernels of the vocabulary's cross-entropy."""
+    """Compile the kernels of the vocabulary's cross-entropy."""
     logits = torch.zeros(4, 100288, dtype=dtype, requires_grad=True)
     with pretended_gpu(capability) as kernels:
         cross_entropy(logits, torch.zeros(4, dtype=torch.int64)).backward(torch.zeros(4))
@@ -190,7 +194,7 @@ def compile_cross_entropy(capability: int, dtype: torch.dtype) -> dict[str, Any]
 
 
 def usage_of(kernel: Any) -> Usage:
-    """What a compiled kernel takes, read from its machine code."""
+    """Read a compiled kernel's resources from its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
@@ -215,7 +219,7 @@ def usage_of(kernel: Any) -> Usage:
 
 
 def _is_serialized(kernel: Any) -> bool:
-    """Whether ptxas says so, asked once more with the options that Triton gives it."""
+    """Return whether ptxas warns of serialization, by running it again with Triton's options."""
     arch = kernel.metadata.target.arch
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
@@ -228,22 +232,22 @@ def _is_serialized(kernel: Any) -> bool:
 
 
 def _multiply_adds(instruction: str, warps: int) -> int:
-    """Of all warps that execute it together; 0 for another instruction."""
+    """Return the multiply-adds of all warps of an instruction; 0 for other instructions."""
     shape = re.fullmatch(r"HGMMA\.(\d+)x(\d+)x(\d+)|HMMA\.(\d\d)(\d)(\d+)", instruction)
     if shape is None:
         return 0
     rows, columns, depth = (int(size) for size in shape.groups() if size is not None)
-    # A warpgroup is four warps.
+    # A warpgroup has four warps.
     return rows * columns * depth * (warps // 4 if instruction.startswith("HGMMA") else warps)
 
 
 def _cycles(instruction: str, operands: str) -> float:
-    """Of what four warps issue together, in 16 bits: an estimate, not a measurement.
+    """Estimate the cycles of an instruction issued by four warps in 16 bits.
 
-    A warpgroup's wgmma, 64 x n x 16: arithmetic takes n / 2, at 2048 multiply-adds a cycle and SM.
-    Operands come from shared memory at 128 bytes a cycle: 16 x n of one take n / 4, and 64 x 16 of
-    the other 16, unless it is in registers. A warp's own products, as of blocks of fewer than 64
-    rows, are taken for half as fast.
+    A warpgroup's wgmma is 64 x n x 16. Its arithmetic takes n / 2 cycles, at 2048 multiply-adds per
+    cycle and SM. Operands come from shared memory at 128 bytes per cycle: 16 x n elements of one
+    take n / 4 cycles, and 64 x 16 of the other take 16, unless they are in registers. Products of
+    one warp, as in blocks of fewer than 64 rows, are assumed to be half as fast.
     """
     shape = re.fullmatch(r"HGMMA\.64x(\d+)x16", instruction)
     if shape is None:

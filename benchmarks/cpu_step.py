@@ -1,12 +1,12 @@
-"""Our training step on a CPU beside a plain loop over transformers' DiffLlama, by turns.
+"""Compare a training step on a CPU with a plain loop over transformers' DiffLlama.
 
 Both train the same network of 4 layers and hidden size 256 on the same random tokens, in one
-process and one thread, in float32: forward, backward, clipping by the norm, AdamW. Ours is the
-trainer's step: ZeRO engine, norms of every gradient, agreement of the ranks and guard. The plain
-loop is `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW, as it comes and fused.
-The three take turns, in another order each time; a ratio is the median over the turns, above 1
-where ours is the faster. What is timed is the process's own CPU time, which on an idle machine is
-that of the clock, and which other processes disturb less.
+process and one thread, in float32: forward, backward, clipping by the norm, AdamW. The step of this
+project includes the ZeRO engine, norms of every gradient, agreement of the ranks and guard. The
+plain loop is `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW, plain or fused.
+The three alternate. A ratio is the median over repetitions, above 1 if this project's step is
+faster. The measured time is the CPU time of the process, because other processes disturb it less
+than wall time; on an idle machine the two are equal.
 
     OMP_NUM_THREADS=1 python -m benchmarks cpu_step
 """
@@ -33,24 +33,24 @@ from diffmegatron.model.build import build_model
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from diffmegatron.training.compute.agreement import AgreedDecision, agree
+from diffmegatron.training.compute.agreement import StepCheck, agree
 from diffmegatron.training.compute.step import forward_backward
 
 Step = Callable[[], float]
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
-    parser.add_argument("--seconds", type=float, default=15.0, help="of CPU time per length")
+    parser.add_argument("--seconds", type=float, default=15.0, help="CPU time per length")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu_step.json")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print and write."""
+    """Measure, print and write the report."""
     arguments = parse_arguments(argv)
     torch.set_num_threads(1)
     rows = [
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
-    """Tokens per second of each at one length (medians), and the median ratios of the turns."""
+    """Return median tokens per second of each step at one length, and the median ratios."""
     recipe = small_recipe(length, vocabulary)
     with (
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
@@ -92,12 +92,12 @@ def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """How many times as fast ours is, by the median of the turns."""
+    """Return the median of theirs/ours, above 1 if ours is faster."""
     return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
 
 
 def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """CPU seconds of each one's steps, by turns; after three to warm up."""
+    """Return the CPU seconds of each alternating step, after three warm-up steps."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for _ in range(3):
@@ -114,7 +114,7 @@ def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
 
 
 def small_recipe(length: int, vocabulary: int) -> Recipe:
-    """4 layers of hidden size 256, 4 differential heads of 32 channels a map."""
+    """Return a recipe of 4 layers, hidden size 256 and 4 differential heads of 32 channels."""
     return Recipe.model_validate(
         {
             "run_dir": "unused",
@@ -139,7 +139,7 @@ def small_recipe(length: int, vocabulary: int) -> Recipe:
 
 
 def random_batch(length: int, vocabulary: int) -> Batch:
-    """One row of random tokens, all of which count."""
+    """Return one row of random tokens, all of which count."""
     tokens = torch.randint(
         0, vocabulary, (1, length + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -155,7 +155,7 @@ def random_batch(length: int, vocabulary: int) -> Batch:
 def our_step(
     engine: ZeroEngine, batch: Batch, recipe: Recipe, parallel_state: ParallelState
 ) -> Step:
-    """The trainer's step without its loader; returns the loss."""
+    """Return the trainer's step without its loader; the step returns the loss."""
     guard = Guard(recipe.guard)
 
     def step() -> float:
@@ -164,7 +164,7 @@ def our_step(
         def agreed(norm: Tensor):  # type: ignore[no-untyped-def]
             return agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
 
-        deciding = AgreedDecision(guard, agreed)
+        deciding = StepCheck(guard, agreed)
         engine.step(recipe.optimizer.lr, deciding.allow)
         return deciding.result[0].loss
 
@@ -172,7 +172,7 @@ def our_step(
 
 
 def plain_step(batch: Batch, recipe: Recipe, *, fused: bool) -> Step:
-    """A step of DiffLlama as `transformers` computes it; returns the loss."""
+    """Return a step of DiffLlama as in `transformers`; the step returns the loss."""
     optimizer_config = recipe.optimizer
     model = AutoModelForCausalLM.from_config(to_hf_config(recipe, 0, torch.float32))
     optimizer = torch.optim.AdamW(
@@ -186,7 +186,7 @@ def plain_step(batch: Batch, recipe: Recipe, *, fused: bool) -> Step:
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        # The labels are shifted already, as ours are.
+        # shift_labels expects labels that are already shifted.
         loss = model(batch.tokens, labels=batch.tokens, shift_labels=batch.labels, use_cache=False)
         loss.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer_config.clip_grad_norm)

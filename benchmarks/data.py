@@ -1,19 +1,19 @@
-"""Measure the data path; each PART prints its result and writes it to benchmarks/results/NAME.json.
+"""Measure the data path; each PART prints its result and writes benchmarks/results/NAME.json.
 
     python -m benchmarks data tokenise --scratch DIR            # 10, 100 and 1000 MB
     python -m benchmarks data tokenise --scratch DIR --tokenizer bytes --megabytes 1 --name /tmp/x
     python -m benchmarks data parts --scratch DIR               # 1 and 2 processes
     python -m benchmarks data loader --scratch DIR
-    python -m benchmarks data startup --scratch DIR --tokens 1e9 1e10    # without: up to 1e12
+    python -m benchmarks data startup --scratch DIR --tokens 1e9 1e10    # default: up to 1e12
     python -m benchmarks data upsampling --scratch DIR
 
-tokenise compares prepare with a bare loop over tiktoken; parts counts wall time, and wants cores
-that nobody else uses; loader the loader with Megatron's
-GPTDataset and BlendedDataset on the same files; upsampling counts what is drawn. startup writes
-real indices over sparse token files: its trillion tokens take 9 GB of DIR and 12 GiB of memory.
-Corpora are made up in a folder of their own in DIR, which is removed at the end. Rates are per
-second of the process's own CPU time where they compare single processes, so that other work on
-the machine does not count; wall time is beside them.
+The part tokenise compares prepare with a bare loop over tiktoken. The part parts measures wall time
+of several processes, and needs cores that nothing else uses. The part loader compares the loader
+with Megatron's GPTDataset and BlendedDataset on the same files. The part upsampling counts drawn
+tokens. The part startup writes real indexes over sparse token files; its trillion tokens take 9 GB
+of DIR and 12 GiB of memory. Corpora are generated in a new folder in DIR, which is removed at the
+end. Rates that compare single processes are per second of CPU time, so that other work on the
+machine does not count; wall time is reported too.
 """
 
 import argparse
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on; nothing that names the machine."""
+    """Return the properties of the machine that figures depend on, without its name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     packages = ("numpy", "torch", "tiktoken", "megatron-core", "pyarrow")
@@ -74,14 +74,14 @@ def machine() -> dict[str, Any]:
 
 
 def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """MB/s of prepare against a bare loop over tiktoken, by sizes and workers."""
+    """Return MB/s of prepare and of a bare loop over tiktoken, by size and workers."""
     tokenizer = options.tokenizer
-    load_tokenizer(tokenizer)  # is refused before gigabytes are written
+    load_tokenizer(tokenizer)  # Fail before gigabytes are written.
     corpora = {}
     for megabytes in options.megabytes:
         corpora[megabytes] = folder / f"text{megabytes}.jsonl"
         write_text_corpus(corpora[megabytes], megabytes)
-    # Of a few megabytes the start alone, once per process, takes a tenth.
+    # With a few megabytes, the start of each process takes a tenth of the time.
     compared = sorted(corpora)[len(corpora) // 2]
     path = corpora[compared]
     rounds = [
@@ -110,7 +110,7 @@ def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """MB/s of processes that prepare a part each, with one worker, and seconds of the merge."""
+    """Return MB/s of processes that prepare one part each with one worker, and merge seconds."""
     load_tokenizer(options.tokenizer)
     path = folder / "text.jsonl"
     write_text_corpus(path, options.megabytes)
@@ -132,11 +132,11 @@ def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s of one process and start-up, ours and Megatron's in turn."""
-    asked = options.tokens * 8 // 15  # 80 million of 150: no document is read twice
+    """Return tokens/s and start-up time of one process, alternating with Megatron's loader."""
+    asked = options.tokens * 8 // 15  # 80 of 150 million, so that no document is read twice.
     if asked < max(options.seq_lengths):
         raise UserError(
-            f"--tokens {options.tokens} is too little for a sequence of "
+            f"--tokens {options.tokens} is too few for a sequence of "
             f"{max(options.seq_lengths)}; give at least twice as many tokens as a sequence has"
         )
     write_corpus(folder / "one", web_lengths(options.tokens * 2 // 3, 1), sparse=False)
@@ -159,7 +159,7 @@ def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to the first sample, the index built and opened, over corpus sizes."""
+    """Return seconds to the first sample, building and opening the index, by corpus size."""
     results = []
     for tokens in options.tokens:
         corpus = folder / str(tokens)
@@ -183,7 +183,7 @@ def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Token shares that three sources of lengths alone have, without and with up-sampling."""
+    """Return token shares of three sources of different lengths, with and without up-sampling."""
     for number, name in enumerate(ASKED_SHARES):
         lengths = web_lengths(options.tokens // 10, number, MEDIAN_LENGTHS[name])
         write_corpus(folder / name, lengths, sparse=True)
@@ -193,31 +193,31 @@ def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(function: Callable[..., Result], *arguments: object) -> Result:
-    """What a function returns or raises in a new process, so that none inherits another's memory.
+    """Run a function in a new process, so that no memory is inherited, and return its result.
 
     Raises:
-        UserError: the process was killed.
+        UserError: If the process was killed.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(
-                f"the process of {function.__name__} was killed, as is done when memory runs out; "
-                "measure a smaller size"
+                f"the process of {function.__name__} was killed, which happens when memory runs "
+                "out; measure a smaller size"
             ) from None
 
 
 def count(text: str) -> int:
-    """A positive whole number of the command line, such as 8 or 1e9."""
+    """Parse a positive whole number of the command line, such as 8 or 1e9."""
     number = float(text)
     if not 1 <= number < math.inf or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text} is no positive whole number such as 8 or 1e9")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number such as 8 or 1e9")
     return int(number)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ``measure`` is the function of the part."""
+    """Parse the command line; ``measure`` is the function of the part."""
     parser = make_parser(__name__, __doc__)
     commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
@@ -225,7 +225,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         name, said = measure.__name__, f"{measure.__doc__}{warning}"
         part = commands.add_parser(name, help=said, description=said)
         part.set_defaults(measure=measure)
-        part.add_argument("--scratch", type=Path, required=True, help="where corpora are made up")
+        part.add_argument("--scratch", type=Path, required=True, help="folder for the corpora")
         part.add_argument(
             "--name", default=f"data_{name}", help="name of the result file; default %(default)s"
         )
@@ -237,47 +237,47 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=count,
         nargs="+",
         default=[10, 100, 1000],
-        help="sizes of the texts, which all are written to --scratch; default 10 100 1000",
+        help="sizes of the texts, all written to --scratch; default 10 100 1000",
     )
     part.add_argument(
         "--tokenizer", default="cl100k_base", help="one of tiktoken's: cl100k_base, bytes or a file"
     )
-    part.add_argument("--repeats", type=count, default=5, help="of the comparison; default 5")
+    part.add_argument("--repeats", type=count, default=5, help="repetitions; default 5")
     part = add_part(parts)
     part.add_argument(
-        "--megabytes", type=count, default=300, help="of the text in all; default %(default)s"
+        "--megabytes", type=count, default=300, help="total size of the text; default %(default)s"
     )
     part.add_argument(
-        "--processes", type=count, nargs="+", default=[1, 2], help="at once; default 1 2"
+        "--processes", type=count, nargs="+", default=[1, 2], help="processes at once; default 1 2"
     )
     part.add_argument(
-        "--tokenizer", default="cl100k_base", help="as of prepare; default %(default)s"
+        "--tokenizer", default="cl100k_base", help="tokenizer of prepare; default %(default)s"
     )
-    part.add_argument("--repeats", type=count, default=3, help="medians are of so many; default 3")
+    part.add_argument("--repeats", type=count, default=3, help="repetitions (median); default 3")
     part = add_part(loader)
     part.add_argument(
-        "--tokens", type=count, default=150_000_000, help="of the corpora, 4 bytes each; 1.5e8"
+        "--tokens", type=count, default=150_000_000, help="tokens of the corpora, 4 bytes each"
     )
     part.add_argument(
         "--seq-lengths", type=count, nargs="+", default=[4096, 65536], help="default 4096 65536"
     )
-    part.add_argument("--repeats", type=count, default=3, help="medians are of so many; default 3")
+    part.add_argument("--repeats", type=count, default=3, help="repetitions (median); default 3")
     part = add_part(
         startup,
-        " By default up to a trillion tokens, which take 9 GB of --scratch, 12 GiB of memory and "
-        "minutes.",
+        " The default goes up to a trillion tokens, which take 9 GB of --scratch, 12 GiB of memory "
+        "and minutes.",
     )
     part.add_argument(
         "--tokens",
         type=count,
         nargs="+",
         default=[10**9, 10**10, 10**11, 10**12],
-        help="of the corpora, in documents of 4000; default 1e9 1e10 1e11 1e12",
+        help="tokens of the corpora, in documents of 4000; default 1e9 1e10 1e11 1e12",
     )
-    part.add_argument("--repeats", type=count, default=5, help="medians are of so many; default 5")
+    part.add_argument("--repeats", type=count, default=5, help="repetitions (median); default 5")
     part = add_part(upsampling)
     part.add_argument(
-        "--tokens", type=count, default=10**9, help="that are drawn, from sources of a tenth; 1e9"
+        "--tokens", type=count, default=10**9, help="tokens to draw, from sources a tenth as large"
     )
     return parser.parse_args(argv)
 
@@ -288,8 +288,8 @@ def main(argv: Sequence[str]) -> None:
     path = RESULTS / f"{options.name}.json"
     for directory in (path.parent, options.scratch):
         directory.mkdir(parents=True, exist_ok=True)
-    # For the processes. One thread: torch's others would spin in wait of work and be counted as
-    # CPU time.
+    # For the child processes. With more threads torch would spin while it waits for work, which
+    # counts as CPU time.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     described = machine()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:

@@ -1,4 +1,4 @@
-"""What one process of the benchmark ``data`` measures, and the corpora that are made up for it."""
+"""Measurements of single processes for the benchmark ``data``, and generated corpora."""
 
 import json
 import multiprocessing
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# What imports torch and Megatron is imported where it is used: what needs neither is measured
-# without them.
+# torch and Megatron are imported in the functions that use them, because other measurements must
+# not load them.
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import (
     FileRecord,
@@ -35,7 +35,7 @@ ASKED_SHARES = {"web": 0.67, "code": 0.045, "books": 0.285}
 
 
 def write_text_corpus(path: Path, megabytes: int) -> None:
-    """JSON lines of the standard library's sources, over and over up to the size."""
+    """Write the standard library's sources as JSON lines, repeated up to the size."""
     folder = Path(os.__file__).parent
     texts = [file.read_text(errors="ignore") for file in sorted(folder.glob("*.py"))]
     repeats = -(-megabytes * 1_000_000 // sum(len(text.encode()) for text in texts))
@@ -45,14 +45,14 @@ def write_text_corpus(path: Path, megabytes: int) -> None:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
-    """A corpus of the tokenizer ``bytes``; its tokens are random, or a hole in the file.
+    """Write a corpus of the tokenizer ``bytes`` with random tokens, or with a sparse token file.
 
-    They are stored in four bytes each, as those of a large vocabulary are.
+    Tokens take four bytes each, as for a large vocabulary.
 
     Args:
-        prefix: of the files to write, in a folder that is made if it is missing.
-        lengths: tokens of each document, int32 ``[documents]``.
-        sparse: whether the file of tokens is a hole, which takes no space on the disk.
+        prefix: path prefix of the files, in a folder that is created if needed.
+        lengths: number of tokens of each document, int32 ``[documents]``.
+        sparse: whether the token file is sparse, and takes no space on the disk.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer("bytes")
@@ -82,7 +82,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
 
 
 def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
-    """Log-normal lengths with the long tail of web text, about ``tokens`` in all."""
+    """Return log-normal lengths with the long tail of web text, about ``tokens`` in sum."""
     generator = np.random.default_rng(seed)
     mean = median * np.exp(1.3**2 / 2)
     drawn = generator.lognormal(np.log(median), 1.3, int(tokens / mean))
@@ -90,7 +90,7 @@ def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
 
 
 def corpus_tokens(folder: Path) -> int:
-    """Of all corpora of :func:`write_corpus` in a folder."""
+    """Return the number of tokens of all corpora of :func:`write_corpus` in a folder."""
     return sum(file.stat().st_size // 4 for file in folder.glob("*.bin"))
 
 
@@ -98,11 +98,11 @@ def corpus_tokens(folder: Path) -> int:
 
 
 def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
-    """Nothing but tiktoken, on texts that are already decoded in memory."""
+    """Measure tiktoken alone, on texts that are already decoded in memory."""
     texts = [json.loads(line)["text"] for line in path.open()]
     chosen = load_tokenizer(tokenizer)
     if not isinstance(chosen, TiktokenTokenizer):
-        raise UserError(f"tokenizer {tokenizer!r} is not tiktoken's, which prepare is compared to")
+        raise UserError(f"tokenizer {tokenizer!r} is not tiktoken's; give one such as cl100k_base")
     encoding = chosen.encoding
     size = sum(len(text.encode()) for text in texts)
     encoding.encode_ordinary(texts[0])
@@ -114,7 +114,7 @@ def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
 
 
 def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
-    """All of ``prepare``; memory is the peak of this process, and that of its largest worker."""
+    """Measure ``prepare``, with peak memory of this process and of its largest worker."""
     loaded(tokenizer).encode("warm")
     output = path.with_name(f"out{workers}")
     wall, cpu = time.perf_counter(), time.process_time()
@@ -135,7 +135,7 @@ def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
 
 
 def in_parts(path: Path, tokenizer: str, processes: int, output: Path) -> dict[str, float]:
-    """A process per part, all at once, and the merge; their start is not counted."""
+    """Measure one process per part, all at once, and the merge, without process start-up."""
     context = multiprocessing.get_context("spawn")
     all_ready = context.Barrier(processes)
     with ProcessPoolExecutor(
@@ -162,7 +162,7 @@ def _ready(tokenizer: str, all_ready: Barrier) -> None:
 
 
 def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple[float, float]:
-    """Its start and end, by the clock that processes share."""
+    """Prepare a part, and return its start and end by the clock that processes share."""
     started = time.monotonic()
     prepare([path], output, tokenizer, part=part, show_progress=False)
     return started, time.monotonic()
@@ -172,7 +172,7 @@ def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple
 
 
 def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Start-up with the index already built, and batches of one without the thread."""
+    """Measure start-up with an existing index, and batches of one without the reader thread."""
     from diffmegatron.data.loader import Loader
     from diffmegatron.data.sampling.samples import open_samples
 
@@ -197,7 +197,7 @@ def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
 
 
 def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """The same from BlendedMegatronDatasetBuilder, with its cache already built."""
+    """Measure the same with BlendedMegatronDatasetBuilder and an existing cache."""
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -206,7 +206,7 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     from torch.utils.data import default_collate
 
     class _Tokenizer:
-        # As the tokenizer bytes, which has no padding: the id after its last, which masks nothing.
+        # The tokenizer bytes has no padding; the id after its last one masks nothing.
         vocab_size, eod, eos, pad, unique_identifiers = 257, 256, 256, 257, {"name": "bytes"}
 
     torch.distributed.init_process_group(
@@ -216,7 +216,7 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
         random_seed=1234,
         sequence_length=seq_length,
         blend=([str(folder / "one"), str(folder / "two")], [0.7, 0.3]),
-        split="1,0,0",  # a split that is left without documents would never be built to its end
+        split="1,0,0",  # A split without documents would never be built to its end.
         path_to_cache=str(folder / f"megatron{seq_length}"),
         tokenizer=_Tokenizer(),
         reset_position_ids=False,
@@ -265,7 +265,7 @@ def start(prefix: Path) -> dict[str, float]:
 
 
 def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
-    """Of ``sampled`` tokens: how many each source gave, and how many are of long documents."""
+    """Count how many of ``sampled`` tokens come from each source, and from long documents."""
     from diffmegatron.data.sampling.samples import open_samples
 
     config = DataConfig(
@@ -293,6 +293,6 @@ def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
 
 
 def peak_memory() -> float:
-    """MiB, mapped files included. Not getrusage: its peak is inherited from the parent process."""
+    """Return the peak memory in MiB with mapped files; getrusage would include the parent's."""
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 1024

@@ -1,9 +1,9 @@
-"""Time whole layers of attention kinds side by side: forward and backward tokens/s, peak memory.
+"""Time whole layers of several kinds of attention: forward and backward tokens/s, peak memory.
 
-A stack of a few layers of the recipe's shape is built with the recipe's attention, with others that
-are asked for, and as the Transformer of the pair; their repetitions alternate, so that a machine
-that slows down slows all. Embedding and output layer are part of what is timed, as in a training
-step, with one vocabulary for all. Two depths give the time per layer, and from it the estimated
+A stack of a few layers of the recipe's shape is built with the recipe's attention or the requested
+kinds, and with a Transformer baseline of equal size. The repetitions alternate, so that a machine
+that slows down affects all of them. Embedding and output layer are timed too, as in a training
+step, with one vocabulary for all. Two depths give the time per layer, and thus an estimate of the
 ratio at the recipe's full depth. Writes NAME.json and NAME.md to benchmarks/results/.
 
     # on a GPU: the 3B shape at 4K, in batches that keep it busy
@@ -42,26 +42,26 @@ SMALL = [
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="narrower, for a CPU")
+    parser.add_argument("--small", action="store_true", help="use a narrower model, for a CPU")
     parser.add_argument(
         "--attention",
         action="append",
         metavar="KIND[,KEY=VALUE...]",
-        help="measured beside the Transformer, with keys of its section, such as "
-        "grouped,signal_per_noise=3; may be given several times; default: the recipe's",
+        help="kind of attention to measure, with keys of its section, such as "
+        "grouped,signal_per_noise=3; may be repeated; default: the recipe's",
     )
-    parser.add_argument("--name", default="layer", help="of the files written")
-    parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
+    parser.add_argument("--name", default="layer", help="name of the result files")
+    parser.add_argument("overrides", nargs="*", help="overrides of the recipe, KEY=VALUE")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print and write."""
+    """Measure, print and write the report."""
     arguments = parse_arguments(argv)
     models = recipes(arguments)
     measured = {
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
-    """What is measured, by name: each attention asked for, and last the recipe's Transformer."""
+    """Return the recipes to measure by name: each kind of attention, then the Transformer."""
     overrides = [*(SMALL if arguments.small else []), *arguments.overrides]
 
     def load(*more: str) -> Recipe:
@@ -92,7 +92,7 @@ def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[str, dict]:
-    """Median seconds of forward plus backward, and peak memory, of each model at one depth."""
+    """Return median seconds of forward plus backward and peak memory of each model at one depth."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     memory: dict[str, int | None] = {}
     training = models[BASELINE].training
@@ -116,13 +116,13 @@ def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[st
 
 
 def shortened(recipe: Recipe, layers: int) -> Recipe:
-    """The recipe's shape with a few layers."""
+    """Return the recipe with fewer layers."""
     model = recipe.model.model_copy(update={"num_layers": layers})
     return recipe.model_copy(update={"model": model})
 
 
 def prepare(recipe: Recipe, parallel_state: ParallelState):  # type: ignore[no-untyped-def]
-    """A function that runs one forward and backward pass on random tokens."""
+    """Return a function that runs one forward and backward pass on random tokens."""
     network = build_model(recipe, parallel_state)
     training = recipe.training
     shape = (training.micro_batch_size, training.seq_length + 1)
@@ -140,7 +140,7 @@ def prepare(recipe: Recipe, parallel_state: ParallelState):  # type: ignore[no-u
 
 
 def peak_memory(step, parallel_state: ParallelState) -> int | None:  # type: ignore[no-untyped-def]
-    """Bytes at the peak of a step on the device; None on a CPU, where only the process is known."""
+    """Return a step's peak bytes on the device; None on a CPU, which has no such counter."""
     step()
     if parallel_state.device.type != "cuda":
         return None
@@ -150,7 +150,7 @@ def peak_memory(step, parallel_state: ParallelState) -> int | None:  # type: ign
 
 
 def describe(models: dict[str, Recipe], layers: list[int], measured: dict) -> dict:
-    """The report: what was measured, the ratios, and the estimate at full depth."""
+    """Return the report with measurements, ratios and the estimate at full depth."""
     few, many = layers
     full = models[BASELINE]
     tokens = full.training.micro_batch_size * full.training.seq_length
@@ -194,7 +194,7 @@ def describe(models: dict[str, Recipe], layers: list[int], measured: dict) -> di
 
 
 def markdown(report: dict) -> str:
-    """The report as a table."""
+    """Return the report as a Markdown table."""
     lines = [
         f"{report['machine']['device']}, {report['precision']}, sequence {report['seq_length']}, "
         f"hidden {report['shape']['hidden_size']}, {report['machine']['threads']} threads",

@@ -1,15 +1,14 @@
 """Count the operations of a layer and of the loss, and the bytes that they read and write.
 
 One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
-nothing, for the recipe's attention and for the Transformer of the pair. Every operation of aten
-that is no view counts as one: on a GPU each launches a kernel. Its bytes are those of the tensors
-that it is given and gives back. The attention kernels are left out; RMSNorm, SwiGLU, the
-subtraction of V2's noise heads and the cross-entropy, each of which is one kernel on a GPU, count
-as one either way.
-Writes NAME.json, which has every operation, and NAME.md, by part of the layer, to
-benchmarks/results/.
+nothing, for the recipe's attention and for a Transformer of equal size. Every aten operation except
+views counts as one, because each launches a kernel on a GPU. Its bytes are those of its input and
+output tensors. The attention kernels are not counted. RMSNorm, SwiGLU, the subtraction of V2's
+noise heads and the cross-entropy are each one kernel on a GPU, and count as one operation.
 
-The last column is the Transformer with Megatron-core's own rotary embedding and loss.
+Writes NAME.json with every operation, and NAME.md with sums by part of the layer, to
+benchmarks/results/. The last column is the Transformer with Megatron-core's own rotary embedding
+and loss.
 
     python -m benchmarks layer_operations
     python -m benchmarks layer_operations --attention diff_v1 --attention grouped
@@ -48,7 +47,7 @@ BASELINE = "Transformer"
 MEGATRON = "Transformer, Megatron-core's own"
 ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
-# Parts of a layer by the module that calls them.
+# Modules by part of a layer.
 PARTS = {
     "input_layernorm": "norms",
     "pre_mlp_layernorm": "norms",
@@ -60,7 +59,7 @@ PARTS = {
     "mlp": "between the MLP's projections",
     "": "residuals",
 }
-# Operations that launch nothing, beside views.
+# Operations other than views that launch no kernel.
 NO_KERNEL = {
     *("aten::empty", "aten::empty_like", "aten::new_empty"),
     *("aten::detach", "aten::_unsafe_view", "prims::promote_types", "aten::promote_types"),
@@ -68,19 +67,19 @@ NO_KERNEL = {
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
     parser.add_argument(
-        "--attention", action="append", help="kind counted beside the Transformer; default: all"
+        "--attention", action="append", help="kind to count beside the Transformer; default: all"
     )
-    parser.add_argument("--name", default="layer_operations", help="of the files written")
-    parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
+    parser.add_argument("--name", default="layer_operations", help="name of the result files")
+    parser.add_argument("overrides", nargs="*", help="overrides of the recipe, KEY=VALUE")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Count, print and write."""
+    """Count, print and write the report."""
     arguments = parse_arguments(argv)
     kinds = arguments.attention or ["diff_v1", "diff_v2", "grouped"]
     recipes = {
@@ -107,10 +106,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 class Work(TorchDispatchMode):
-    """Counts operations and bytes by pass, part of the layer and operation.
+    """Dispatch mode that counts operations and bytes by pass, part of the layer and operation.
 
-    An operation of the backward pass belongs to the part that made its node of the graph: nodes
-    are numbered in the order of the forward pass.
+    An operation of the backward pass belongs to the part that created its graph node; nodes are
+    numbered in the order of the forward pass.
     """
 
     def __init__(self) -> None:
@@ -119,7 +118,7 @@ class Work(TorchDispatchMode):
         self._parts: list[tuple[int, str | None]] = [(0, None)]
 
     def enter(self, part: str | None) -> None:
-        """What runs from here on is of this part; None: of none that counts."""
+        """Set the part of the operations that follow; None if they do not count."""
         self._parts.append((torch._C._autograd._get_sequence_nr(), part))
 
     def __torch_dispatch__(
@@ -133,7 +132,7 @@ class Work(TorchDispatchMode):
         return result
 
     def count(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """One operation that reads or writes these; one of them twice counts once."""
+        """Count one operation on these tensors; a repeated tensor counts once."""
         node = torch._C._current_autograd_node()
         if (part := self._part(node)) is None:
             return
@@ -148,7 +147,7 @@ class Work(TorchDispatchMode):
         return next(part for start, part in reversed(self._parts) if start <= number)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was counted, in the order of its first appearance."""
+        """Return the counts in the order of first appearance."""
         return [
             {"pass": way, "part": part, "operation": name, "count": count, "bytes": size}
             for (way, part, name), (count, size) in self._counts.items()
@@ -156,11 +155,11 @@ class Work(TorchDispatchMode):
 
 
 def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None = None) -> Work:
-    """The work of one layer between others, and of the loss, forward and backward.
+    """Count the work of one layer between others and of the loss, forward and backward.
 
     Args:
-        recipe: whose layer it is.
-        instead: within it other functions replace ours.
+        recipe: recipe of the layer.
+        instead: context in which other functions replace the project's own.
     """
     model = recipe.model.model_copy(update={"num_layers": 3})
     training = recipe.training.model_copy(update={"attention_backend": "blocked"})
@@ -179,7 +178,7 @@ def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None =
 
 
 def _name_parts(layer: torch.nn.Module, work: Work) -> None:
-    """Tell ``work`` whose operations run, while the layer does."""
+    """Add hooks that set the part of ``work`` while a module of the layer runs."""
     stack: list[str | None] = [None]
 
     def entering(part: str) -> Callable[..., None]:
@@ -201,7 +200,7 @@ def _name_parts(layer: torch.nn.Module, work: Work) -> None:
 
 @contextmanager
 def _stand_ins(work: Work) -> Iterator[None]:
-    """In place of what has kernels of its own on a GPU, and none on the meta device."""
+    """Replace functions that have their own kernel on a GPU and none on the meta device."""
 
     def attention(*inputs: Tensor, **_: object) -> Tensor:
         query, *_, value = (x for x in inputs if x.dim() == 4)
@@ -235,7 +234,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
 
 @contextmanager
 def _megatrons() -> Iterator[None]:
-    """Megatron-core's rotary embedding and loss in place of ours, as it has them by default."""
+    """Use Megatron-core's default rotary embedding and loss."""
 
     def rotated(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (
@@ -257,7 +256,7 @@ def _stand_in(count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Ten
 
 
 class _OneKernel(torch.autograd.Function):
-    """Reads its inputs and writes its result, and the other way round with the gradients."""
+    """Operation that reads its inputs and writes its result, and the reverse in backward."""
 
     @staticmethod
     def forward(ctx: Any, count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Tensor:
@@ -277,7 +276,7 @@ class _OneKernel(torch.autograd.Function):
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a table: operations and MiB of each part, forward and backward."""
+    """Return the report as a Markdown table of operations and MiB by part and pass."""
     names = list(report["operations"])
     parts = list(dict.fromkeys(PARTS.values()))
     lines = [

@@ -1,18 +1,18 @@
-"""Every benchmark by its name, which is its module's; ``main`` takes its command line."""
+"""Names and descriptions of the benchmarks; each is a module with a function ``main``."""
 
 BENCHMARKS = {
-    "attention": "differential attention backends beside a Transformer's attention",
-    "checkpoint": "saving and loading beside the disk itself, and the guard's cost per step",
-    "chunks": "a ring's pairs of chunks, forward and backward",
-    "compare_dex": "DEX on a pretrained model beside its controls",
-    "cpu_step": "a training step on a CPU beside a plain loop over transformers' DiffLlama",
-    "data": "tokenising, parts, the loader, start-up and up-sampling",
-    "layer": "whole layers of kinds of attention side by side",
-    "layer_operations": "operations and bytes of a layer outside the attention kernels",
-    "study": "many training runs that a file describes, with intervals over seeds",
-    "study_corpus": "the prepared corpus of the studies, from a text",
-    "study_recall": "the corpus of associative recall of the studies",
-    "study_text": "the English text of the studies, from public packages",
-    "startup": "from the command to the first step on a CPU, phase by phase",
-    "tune_attention": "block sizes of the Triton kernels, timed or as the compiler sees them",
+    "attention": "differential attention backends compared with a Transformer's attention",
+    "checkpoint": "saving and loading compared with the disk, and the guard's cost per step",
+    "chunks": "forward and backward pass of a pair of chunks in ring attention",
+    "compare_dex": "DEX on a pretrained model compared with its controls",
+    "cpu_step": "a training step on a CPU compared with a plain loop over transformers' DiffLlama",
+    "data": "tokenizing, preparing in parts, loader, start-up and up-sampling",
+    "layer": "whole layers of several kinds of attention",
+    "layer_operations": "operations and bytes of a layer without the attention kernels",
+    "study": "many training runs from one study file, with intervals over seeds",
+    "study_corpus": "prepare the corpus of the studies from a text",
+    "study_recall": "generate the corpus of associative recall of the studies",
+    "study_text": "collect the English text of the studies from public packages",
+    "startup": "time from the command to the first step on a CPU, by phase",
+    "tune_attention": "block sizes of the Triton kernels, timed or compiled only",
 }

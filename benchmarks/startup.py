@@ -1,10 +1,11 @@
-"""The time to the first step of a small run on a CPU, by its phases, and that of `--help`.
+"""Time to the first step of a small run on a CPU by phase, and the time of `--help`.
 
-A process of its own each time imports torch, Megatron-core, the modules of a run and DeepSpeed,
-then builds `configs/quickstart.yaml` and takes one step: as `train` does, and "plain", without what
-`parallel/engine_imports.py` spares it. The two take turns, in another order each time. What is
-timed is the process's own CPU time, which on an idle machine is that of the clock, and which other
-processes disturb less. Figures are medians of the turns; the ratio is of "train" to "plain".
+Each measurement is a new process. It imports torch, Megatron-core, the modules of a run and
+DeepSpeed, builds `configs/quickstart.yaml` and takes one step. The mode "train" imports as `train`
+does; "plain" imports without `parallel/engine_imports.py`. The two modes alternate. The measured
+time is the CPU time of the process, because other processes disturb it less than wall time; on an
+idle machine the two are equal. Figures are medians over repetitions; the ratio is "train" to
+"plain".
 
     OMP_NUM_THREADS=1 python -m benchmarks startup
 """
@@ -27,7 +28,7 @@ MODES = ("train", "plain")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
@@ -35,7 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print and write."""
+    """Measure, print and write the report."""
     arguments = parse_arguments(argv)
     taken: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     helped = []
@@ -66,19 +67,19 @@ def main(argv: Sequence[str]) -> None:
 
 
 def median(values: Iterable[float]) -> float:
-    """To a hundredth."""
+    """Return the median, rounded to a hundredth."""
     return round(statistics.median(values), 2)
 
 
 def time_phases(mode: str, folder: Path) -> dict[str, float]:
-    """CPU seconds of every phase of a start."""
+    """Return the CPU seconds of every phase of a start."""
     code = f"from benchmarks.startup_phases import start; start({mode!r}, {str(folder)!r})"
     process = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def time_help() -> float:
-    """CPU seconds of ``diffmegatron --help``."""
+    """Return the CPU seconds of ``diffmegatron --help``."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "diffmegatron", "--help"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""A start up to its first step in this process, for ``python -m benchmarks startup``."""
+"""The phases of one start in this process, for ``python -m benchmarks startup``."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Phases(Hook):
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """A phase has ended."""
+        """Record the CPU time since the last mark as a phase."""
         self.seconds[phase] = time.process_time() - sum(self.seconds.values())
 
     def before_training(self, run: object) -> None:  # noqa: D102
@@ -32,7 +32,7 @@ class Phases(Hook):
 
 
 def start(mode: str, folder: str) -> None:
-    """Print the phases as a line of JSON: "train" imports as train does, "plain" as Python does."""
+    """Print the phases as a line of JSON; the mode is "train" or "plain"."""
     phases = Phases()
     corpus, run_dir = f"{folder}/corpus", Path(folder, "run")
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,13 +1,12 @@
-"""Run a study: many training runs that one file describes, their figures, a table and a picture.
+"""Run a study: many training runs from one file, their figures, a table and a picture.
 
     python -m benchmarks study benchmarks/studies/language_modelling.yaml --jobs 2
 
 Each run is ``diffmegatron train`` of the study's recipe with overrides, then ``diffmegatron
-evaluate``. Stop the command at any time and run it again: finished runs are skipped, others
-continue from their newest checkpoint. Into ``--out`` go NAME.jsonl, a line per finished run, and
-from these lines NAME.md and NAME.png, with means and 95% intervals over seeds.
-``benchmarks/study_file.py`` shows the keys of a study's file, docs/studies.md how to repeat the
-studies here.
+evaluate``. The command can be interrupted and repeated: finished runs are skipped, and others
+resume from their newest checkpoint. The folder ``--out`` gets NAME.jsonl with one line per finished
+run, and NAME.md and NAME.png with means and 95% intervals over seeds. ``benchmarks/study_file.py``
+describes the keys of a study's file, and docs/studies.md how to repeat the studies here.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from diffmegatron.training.monitoring.evaluators import HELD_OUT
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run what is not finished, and write the report."""
+    """Run the unfinished runs of a study, and write the report."""
     arguments = parse_arguments(argv)
     study = load_study(arguments.study)
     name = arguments.study.stem
@@ -47,8 +46,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("study", type=Path, metavar="FILE", help="YAML file of the study")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a thread each")
-    parser.add_argument("--arms", type=lambda text: text.split(","), help="run these alone: A,B")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="arms to run: A,B")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "studies", help="folder of results")
@@ -56,10 +55,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
-    """Return the cells of some arms; of None, all.
+    """Return the cells of some arms; None selects all.
 
     Raises:
-        UserError: the study has no such arm.
+        UserError: If the study does not have an arm.
     """
     for arm in arms or ():
         if arm not in study.arms:
@@ -68,15 +67,15 @@ def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
 
 
 def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, jobs: int) -> None:
-    """Finish every run that is wanted, ``jobs`` at once, and add the line of each as it ends.
+    """Finish every planned run, ``jobs`` at once, and add the line of each as it ends.
 
     Raises:
-        UserError: runs failed; the others are finished.
-        SystemExit: a signal stopped the study.
+        UserError: If runs failed, after the others have finished.
+        SystemExit: If a signal stopped the study.
     """
     failed: dict[str, UserError] = {}
     running: dict[Future[Line], PlannedRun] = {}
-    # A job's time limit and `kill` stop the study as Ctrl-C does.
+    # SIGTERM, from `kill` or a job's time limit, stops the study as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -107,9 +106,9 @@ def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, j
 def missing_runs(
     study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines
 ) -> list[PlannedRun]:
-    """Return the runs that are wanted and not finished, most urgent first.
+    """Return the planned runs that are not finished, most urgent first.
 
-    A run that another study has finished is finished here too, with that line.
+    A run that another study has finished counts as finished, and its line is added here.
     """
     while True:
         losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}

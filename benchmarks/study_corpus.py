@@ -1,14 +1,14 @@
-"""Cut, tokenise and prepare a text for studies: the same files from the same text, every time.
+"""Split, tokenize and prepare a text for studies; the same text always gives the same files.
 
     python -m benchmarks study_corpus runs/studies/text runs/studies/english
 
-TEXT is whatever ``diffmegatron prepare`` reads. Into OUT go
+TEXT is any input of ``diffmegatron prepare``. OUT gets
 
-    train.jsonl, held_out.jsonl  the text in pieces; a piece's content decides where it goes
+    train.jsonl, held_out.jsonl  pieces of the text; a hash of a piece selects its file
     tokenizer/                   a byte-level BPE tokenizer, trained on train.jsonl
     train.bin, .idx, .json       the prepared corpus
 
-Long documents are cut at empty lines, so that the held-out pieces are of every source.
+Long documents are split at empty lines, so that held-out pieces come from every source.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from diffmegatron import prepare
 from diffmegatron.data.tokenizers import END_OF_TEXT
 from diffmegatron.evaluation.text import read_texts
 
-# Of a piece; a paragraph that is longer stays whole.
+# Maximum length of a piece; a longer paragraph stays whole.
 _CHARACTERS = 8_000
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     """Write the pieces, the tokenizer and the corpus."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="files or folders")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--vocabulary", type=int, default=2048, help="tokens of the BPE")
     parser.add_argument("--held-out", type=float, default=0.02, help="share of the pieces")
     arguments = parser.parse_args(argv)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a document in pieces of whole paragraphs."""
+    """Split a document into pieces of whole paragraphs."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > _CHARACTERS:
@@ -67,7 +67,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def is_held_out(piece: str, share: float) -> bool:
-    """Decide by the piece's content alone."""
+    """Return whether a piece is held out, by its content only."""
     digest = hashlib.sha256(piece.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

@@ -1,4 +1,4 @@
-"""A study as its YAML file describes it, and the runs that it consists of.
+"""The YAML file of a study, and the runs that it plans.
 
 title: Language modelling at 1.8M parameters
 recipe: english_small.yaml             # relative to this file
@@ -36,9 +36,9 @@ _Value = Annotated[float, Field(gt=0)]
 class Choice(Section):
     """A key whose value is chosen for every arm at every size.
 
-    The value with the lowest ``valid/loss`` wins, of runs with a seed that is not reported. Where
-    an end of the grid wins, the grid is extended beyond it by the ratio of its last two values,
-    until neither end wins.
+    The value with the lowest ``valid/loss`` is chosen, from runs with a seed that is not reported.
+    If it is at an end of the grid, the grid is extended there by the ratio of its last two values,
+    until the best value is inside.
     """
 
     key: str
@@ -48,24 +48,24 @@ class Choice(Section):
     @model_validator(mode="after")
     def _grid_rises(self) -> Self:
         if sorted(set(self.grid)) != list(self.grid):
-            raise ValueError(f"choice.grid is {list(self.grid)}; its values must rise")
+            raise ValueError(f"choice.grid is {list(self.grid)}; its values must increase")
         return self
 
 
 class Study(Section):
-    """The whole of a study's file.
+    """The content of a study's file.
 
     Attributes:
         title: heading of the report.
         recipe: path of the recipe that all runs share, relative to the study's file.
-        arms: overrides of the recipe, by the names of what is compared.
-        sizes: overrides that come before those of the arms, by name; none: one size.
-        seeds: ``training.seed`` of the runs that are reported.
-        choice: the key that is chosen for each arm at each size; None: the recipe has all values.
-        evaluate: arguments of ``diffmegatron evaluate`` after the target, for reported runs,
-            without ``--out``.
-        baseline: the arm that all others are compared with, at equal size and seed.
-        compared: measures of a run, and whether arms are compared by difference or ratio.
+        arms: overrides of the recipe by the name of an arm.
+        sizes: overrides by the name of a size, applied before those of the arm; empty for one size.
+        seeds: ``training.seed`` of the reported runs.
+        choice: key whose value is chosen per arm and size; None if the recipe has all values.
+        evaluate: arguments of ``diffmegatron evaluate`` for reported runs, without target and
+            ``--out``.
+        baseline: arm that all others are compared with, at equal size and seed.
+        compared: comparison of each measure, by difference or by ratio.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Study(Section):
 
     @property
     def cells(self) -> list["Cell"]:
-        """Every arm at every size, the arms of a size side by side."""
+        """Every arm at every size, ordered by size."""
         return [
             Cell(size, arm, tuple(_written(overrides | own)))
             for size, overrides in (self.sizes or {"": {}}).items()
@@ -101,7 +101,7 @@ class Study(Section):
 
 @dataclass(frozen=True)
 class Cell:
-    """An arm at a size; ``size`` is empty where the study has one size."""
+    """An arm at a size; ``size`` is empty if the study has one size."""
 
     size: str
     arm: str
@@ -113,10 +113,10 @@ class PlannedRun:
     """A training run of a study.
 
     Attributes:
-        cell: its arm and size.
+        cell: arm and size of the run.
         seed: ``training.seed``.
-        chosen: the override of the key that is chosen; empty where none is.
-        is_reported: whether tables show it; else a value is chosen by it.
+        chosen: override of the chosen key; empty if the study has no choice.
+        is_reported: whether the run is in tables, or only serves the choice of a value.
     """
 
     cell: Cell
@@ -126,13 +126,13 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder and of its line; different for all runs of a study."""
+        """Name of the run's folder and of its line, unique within a study."""
         parts = (self.cell.size, self.cell.arm, self.chosen, f"seed{self.seed}")
         return "-".join(part for part in parts if part)
 
     @property
     def overrides(self) -> list[str]:
-        """What the command line of ``train`` has after the recipe, but for ``run_dir``."""
+        """Arguments of ``train`` after the recipe, except ``run_dir``."""
         chosen = [self.chosen] if self.chosen else []
         return [*self.cell.overrides, *chosen, f"training.seed={self.seed}"]
 
@@ -141,7 +141,7 @@ def load_study(path: Path) -> Study:
     """Read and check a study's file.
 
     Raises:
-        UserError: it cannot be read, or a value does not fit.
+        UserError: If the file cannot be read, or a value is not valid.
     """
     values = parse_yaml(read_text(path), shown(path))
     try:
@@ -156,15 +156,15 @@ def load_study(path: Path) -> Study:
 def wanted_runs(
     study: Study, cells: Sequence[Cell], valid_losses: Mapping[str, float]
 ) -> list[PlannedRun]:
-    """Return the runs that are known to be needed, finished ones included, most urgent first.
+    """Return all runs that are known to be needed, also finished ones, most urgent first.
 
     Runs of the choice come first. Reported runs follow by seed, so that an interrupted study has
-    every arm on the same seeds; those of a cell are known when its choice is made.
+    the same seeds for every arm; those of a cell are known after its choice.
 
     Args:
-        study: the study.
-        cells: those of its cells that are run.
-        valid_losses: ``valid/loss`` of finished runs by their names.
+        study: study of the runs.
+        cells: cells to run.
+        valid_losses: ``valid/loss`` of finished runs by name.
     """
     chosen: dict[Cell, str] = {}
     wanted: list[PlannedRun] = []
@@ -185,7 +185,7 @@ def wanted_runs(
 
 
 def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -> list[PlannedRun]:
-    """Return the runs of a cell's grid by rising value, extended as far as finished runs show."""
+    """Return the runs of a cell's grid by increasing value, extended by finished runs' results."""
     grid = list(choice.grid)
     while True:
         runs = [PlannedRun(cell, choice.seed, f"{choice.key}={v:g}", False) for v in grid]
@@ -202,14 +202,14 @@ def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -
 
 
 def chosen_value(runs: Sequence[PlannedRun], valid_losses: Mapping[str, float]) -> str | None:
-    """Return the override of the grid that won; None while runs of the grid are missing."""
+    """Return the override with the lowest loss; None while runs of the grid are missing."""
     if any(run.name not in valid_losses for run in runs):
         return None
     return min(runs, key=lambda run: valid_losses[run.name]).chosen
 
 
 def _written(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Overrides as the command line takes them; JSON is YAML on one line."""
+    """Yield overrides in the command line's form; JSON is YAML on one line."""
     for key, value in overrides.items():
         text = (
             value

@@ -1,15 +1,15 @@
-"""Write a corpus of multi-query associative recall: the same files from the same arguments.
+"""Write a corpus of multi-query associative recall, determined by the arguments.
 
     python -m benchmarks study_recall runs/studies/recall
 
-After Arora et al., Zoology (2023). A document states D pairs of a key and a value, then repeats the
-same pairs in another order. Its keys differ, its values need not; both are drawn uniformly. D is
-drawn uniformly from ``--pairs``. Into OUT go
+The task is that of Arora et al., Zoology (2023). A document states D pairs of a key and a value,
+then repeats the pairs in another order. Keys differ within a document; values may repeat. Both are
+drawn uniformly, and so is D from ``--pairs``. OUT gets
 
-    tokenizer/        a token for each key and each value
+    tokenizer/        one token for each key and each value
     train.jsonl       documents as prompt (the pairs) and response (the pairs again)
-    train.bin, .idx, .json  the prepared corpus; prompts carry no loss
-    held_out.jsonl    documents of other draws as texts, for the suite associative-recall
+    train.bin, .idx, .json  the prepared corpus; prompts do not count in the loss
+    held_out.jsonl    further documents as texts, for the suite associative-recall
 """
 
 import json
@@ -29,12 +29,12 @@ Pair = tuple[str, str]
 def main(argv: Sequence[str]) -> None:
     """Write the tokenizer, the corpus and the held-out texts."""
     parser = make_parser(__name__, __doc__)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16, 32], help="values of D")
-    parser.add_argument("--keys", type=int, default=512, help="different keys, and as many values")
-    parser.add_argument("--documents", type=int, default=100_000, help="to train on")
+    parser.add_argument("--keys", type=int, default=512, help="number of keys, and of values")
+    parser.add_argument("--documents", type=int, default=100_000, help="training documents")
     parser.add_argument("--held-out", type=int, default=512, help="documents held out")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     arguments = parser.parse_args(argv)
     out, random = arguments.out, Random(arguments.seed)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The report of a study, from its lines alone: ``NAME.md`` and ``NAME.png``."""
+"""The report of a study from its lines: ``NAME.md`` and ``NAME.png``."""
 
 import math
 import statistics
@@ -27,14 +27,14 @@ _NOTE = (
     "the seeds' ratios. Runs that choose a value are of another seed and are in no mean."
 )
 _SIGNS = {"difference": "+", "ratio": ""}
-# What equal arms have.
+# Value of a comparison between equal arms.
 _EQUAL = {"difference": 0, "ratio": 1}
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
 _COLUMNS = 3
 
 Lines = Sequence[Line]
-# Colour, dashes and marker by arm.
+# Color, dashes and marker by arm.
 Styles = Mapping[str, tuple[tuple[float, ...], str, str]]
 
 
@@ -42,9 +42,9 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
     """Write ``PATH.md`` and ``PATH.png`` from the lines of finished runs.
 
     Args:
-        study: what was run.
-        by_run: lines by the names of their runs; none that the study still wants need be there.
-        path: without an ending.
+        study: study of the runs.
+        by_run: lines by the name of their run; unfinished runs may be missing.
+        path: path without suffix.
     """
     reported: dict[Cell, Lines] = {
         cell: [line for line in of_cell(by_run, cell) if line["is_reported"]]
@@ -75,10 +75,10 @@ def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
 
 
 def seeds_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean of values, one per seed, with its 95% interval by Student's t.
+    """Return the mean of one value per seed, with its 95% interval by Student's t.
 
-    A bootstrap, as ``diffmegatron evaluate`` has over items, is far too narrow for a few seeds.
-    The interval of one value is None.
+    A bootstrap, as ``diffmegatron evaluate`` uses over items, would be far too narrow for a few
+    seeds. One value has no interval (None).
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
@@ -88,9 +88,9 @@ def seeds_interval(values: Sequence[float]) -> Estimate:
 
 
 def paired(lines: Lines, baseline: Lines, measure: str, how: str) -> Estimate | None:
-    """Compare an arm with the baseline on the seeds that both have, by difference or ratio.
+    """Compare an arm with the baseline on the seeds of both, by difference or ratio.
 
-    The interval of a ratio is that of the mean logarithm. None where no seed has both.
+    The interval of a ratio is that of the mean logarithm. Returns None without a common seed.
     """
     others = values_by_seed(baseline, measure)
     pairs = [
@@ -108,14 +108,14 @@ def paired(lines: Lines, baseline: Lines, measure: str, how: str) -> Estimate | 
 
 
 def values_by_seed(lines: Lines, measure: str) -> dict[int, float]:
-    """Return a measure of each run that has it."""
+    """Return a measure by seed, of the runs that have it."""
     return {
         line["seed"]: line["measures"][measure] for line in lines if measure in line["measures"]
     }
 
 
 def runs_table(reported: Mapping[Cell, Lines]) -> Table:
-    """Return what the runs of each arm are."""
+    """Return the sizes, numbers of parameters and settings of each arm's runs."""
     rows = []
     for cell, lines in reported.items():
         first = lines[0] if lines else {}
@@ -150,7 +150,7 @@ def measure_table(study: Study, reported: Mapping[Cell, Lines], measure: str) ->
 def to_baseline(
     study: Study, reported: Mapping[Cell, Lines], cell: Cell, measure: str
 ) -> Estimate | None:
-    """Compare an arm with the baseline of its size; None of the baseline itself."""
+    """Compare an arm with the baseline of its size; None for the baseline itself."""
     if cell.arm == study.baseline:
         return None
     (baseline,) = (
@@ -162,7 +162,7 @@ def to_baseline(
 
 
 def shown_estimate(found: Estimate, sign: str = "") -> str:
-    """Return an estimate as text, with its interval where it has one."""
+    """Format an estimate with its interval, if it has one."""
     value = f"{found.value:{sign}.4g}"
     if found.low is None:
         return value
@@ -170,7 +170,7 @@ def shown_estimate(found: Estimate, sign: str = "") -> str:
 
 
 def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
-    """Return ``valid/loss`` at every value that was tried; the lowest of each arm is bold."""
+    """Return ``valid/loss`` at every value tried; each arm's lowest is bold."""
     assert study.choice is not None
     losses = {
         cell: {
@@ -198,7 +198,7 @@ def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
 
 
 def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
-    """Draw held-out loss by tokens for each size, and arms beside the baseline by each measure."""
+    """Plot held-out loss by tokens for each size, and each measure relative to the baseline."""
     sizes = list(study.sizes) or [""]
     panels = len(sizes) + len(study.compared)
     columns = min(panels, _COLUMNS)
@@ -218,10 +218,10 @@ def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
 
 
 def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
-    """Return colour, dashes and marker of every arm that has finished runs.
+    """Return color, dashes and marker of every arm with finished runs.
 
-    The colour is that of the arm's kind of attention, the same in every study; arms of one kind
-    have other dashes and markers.
+    The color depends on the arm's kind of attention, and is the same in every study. Arms of one
+    kind differ in dashes and markers.
     """
     colors = {kind: colormaps["tab10"](number) for number, kind in enumerate(VARIANTS)}
     arms_of_kind: dict[str, list[str]] = defaultdict(list)
@@ -241,7 +241,7 @@ def draw_losses(
     reported: Mapping[Cell, Lines],
     styles: Styles,
 ) -> None:
-    """Draw the mean held-out loss by tokens of each arm, and its interval as a band."""
+    """Plot each arm's mean held-out loss by tokens, with its interval as a band."""
     for cell, lines in reported.items():
         color, dashes, _ = styles[cell.arm]
         points = list(loss_points(lines))
@@ -265,7 +265,7 @@ def draw_losses(
 
 
 def loss_points(lines: Lines) -> Iterator[tuple[float, Estimate]]:
-    """Yield tokens and held-out loss over seeds, where training has begun and all runs have one."""
+    """Yield tokens and mean held-out loss at each evaluation after step 0 that all runs have."""
     curves = [dict(map(tuple, line["held out"])) for line in lines]
     for tokens in sorted(set.intersection(*map(set, curves))):
         if tokens:
@@ -275,7 +275,7 @@ def loss_points(lines: Lines) -> Iterator[tuple[float, Estimate]]:
 def draw_comparison(
     axes: Axes, study: Study, reported: Mapping[Cell, Lines], measure: str, styles: Styles
 ) -> None:
-    """Draw how each arm compares with the baseline of its size, with the interval over seeds."""
+    """Plot each arm relative to the baseline of its size, with the interval over seeds."""
     how = study.compared[measure]
     found = {cell: to_baseline(study, reported, cell, measure) for cell in reversed([*reported])}
     compared = {cell: estimate for cell, estimate in found.items() if estimate is not None}

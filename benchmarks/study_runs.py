@@ -1,4 +1,4 @@
-"""The runs of a study: training and evaluation in processes of their own, and a line for each."""
+"""The runs of a study: training and evaluation in separate processes, and a line for each."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
 from diffmegatron.files import parse_json, read_bytes, shown, write_durably
 from diffmegatron.model.accounting import count_parameters
-from diffmegatron.training.fault_tolerance.run_lock import run_lock
+from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
 
-# What a run's numbers depend on beside its settings.
+# Packages that a run's numbers depend on.
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
 _EXIT_STOPPED = 75
 
@@ -32,23 +32,23 @@ Line = dict[str, Any]
 
 
 class StoppedError(Exception):
-    """A run was stopped by a signal, and continues when it is started again."""
+    """A run was stopped by a signal, and can be resumed."""
 
 
 class Lines:
-    """The result file of a study: a line of JSON per finished run, sorted by the run's name.
+    """The result file of a study: one line of JSON per finished run, sorted by the run's name.
 
-    The file is replaced whole, so that it never holds a part of a line.
+    The file is always replaced as a whole, so it never has a partial line.
 
     Args:
-        path: of the file, which need not exist.
+        path: path of the file, which may be missing.
 
     Attributes:
-        by_run: lines by the names of their runs.
+        by_run: lines by the name of their run.
         of_others: lines of the other studies in the same folder.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: If a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Lines:
         self.of_others = [line for other in others for line in read_lines(other)]
 
     def add(self, line: Line) -> None:
-        """Add the line of a run, in place of an earlier one of the same run."""
+        """Add the line of a run, replacing an earlier one."""
         self.by_run[line["run"]] = line
         lines = [json.dumps(each) + "\n" for _, each in sorted(self.by_run.items())]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,10 @@ class Lines:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read the lines of a result file; none where there is no file.
+    """Read the lines of a result file, which may be missing.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: If the file cannot be read.
     """
     content = read_bytes(path).splitlines() if path.exists() else []
     return [
@@ -82,7 +82,7 @@ class Runner:
     """Trains and evaluates the runs of a study, several at once from several threads.
 
     Args:
-        study: the study.
+        study: study of the runs.
         recipe: path of its recipe.
         work: folder of the runs, their logs and evaluations.
     """
@@ -94,10 +94,10 @@ class Runner:
         self._is_stopping = False
 
     def is_finished(self, run: PlannedRun, line: Line | None) -> bool:
-        """Return whether a line holds all that the study wants of a run.
+        """Return whether a line has all values that the study needs of a run.
 
         Raises:
-            UserError: the line is of a run with other settings or another corpus.
+            UserError: If the line is of a run with other settings or another corpus.
         """
         if line is None:
             return False
@@ -109,11 +109,11 @@ class Runner:
         return self._has_evaluation(run, line)
 
     def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
-        """Return the line of the same run of another study, with this study's names.
+        """Return the line of the same run in another study, with this study's names.
 
         Args:
-            run: that is not finished.
-            lines: those of other studies.
+            run: run that is not finished.
+            lines: lines of other studies.
         """
         settings = self._settings(run)
         for line in lines:
@@ -122,14 +122,14 @@ class Runner:
         return None
 
     def finish(self, run: PlannedRun) -> Line:
-        """Train and evaluate a run, or continue where an earlier process was stopped.
+        """Train and evaluate a run, or resume it.
 
         Raises:
-            UserError: a command failed; its log is named.
-            StoppedError: a command received a signal.
+            UserError: If a command failed; the error names its log.
+            StoppedError: If a command received a signal.
         """
         run_dir = self._work / run.name
-        # A killed study leaves processes that train on.
+        # A killed study may leave a process that still trains, so wait for its lock.
         with run_lock(run_dir, inf):
             pass
         self._call(run, "train", self._recipe, *run.overrides, f"run_dir={run_dir}")
@@ -141,7 +141,7 @@ class Runner:
         return self._line(run, run_dir, measures)
 
     def stop(self) -> None:
-        """Stop all processes; runs in training save first. None is started from here on."""
+        """Stop all processes after running ones have saved, and start no more."""
         with self._lock:
             self._is_stopping = True
             for process in self._processes:
@@ -150,8 +150,8 @@ class Runner:
     def _call(self, run: PlannedRun, *arguments: object) -> None:
         """Run a command of ``diffmegatron`` with its output in the run's log."""
         command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
-        # More threads than cores only wait for each other, and other numbers of threads give
-        # other last digits.
+        # More threads than cores wait for each other, and the number of threads changes the last
+        # digits.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         log = self._work / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -186,9 +186,9 @@ class Runner:
         return list(self._study.evaluate) if run.is_reported else []
 
     def _settings(self, run: PlannedRun) -> str:
-        """Hash of what decides a run's numbers: its recipe and its corpora, not where they lie.
+        """Return a hash of a run's recipe and corpora, without their paths.
 
-        Keys with their default values are left out, so that a new key of recipes changes nothing.
+        Keys with default values are left out, so that new keys of recipes do not change it.
         """
         recipe = self._load(run)
         values = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"run_dir"})
@@ -219,7 +219,7 @@ class Runner:
 
 
 def describe_run(run: PlannedRun) -> Line:
-    """Return what a line says of the place of its run in the study."""
+    """Return a run's place in the study: arm, size, seed, chosen value."""
     return {
         "run": run.name,
         "size": run.cell.size,
@@ -245,7 +245,7 @@ def suite_measures(results: dict[str, Any]) -> dict[str, float]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return what the last digits of a run depend on, and its speed."""
+    """Return versions and hardware, which the last digits and the speed of a run depend on."""
     versions = {name: metadata.version(name) for name in _PACKAGES}
     cpu = next(
         (

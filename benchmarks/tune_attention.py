@@ -1,16 +1,16 @@
-"""Try other block sizes for the Triton kernels: time them on a GPU, or see what they would take.
+"""Try other block sizes for the Triton kernels: time them on a GPU, or only compile them.
 
-Every combination of rows M, keys N, warps, stages and loop-invariant code motion is compiled for
-one kernel at a time. Those that do not compile, need more shared memory than the chip has, or
-serialise wgmma are left out. On a GPU the rest are timed beside the default, and their results
-compared with it; without one, what the compiler says of a chip is listed, with an estimate of a
-Hopper's tensor-core cycles. Best first. Writes NAME.json to benchmarks/results/;
-`triton/block_sizes.py` is where a better choice goes.
+For one kernel at a time, every combination of rows M, keys N, warps, stages and loop-invariant code
+motion is compiled. Combinations are dropped if they do not compile, need more shared memory than
+the chip has, or serialize wgmma. On a GPU the others are timed alternately with the default, and
+their results are compared with it. Without a GPU, the list has the compiler's figures and an
+estimate of Hopper's tensor-core cycles. The best combinations come first. Writes NAME.json to
+benchmarks/results/. Better choices belong into `triton/block_sizes.py`.
 
     python -m benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
     python -m benchmarks tune_attention --listed benchmarks/results/tune_sm_90_d128.json --best 8
 
-Compiling everything takes minutes: the last command tries the best of an earlier listing alone.
+Compiling everything takes minutes; the last command tries only the best of an earlier list.
 """
 
 import argparse
@@ -36,23 +36,23 @@ from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.attention.kernels.triton.block_sizes import Blocks
 
 KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
-# Multiply-adds per pair in units of d, and how many loops of the machine code have them all: one
-# with masks and one without, or one alone.
+# Multiply-adds per pair in units of d, and the number of loops in the machine code that have all of
+# them: one with masks and one without, or a single one.
 COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
 LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
-# Chips whose matrix instructions name their sizes in the machine code: not Blackwell's 10.x.
+# Chips whose machine code has the sizes of matrix instructions, unlike Blackwell's (10.x).
 COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument(
         "--capability",
         type=int,
         choices=COUNTED,
-        help="without a GPU: chip to compile for; default 90, a Hopper",
+        help="without a GPU: compute capability to compile for; default 90 (Hopper)",
     )
     parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
@@ -70,9 +70,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=[0, 1],
         help="loop-invariant code motion to try: without (0), with (1)",
     )
-    parser.add_argument("--listed", type=Path, help="an earlier result: try its best blocks alone")
-    parser.add_argument("--best", type=int, default=8, help="how many of the listed, per kernel")
-    parser.add_argument("--name", help="name of the result file; default the chip and d")
+    parser.add_argument("--listed", type=Path, help="earlier result whose best blocks to try")
+    parser.add_argument("--best", type=int, default=8, help="number of them per kernel")
+    parser.add_argument("--name", help="name of the result file; default: the chip and d")
     arguments = parser.parse_args(argv)
     here = this_capability()
     if here is not None and here not in SHARED_LIMIT:
@@ -85,7 +85,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def this_capability() -> int | None:
-    """90 of a Hopper; None without a GPU."""
+    """Return the GPU's compute capability, such as 90 for Hopper; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -94,14 +94,14 @@ def this_capability() -> int | None:
 
 @contextmanager
 def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
-    """Within, the kernel runs in these blocks."""
+    """Run the kernel with these block sizes inside."""
     function = f"{kernel.removesuffix('_one_pass')}_blocks"
     with mock.patch.object(launch, function, lambda *_: blocks):
         yield
 
 
 def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
-    """What the kernel takes on the chip; None where it does not fit or wgmma is serialised."""
+    """Return the compiled kernel's resources; None if it does not fit or serializes wgmma."""
     one_pass = kernel == "dkdv_one_pass"
     capability = arguments.capability
     with chosen(kernel, blocks):
@@ -117,7 +117,7 @@ def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usag
 
 
 def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[Tensor]]:
-    """A function that runs the forward, or the backward that has this kernel, for its results."""
+    """Return a function that runs the pass with this kernel, and returns its results."""
     torch.manual_seed(0)
     width, length = arguments.head_dim, arguments.length
     inputs = [
@@ -144,7 +144,7 @@ def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[
 
 
 def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds in these blocks, beside the default's in turns, and the difference."""
+    """Return median milliseconds of these and the default blocks, and the results' difference."""
     run = build_pass(kernel, arguments)
     choices = {"default": nullcontext, "trial": partial(chosen, kernel, blocks)}
     seconds: dict[str, list[float]] = {name: [] for name in choices}
@@ -165,7 +165,7 @@ def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict
 
 
 def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
-    """Of any result, relative to its largest magnitude."""
+    """Return the largest error of any result, relative to its largest magnitude."""
     return max(
         float((a.detach().float() - b.detach().float()).abs().max() / b.detach().abs().max())
         for a, b in zip(found, right, strict=True)
@@ -173,7 +173,7 @@ def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
-    """Every combination of the command line's, or the best of an earlier listing."""
+    """Return all combinations of the command line, or the best of an earlier list."""
     if arguments.listed is not None:
         rows = json.loads(arguments.listed.read_text())["kernels"].get(kernel, [])
         return [Blocks(*(row[name] for name in Blocks._fields)) for row in rows[: arguments.best]]
@@ -183,7 +183,7 @@ def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
 
 
 def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
-    """One row per combination that can run, best first."""
+    """Return one row per combination that can run, best first."""
     rows = []
     for blocks in candidates(kernel, arguments):
         usage = compiled(kernel, blocks, arguments)
@@ -202,7 +202,7 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
         if torch.cuda.is_available():
             try:
                 row |= compared(kernel, blocks, arguments)
-            except Exception as error:  # a launch that fails costs its own row alone
+            except Exception as error:  # A failed launch must not stop the other rows.
                 row["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
         rows.append(row)
         print(kernel, row, flush=True)
@@ -210,9 +210,10 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
 
 
 def _badness(row: dict) -> tuple:
-    """Time beside the default where it was measured; else many spills, overlap, cycles, spills.
+    """Return a sort key: relative time if measured, else estimated quality of the machine code.
 
-    With fewer than three stages a block's loads are waited for as soon as they are issued.
+    The latter compares many spills, overlap, cycles and spills. With fewer than three stages a
+    block's loads are waited for as soon as they are issued.
     """
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])

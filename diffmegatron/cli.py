@@ -226,7 +226,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
-    from diffmegatron.training.fault_tolerance.signals import stopping_at_once
+    from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])

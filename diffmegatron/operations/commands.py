@@ -198,7 +198,7 @@ def preflight(
     Exit status 71: this node has a problem that others do not have. 2: all nodes have a problem.
     """
     from diffmegatron.attempts.ends import RankRecord
-    from diffmegatron.training.fault_tolerance.signals import stopping_at_once
+    from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
 
     record = RankRecord.of_environment()
     with record.failures(), stopping_at_once(record):

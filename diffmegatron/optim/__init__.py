@@ -1,1 +1,1 @@
-"""The optimizer: DeepSpeed in `zero.py`, learning rates in `schedule.py`, skips in `guard.py`."""
+"""Optimizer: DeepSpeed in `zero.py`, learning rates in `schedule.py`, guard in `guard.py`."""

@@ -1,10 +1,10 @@
-"""The gradients of ZeRO 1, each parameter group's end to end in one float32 tensor.
+"""Flat float32 gradients for ZeRO 1, one tensor per parameter group.
 
-What lies flat from the start is summed over the ranks where it lies. DeepSpeed's own reduction
-copies it first: in bf16 all gradients of the rank end to end once more
-(``buffered_allreduce_fallback`` in runtime/engine.py); in float32 every gradient into a bucket, out
-of it and into two further buffers (``reduce_gradients`` in runtime/zero/stage_1_and_2.py), most of
-the time of a small update on a CPU.
+Gradients that are flat from the start are reduced over the ranks in place. DeepSpeed's own
+reduction copies them first. In bf16 it concatenates all gradients of the rank once more
+(``buffered_allreduce_fallback`` in runtime/engine.py). In float32 it copies every gradient into a
+bucket, out of it and into two further buffers (``reduce_gradients`` in
+runtime/zero/stage_1_and_2.py), which takes most of the time of a small update on a CPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ class FlatGroup:
     """The gradients of a parameter group.
 
     Attributes:
-        flat: float32 [n], those of ``parameters`` one after the other, and padding at the end.
-        parameters: of the group.
+        flat: float32 [n], the gradients of ``parameters`` in their order, padded at the end.
+        parameters: parameters of the group.
     """
 
     flat: Tensor
     parameters: Sequence[torch.nn.Parameter]
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Each parameter and its gradient, a view into ``flat`` of the parameter's shape."""
+        """Yield each parameter and its gradient, a view of ``flat`` in the parameter's shape."""
         start = 0
         for parameter in self.parameters:
             yield parameter, self.flat[start : start + parameter.numel()].view(parameter.shape)
@@ -37,34 +37,34 @@ class FlatGroup:
 
 
 class FlatGradients(Protocol):
-    """All that a rank accumulates, on every rank of its data-parallel group in the same order."""
+    """Accumulated gradients of a rank, in the same order on every rank of its data group."""
 
     @property
     def groups(self) -> Sequence[FlatGroup]:
-        """Of every parameter group."""
+        """Flat gradients of every parameter group."""
 
     def hand_over(self) -> None:
-        """Put the gradients where DeepSpeed's step finds what it would have reduced."""
+        """Put the reduced gradients where DeepSpeed's step reads them."""
 
     def reset(self) -> None:
-        """Make the gradients of the next step zero, after DeepSpeed's step."""
+        """Set the gradients to zero after DeepSpeed's step."""
 
 
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
-    """Those of ZeRO 1 with its state on the device; None for any other optimizer of DeepSpeed's."""
+    """Return ZeRO 1's flat gradients; None for other stages and for an offloaded optimizer."""
     if hasattr(zero_optimizer, "fp32_groups_gradients_flat"):
-        return _OfBf16Optimizer(zero_optimizer)
+        return _Bf16Gradients(zero_optimizer)
     if getattr(zero_optimizer, "partition_gradients", True) or zero_optimizer.cpu_offload:
         return None
-    return _OfZeroOptimizer(zero_optimizer)
+    return _Float32Gradients(zero_optimizer)
 
 
-class _OfBf16Optimizer:
-    """In bf16, where DeepSpeed's BF16_Optimizer keeps them so itself.
+class _Bf16Gradients:
+    """Gradients of a bf16 model, which DeepSpeed's BF16_Optimizer already keeps flat in float32.
 
-    Its hooks make a float32 copy of a gradient before they add it to the others, 4 bytes for each
-    element of the largest matrix while the loss is differentiated. Ours add the bf16 one, which
-    gives the same bits: the sum is in float32 either way.
+    DeepSpeed's hooks copy a gradient to float32 before they add it, which needs 4 bytes per element
+    of the largest matrix during the backward pass. The hooks here add the bf16 gradient directly.
+    The result is the same to the bit, because the sum is in float32 either way.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -76,7 +76,7 @@ class _OfBf16Optimizer:
         ]
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
-        # In its list, so that the engine removes them at its end.
+        # The engine removes the hooks in its list when it ends.
         zero_optimizer._grad_acc_hooks[:] = [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)
@@ -86,22 +86,22 @@ class _OfBf16Optimizer:
         ]
 
     def hand_over(self) -> None:
-        """They are there."""
+        """Do nothing: DeepSpeed reads the gradients where they are."""
 
     def reset(self) -> None:
-        """DeepSpeed's step has done it."""
+        """Do nothing: DeepSpeed's step has set them to zero."""
 
 
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a parameter's gradient to the float32 one and free it, as DeepSpeed's hook does.
+    """Add a parameter's gradient to its float32 gradient and free it, as DeepSpeed's hook does.
 
     Args:
-        zero_optimizer: DeepSpeed's, which counts gradients by ``place``.
-        place: number of the parameter group, and of the parameter in it.
-        total: the float32 gradient, in the parameter's shape.
-        parameter: which has a new gradient.
+        zero_optimizer: DeepSpeed's optimizer, which marks gradients by ``place``.
+        place: index of the parameter group, and of the parameter in it.
+        total: float32 gradient in the parameter's shape.
+        parameter: parameter with a new gradient.
     """
     assert parameter.grad is not None
     total.add_(parameter.grad)
@@ -111,14 +111,14 @@ def _add(
     zero_optimizer.fp32_groups_has_gradients[number][index] = True
 
 
-class _OfZeroOptimizer:
-    """In float32: the backward pass adds to parts of the flat tensors in place of new ones."""
+class _Float32Gradients:
+    """Gradients of a float32 model; the backward pass accumulates into views of flat tensors."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
-        # The norm, which is summed in float64, is finite where all gradients are.
+        # The norm, summed in float64, is finite exactly if all gradients are.
         zero_optimizer.check_grad_overflow = False
-        # For every parameter they count gradients and allocate buckets that stay empty.
+        # DeepSpeed's hooks count gradients and allocate buckets that are not used here.
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
         zero_optimizer._grad_acc_hooks.clear()
@@ -129,7 +129,7 @@ class _OfZeroOptimizer:
             )
         ]
         self._own = [self._own_partition(number) for number in range(len(self.groups))]
-        self._lend()
+        self._assign_views()
 
     def hand_over(self) -> None:
         for number, own in enumerate(self._own):
@@ -139,19 +139,19 @@ class _OfZeroOptimizer:
     def reset(self) -> None:
         for group in self.groups:
             group.flat.zero_()
-        self._lend()
+        self._assign_views()
 
     def _own_partition(self, number: int) -> Any:
-        """This rank's slice of a group, as the list of views that DeepSpeed makes of one."""
+        """Return this rank's slice of a group in DeepSpeed's buffer type with views."""
         own = self._optimizer._build_compact_grad_partition_buffer(number)
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # Its way to rebuild the views, here of another tensor on the same device.
+        # This method rebuilds the views, here of another tensor on the same device.
         own.move_flat_partition(own.flat_partition.device)
         return own
 
-    def _lend(self) -> None:
+    def _assign_views(self) -> None:
         for group in self.groups:
             for parameter, gradient in group.gradients():
                 parameter.grad = gradient

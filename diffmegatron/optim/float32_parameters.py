@@ -1,9 +1,9 @@
 """Float32 parameters of a bf16 model under ZeRO 3, which keeps all weights in one dtype.
 
 DeepSpeed flattens every parameter's partition into one buffer (``defragment`` in
-runtime/zero/stage3.py), so there the lambda vectors and headwise norms are bf16 parameters with
-float32 master weights like any other. Each carries its master weight whole, as the attribute
-``exact``, and the core attention computes with that.
+runtime/zero/stage3.py). Lambda vectors and headwise norms are therefore bf16 parameters with
+float32 master weights there, like all others. Each also has its whole master weight in the
+attribute ``exact``, and the core attention computes with that.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from diffmegatron.optim.partition import Partition
 
 
 class ExactValues:
-    """The whole master weights of a few small parameters on every rank.
+    """Whole float32 master weights of a few small parameters on every rank.
 
     Args:
-        values: the parameters with their float32 values before they were rounded.
-        partition: where the master weights are; they are given these values.
-        group: the ranks that share them.
+        values: float32 values of the parameters before rounding.
+        partition: master weights, which are set to these values.
+        group: ranks over which ZeRO partitions.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ExactValues:
         group: ProcessGroup,
     ) -> None:
         self._partition, self._group = partition, group
-        # What is frozen stays as it is.
+        # Frozen parameters need no refresh.
         self._parameters = [parameter for parameter in values if parameter.requires_grad]
         for parameter, value in values.items():
             parameter.exact = value.clone()  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class ExactValues:
                 held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
-        """Take over the master weights, in one all-reduce of all of them together."""
+        """Gather the master weights of all parameters in one all-reduce."""
         if not self._parameters:
             return
         exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class ExactValues:
             whole.copy_(value.view_as(whole))
 
     def _own_part(self, parameter: torch.nn.Parameter) -> Tensor:
-        """The elements this rank holds, zeros elsewhere."""
+        """Return the flattened parameter with this rank's elements, and zeros elsewhere."""
         part = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
         held = self._partition.range_of(parameter)
         if held is not None:

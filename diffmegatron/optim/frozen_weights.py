@@ -1,6 +1,6 @@
-"""The weights that are not trained: no optimizer state holds them, so checkpoints store them here.
+"""Frozen weights for checkpoints, as no optimizer state holds them.
 
-Each rank reads and writes a share of them, as it does of those that ZeRO partitions.
+Each rank reads and writes its share, like the shares of trained weights under ZeRO.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 
 class FrozenWeights:
-    """Those of a network, in shares over the ranks that hold the same.
+    """Frozen weights of a network, divided among the ranks that hold the same weights.
 
     Args:
-        network: after DeepSpeed has taken it over.
-        group: the ranks over which ZeRO partitions.
+        network: network that DeepSpeed has initialized.
+        group: ranks over which ZeRO partitions.
     """
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
@@ -23,9 +23,9 @@ class FrozenWeights:
         self._group = group
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """This rank's range of each: the parameter, its first element there, and the range [n].
+        """Yield each parameter, the first element of this rank's range, and the range [n].
 
-        A view in the dtype of the network; writing to it changes this rank's copy alone.
+        The range is a view in the network's dtype; writing to it changes only this rank's copy.
         """
         for parameter in self._parameters:
             whole = _whole(parameter)
@@ -40,10 +40,10 @@ class FrozenWeights:
                 yield parameter, start, held
 
     def refresh(self) -> None:
-        """Bring every rank's copy up to what the ranks have in their ranges."""
+        """Copy every rank's range to the whole weights of all ranks."""
         for parameter in self._parameters:
             whole = _whole(parameter)
-            if whole is None:  # ZeRO 3 keeps shares only, and gathers them before each use
+            if whole is None:  # ZeRO 3 keeps shares only, and gathers them before each use.
                 continue
             ranks, share = distributed.get_world_size(self._group), self._share(whole)
             shares = whole.new_zeros(ranks * share)
@@ -59,9 +59,9 @@ class FrozenWeights:
 
 
 def _whole(parameter: torch.nn.Parameter) -> Tensor | None:
-    """The value on this rank; None where it has a share only.
+    """Return the whole weight on this rank; None if the rank has only a share.
 
-    ZeRO 3 in bf16 rounds a float32 parameter; its ``exact`` value is the one that counts.
+    ZeRO 3 in bf16 rounds a float32 parameter, whose true value is then in ``exact``.
     """
     exact: Tensor | None = getattr(parameter, "exact", None)
     if exact is not None:

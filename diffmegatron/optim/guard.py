@@ -1,9 +1,9 @@
-"""Which steps are applied: the decision of a step's loss and gradient norm.
+"""The guard, which decides from loss and gradient norm whether a step is applied.
 
-Pure arithmetic on numbers that are the same on every rank, so that all ranks decide alike without
-talking. Not finite: never applied. Far above the recent past: a spike, recorded or skipped. After
-several skipped in a row the run rolls back or stops (PaLM, Chowdhery et al. 2022, section 5.1,
-restarts before a spike and skips its batches).
+The decision uses only numbers that are the same on every rank, so no communication is needed. A
+step that is not finite is never applied. A step far above the recent ones is a spike, which is
+recorded or skipped. After several skipped steps in a row the run rolls back or stops. PaLM
+(Chowdhery et al. 2022, section 5.1) restarts before a spike and skips its batches.
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import Any
 
 from diffmegatron.config.recovery_config import GuardConfig
 
-# Where the window is nearly constant its spread is rounding; nothing within a hundredth of the
-# mean is ever far from it.
+# Lower bound of the standard deviation, as a share of the mean. In a nearly constant window the
+# standard deviation is rounding, and a hundredth of the mean is not a spike.
 _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """What the run does after a step was checked."""
+    """What the run does after a step."""
 
     GO_ON = auto()
     ROLL_BACK = auto()
@@ -29,14 +29,14 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class StepDecision:
-    """The decision of one step.
+    """The guard's decision on a step.
 
     Attributes:
-        applied: whether the optimizer may use the gradients.
+        applied: whether the optimizer updates the weights.
         action: what the run does next.
-        reason: what was out of order, in words; None: nothing.
-        finite: whether loss and gradient norm were finite, which shows the weights they were
-            computed with to be sound.
+        reason: description of the anomaly; None for a normal step.
+        finite: whether loss and gradient norm were finite, which shows that the weights before the
+            step were sound.
     """
 
     applied: bool
@@ -46,7 +46,7 @@ class StepDecision:
 
 
 class Guard:
-    """Decides on every step of a run, remembering the recent ones."""
+    """Decides on every step of a run by comparison with recent steps."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class Guard:
         self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Decide on a step before the optimizer changes anything, and remember it."""
+        """Decide on a step before the optimizer changes anything, and record the step."""
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
         if broken:
@@ -75,7 +75,7 @@ class Guard:
         return StepDecision(applied=True, reason=" and ".join(far) or None)
 
     def state(self) -> dict[str, Any]:
-        """Everything remembered, JSON-able and the same on every rank."""
+        """Return the guard's state, JSON-able and the same on every rank."""
         return {
             "recent": {name: list(values) for name, values in self._recent.items()},
             "in_a_row": self._in_a_row,
@@ -85,7 +85,7 @@ class Guard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a :meth:`state`."""
+        """Restore a state of :meth:`state`."""
         for name, values in state["recent"].items():
             self._recent[name].clear()
             self._recent[name].extend(values)
@@ -94,9 +94,9 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Take over the window of the checkpoint that was rolled back to, but none of its counts.
+        """Restore the recent steps of the checkpoint rolled back to, but keep the counts.
 
-        Else a run could go back to the same checkpoint forever.
+        With the checkpoint's counts a run could roll back to it forever.
         """
         counts = (self.skipped, self.spikes, self.rollbacks + 1)
         self.restore(state)
@@ -104,7 +104,7 @@ class Guard:
         self._in_a_row = 0
 
     def metrics(self) -> dict[str, float]:
-        """The counts since the run began."""
+        """Return the counts since the run began."""
         return {
             "guard/skipped_steps": self.skipped,
             "guard/spikes": self.spikes,
@@ -137,5 +137,5 @@ class Guard:
 
 
 def _finite(value: float) -> bool:
-    # DeepSpeed's functions mark a norm that is not finite by -1.
+    # DeepSpeed's functions return -1 for a norm that is not finite.
     return math.isfinite(value) and value >= 0

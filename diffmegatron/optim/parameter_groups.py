@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay, and which must not share a flat buffer."""
+"""Parameter groups of the optimizer by weight decay, dtype and learning-rate factor."""
 
 from typing import Any
 
@@ -10,12 +10,13 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms do not, embeddings and lambda vectors as configured.
+    """Return AdamW's parameter groups.
 
-    Parameters of different dtypes stay in groups of their own: ZeRO flattens a group into one
-    buffer, and a bf16 model keeps some of its attention's parameters in float32. So do those of
-    which some rows are frozen: AdamW would let all of them decay, so ``row_decay`` is what the
-    others shall have (:class:`~diffmegatron.optim.step_gate.GatedAdamW`). ``lr_factor`` is the
+    Matrices decay and norms do not; embeddings and lambda vectors follow the recipe. Each dtype has
+    groups of its own, because ZeRO flattens a group into one buffer and a bf16 model keeps some
+    attention parameters in float32. Parameters with frozen rows have groups of their own too:
+    AdamW would decay all rows, so its ``weight_decay`` is 0 and ``row_decay`` applies to the
+    trained rows (:class:`~diffmegatron.optim.step_gate.GatedAdamW`). ``lr_factor`` is the group's
     multiple of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}

@@ -1,7 +1,7 @@
-"""Where DeepSpeed keeps the float32 master weights, by ZeRO stage.
+"""Location of DeepSpeed's float32 master weights, by ZeRO stage.
 
-Every stage has flat float32 tensors whose Adam state lies in the optimizer under them; the stages
-differ in what a flat tensor holds of which parameter.
+Every stage has flat float32 tensors, by which the optimizer keys its Adam state. The stages differ
+in which elements of which parameter a flat tensor holds.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class ElementRange:
     """A range of one parameter's elements in a flat master tensor of this rank.
 
     Attributes:
-        flat: the master tensor.
-        where: the range in it.
+        flat: master tensor, float32 [n].
+        where: range in the master tensor.
         start: first element of the range in the flattened parameter.
     """
 
@@ -28,31 +28,31 @@ class ElementRange:
 
 
 class Partition(Protocol):
-    """This rank's master weights, whatever the ZeRO stage."""
+    """Master weights of this rank under any ZeRO stage."""
 
     @property
     def flats(self) -> list[Tensor]:
-        """The flat master tensors, float32 [n]; the optimizer keys its state by them."""
+        """Flat master tensors, float32 [n], which are the keys of the optimizer's state."""
 
     def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
-        """What this rank holds of a parameter; None where that is nothing."""
+        """Return the elements of a parameter that this rank holds; None if there are none."""
 
     def refresh(self) -> None:
-        """Bring the network's weights up to the master weights."""
+        """Update the network's weights from the master weights."""
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Gradients that the engine holds by itself, not on their parameters."""
+        """Yield gradients that the engine holds itself, not on their parameters."""
 
 
 def partition_of(zero_optimizer: Any) -> Partition:
-    """The partition of DeepSpeed's optimizer of any stage."""
+    """Return the partition of DeepSpeed's optimizer of any stage."""
     if hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
         return _ParameterPartition(zero_optimizer)
     return _GroupPartition(zero_optimizer)
 
 
 class _GroupPartition:
-    """ZeRO 1 and 2: a parameter group is one flat tensor, and this rank has a slice of it."""
+    """Partition of ZeRO 1 and 2: each parameter group is flat, and this rank holds a slice."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
@@ -76,8 +76,8 @@ class _GroupPartition:
         self._optimizer.update_lp_params()
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        # ZeRO 2 has none left on the parameters: its partition, with padding between, lies in one
-        # place where gradients accumulate in the model's dtype and in another where they do not.
+        # ZeRO 2 leaves no gradients on the parameters. Its partition, with padding in between, is
+        # in averaged_gradients, or all_grad_tensors if gradients accumulate in the model's dtype.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:
@@ -87,7 +87,7 @@ class _GroupPartition:
 
 
 class _ParameterPartition:
-    """ZeRO 3: each parameter is cut by itself, the last rank's part padded to the others' size."""
+    """Partition of ZeRO 3: each parameter is cut into equal parts, the last one padded."""
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer

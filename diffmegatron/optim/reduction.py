@@ -1,9 +1,9 @@
-"""The sum of ZeRO 1's gradients over the data-parallel ranks, bucket by bucket.
+"""Reduction of ZeRO 1's gradients over the data-parallel ranks, bucket by bucket.
 
-Once a step, in float32, in place. A bucket whose gradients are complete is summed while the
-backward pass of the last microbatch goes on to earlier layers. Which buckets there are and in which
-order they are summed depends on the network alone: so the sums are the same bits whenever they
-begin, and ranks whose gradients come in different orders sum the same bucket next.
+It runs once per step, in float32 and in place. While the backward pass of the last microbatch
+continues with earlier layers, the reduction of complete buckets begins. Buckets and their order
+depend on the network only. The sums are therefore the same to the bit whenever they begin, and
+ranks whose gradients arrive in different orders always reduce the same bucket next.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 
 @dataclass
 class Bucket:
-    """Consecutive parameters of a group, of which the first is the last to have its gradient.
+    """Consecutive parameters of a group that are reduced together.
 
     Attributes:
         flat: their gradients, float32 [n].
-        gradients: by parameter, views into ``flat``.
-        missing: the parameters whose gradient this backward pass has not completed.
-        work: the sum under way.
+        gradients: views into ``flat`` by parameter.
+        missing: parameters whose gradient this backward pass has not completed.
+        work: the running all-reduce, if any.
     """
 
     flat: Tensor
@@ -37,13 +37,13 @@ class Bucket:
 
 
 class GradientReduction:
-    """Averages flat gradients over ranks, for DeepSpeed's step.
+    """Averages flat gradients over ranks for DeepSpeed's step.
 
     Args:
-        gradients: of this rank, of the same parameters on every one.
-        network: whose parameters they are, in the order of the forward pass.
-        process_group: the ranks to sum over.
-        bucket_size: elements of a bucket; a larger parameter is one by itself.
+        gradients: gradients of this rank, of the same parameters on every rank.
+        network: network of the parameters, in the order of its forward pass.
+        process_group: ranks to average over.
+        bucket_size: maximum number of elements of a bucket; a larger parameter is its own bucket.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class GradientReduction:
         self._gradients, self._process_group = gradients, process_group
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         place = {parameter: number for number, parameter in enumerate(self._names)}
-        # As the backward pass completes them, which goes from the network's end to its beginning.
+        # The backward pass completes buckets from the network's end to its beginning.
         self._buckets = sorted(
             (bucket for group in gradients.groups for bucket in _buckets(group, bucket_size)),
             key=lambda bucket: -min(place[parameter] for parameter in bucket.gradients),
         )
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.gradients}
-        self._norms: list[Tensor] = []  # of the buckets whose sum has begun
+        self._norms: list[Tensor] = []  # One tensor per bucket whose reduction has begun.
         self._overlaps = False
-        # How often a parameter's gradient comes in a backward pass: recomputed in several parts
-        # that share a parameter, it brings one of each.
+        # Number of gradients per parameter in a backward pass. It exceeds 1 for a parameter that
+        # several recomputed parts share.
         self._expected: Counter[torch.nn.Parameter] = Counter()
         self._arrived: Counter[torch.nn.Parameter] = Counter()
         self._hooks = [
@@ -74,13 +74,14 @@ class GradientReduction:
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Around the backward pass of the last microbatch: sums begin in it, the last at its end.
+        """Reduce buckets during the backward pass of the last microbatch, inside this context.
 
-        How often each gradient comes is learned from the pass before: the first one sums at its
-        end.
+        The previous pass shows how many gradients each parameter gets, so in the first pass the
+        reduction begins at the end.
 
         Raises:
-            UserError: a gradient comes more often than it did in the pass before, too late.
+            UserError: If a parameter gets more gradients than in the previous pass, because its
+                bucket was already reduced.
         """
         self._expected, self._arrived = self._arrived, Counter()
         for bucket in self._buckets:
@@ -93,11 +94,11 @@ class GradientReduction:
         self._start(len(self._buckets))
 
     def finish(self) -> tuple[list[torch.nn.Parameter], Tensor]:
-        """Wait for the averages and hand them over, beginning the sums that have not begun.
+        """Reduce the remaining buckets, wait for all, and hand the averages over.
 
         Returns:
-            The parameters, and the norms of their gradients on this rank before the sum,
-            [n] float32, on the device and without waiting for it.
+            The parameters, and the norms of their gradients on this rank before the reduction,
+            [n] float32 on the device, without synchronization.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -113,23 +114,24 @@ class GradientReduction:
         return parameters, norms
 
     def reset(self) -> None:
-        """Make the gradients of the next step zero, after DeepSpeed's step."""
+        """Set the gradients to zero after DeepSpeed's step."""
         self._gradients.reset()
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
-        """A gradient has been added to the flat tensor."""
+        """Count a gradient that was added to the flat tensor, and reduce complete buckets."""
         if not self._overlaps:
             return
         bucket = self._bucket_of[parameter]
         if bucket.work is not None:
             raise UserError(
-                f"a gradient of {self._names[parameter]} came after its sum over the ranks had "
-                "begun, more often than in the step before; give parallel.overlap_gradients false"
+                f"a gradient of {self._names[parameter]} arrived after its reduction had begun, "
+                "because it has more gradients than in the step before; set "
+                "parallel.overlap_gradients to false"
             )
         self._arrived[parameter] += 1
         if self._arrived[parameter] == self._expected[parameter]:
@@ -140,7 +142,7 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Begin the sums of all buckets before number ``stop``."""
+        """Begin the reduction of all buckets before index ``stop``."""
         for bucket in self._buckets[len(self._norms) : stop]:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))
@@ -151,7 +153,7 @@ class GradientReduction:
 
 
 def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
-    """A group's parameters in buckets of at most ``size`` elements, or of one parameter."""
+    """Yield a group's parameters in buckets of at most ``size`` elements or one parameter."""
     gradients: dict[torch.nn.Parameter, Tensor] = {}
     start = stop = 0
     for parameter, gradient in group.gradients():

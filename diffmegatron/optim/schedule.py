@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no state."""
+"""Learning rate as a function of the step only, so that a resumed run needs no state."""
 
 import math
 
@@ -6,11 +6,10 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
-    """Learning rate of the ``step``-th update (from 1) of ``total_steps``.
+    """Return the learning rate of the ``step``-th update (from 1) of ``total_steps``.
 
-    Rises linearly to ``lr`` over the warm-up, then falls (linear or half a cosine from there on,
-    ``wsd`` linear over its decay) so that the last update has ``final_lr``; after the last step it
-    stays there.
+    It rises linearly to ``lr`` during the warm-up. It then falls to ``final_lr`` at the last update
+    (linear, half a cosine, or ``wsd``: constant and then linear over its decay), and stays there.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

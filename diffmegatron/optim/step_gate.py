@@ -1,9 +1,8 @@
-"""Refuse an optimizer step once DeepSpeed knows the gradient norm, before AdamW's update.
+"""A gate before AdamW's update that can refuse a step once the gradient norm is known.
 
-DeepSpeed's optimizers reduce, take the norm, clip and update in one call. The one object of ours
-they reach inside it is the optimizer they were given, when the norm is known and nothing has
-changed yet: there the step can still be refused, at the price of no other pass, collective or
-wait for the device than DeepSpeed's own.
+DeepSpeed's optimizers reduce, compute the norm, clip and update in one call. Inside it they call
+the given optimizer when the norm is known and nothing has changed yet. Refusing the step there
+needs no additional pass, collective or synchronization.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +15,10 @@ from diffmegatron.optim.partition import Partition
 
 
 class Gate:
-    """Asks once whether a step is applied, however many parameter groups it has.
+    """Calls ``allow`` once per step, whatever the number of parameter groups.
 
     Attributes:
-        answer: what ``allow`` said; None before it was asked.
+        answer: result of ``allow``; None before the call.
     """
 
     def __init__(self, zero_optimizer: Any, allow: Callable[[Tensor], bool]) -> None:
@@ -27,25 +26,26 @@ class Gate:
         self.answer: bool | None = None
 
     def __call__(self) -> bool:
-        """The answer, asking for it the first time."""
+        """Return the result of ``allow``, which is called the first time only."""
         if self.answer is None:
             self.answer = self._allow(self._zero_optimizer._global_grad_norm)
         return self.answer
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that updates only if its gate lets it, and of some parameters lets only rows decay.
+    """AdamW with a gate for each step, and with weight decay of single rows.
 
     Attributes:
-        gate: whether the step is applied.
-        decaying_rows: views into a flat master tensor of the rows that decay, where not all do.
+        gate: returns whether the step is applied.
+        decaying_rows: views of the rows that decay, by flat master tensor, for parameters with
+            frozen rows.
     """
 
     gate: Callable[[], bool]
     decaying_rows: Mapping[Tensor, list[Tensor]]
 
     def step(self, closure: Any = None) -> Any:
-        """One parameter group's update, or nothing."""
+        """Update one parameter group if the gate allows it."""
         if not self.gate():
             return None
         for group in self.param_groups:
@@ -56,9 +56,9 @@ class GatedAdamW(torch.optim.AdamW):
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """What this rank holds of the trained rows of parameters of which others are frozen.
+    """Return the trained rows of partly frozen parameters that this rank holds.
 
-    By flat master tensor, views into it.
+    The rows are views into the flat master tensors, by which they are keyed.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():
@@ -77,10 +77,10 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
 def held_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """The parameters whose gradient this rank holds before a step, and the norms, [n] float32.
+    """Return the parameters whose gradients this rank holds before a step, and the norms.
 
-    On ``device``, without waiting for it; one pass over the gradients, some of which offloading
-    may have left in the host's memory.
+    The norms are [n] float32 on ``device``, computed in one pass without synchronization.
+    Offloading may have left some gradients in host memory.
     """
     held = [*_on_parameters(network), *partition.gradients()]
     if not held:
@@ -91,7 +91,7 @@ def held_norms(
 
 
 def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Where DeepSpeed's ZeRO 1 keeps a parameter's gradient: it depends on the dtype."""
+    """Return the gradient that ZeRO 1 accumulates for a parameter; its location varies by dtype."""
     for name in ("_hp_grad", "grad_accum", "grad"):
         gradient = getattr(parameter, name, None)
         if gradient is not None:

@@ -1,12 +1,12 @@
-"""Sums over tensor-parallel ranks of the gradients that each of them sees a share of.
+"""Sums over tensor-parallel ranks of partial gradients of replicated parameters.
 
-Every tensor-parallel rank holds a copy of the small parameters: of lambda and the headwise norm its
-backward pass sees the share of the rank's own heads, and under sequence parallelism of the layers'
-norms and of LoRA's matrices the share of its part of the sequence. The shares add up to the
-gradient. A sum is linear, so it may be taken once per step, after all microbatches and after the
-average over data-parallel ranks, in float32: a 3B network would otherwise wait for 200 tiny
-all-reduces in every microbatch. Megatron's own data-parallel wrapper takes such sums too; DeepSpeed
-replaces it.
+Every tensor-parallel rank holds a copy of the small parameters. For lambda and the headwise norm,
+the backward pass yields the contribution of the rank's own heads. Under sequence parallelism, the
+layers' norms and LoRA's matrices get the contribution of the rank's part of the sequence. The sum
+of the contributions is the gradient. As a sum is linear, it can be taken once per step in float32,
+after all microbatches and after the data-parallel average. Otherwise a 3B network would wait for
+200 tiny all-reduces in every microbatch. Megatron's data-parallel wrapper takes these sums too, but
+DeepSpeed replaces it.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from diffmegatron.optim.flat_gradients import FlatGradients
 
 
 def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The trained parameters of which each tensor-parallel rank sees a share of the gradient.
+    """Return the trained parameters with a partial gradient on each tensor-parallel rank.
 
-    They carry ``sequence_parallel``, Megatron's mark, or ``has_partial_gradient``
+    They are marked by ``sequence_parallel`` (Megatron) or ``has_partial_gradient``
     (:class:`~diffmegatron.attention.self_attention.SelfAttention`).
     """
     return [
@@ -38,7 +38,7 @@ def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
 def gradients_of(
     parameters: Sequence[torch.nn.Parameter], gradients: FlatGradients
 ) -> list[Tensor]:
-    """Where flat gradients keep those of some parameters, in the order of the flat tensors."""
+    """Return the views of some parameters in flat gradients, in the order of the flat tensors."""
     wanted = set(parameters)
     return [
         gradient
@@ -61,9 +61,9 @@ def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
 
 
 def sum_in_backward(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
-    """Sum each gradient whenever a backward pass completes it.
+    """Sum each gradient as soon as a backward pass completes it.
 
-    For ZeRO 2 and 3 and the offloaded optimizer, which partition a gradient at once.
+    ZeRO 2, ZeRO 3 and the offloaded optimizer need this, because they partition it at once.
     """
 
     def summed(gradient: Tensor) -> Tensor:

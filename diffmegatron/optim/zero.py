@@ -1,8 +1,8 @@
-"""DeepSpeed ZeRO around this rank's stage: the one engine of every layout.
+"""DeepSpeed ZeRO around this rank's pipeline stage, the engine of every layout.
 
-ZeRO 1, 2 and 3 without pipeline parallelism, ZeRO 1 with it. ZeRO 0 is never used: in bf16 under
-tensor parallelism it is wrong. The engine's own checkpoints are not used either, as they load on
-the same layout only: :meth:`ZeroEngine.fragments` names what each rank holds instead.
+Layouts use ZeRO 1, 2 or 3 without pipeline parallelism, and ZeRO 1 with it. ZeRO 0 is never used
+because it is wrong in bf16 under tensor parallelism. DeepSpeed's own checkpoints load on the same
+layout only, so :meth:`ZeroEngine.fragments` describes the tensors of each rank instead.
 """
 
 import io
@@ -47,14 +47,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """A range of one parameter's elements that is this rank's to save and to restore.
+    """A range of one parameter's elements that this rank saves and restores.
 
     Attributes:
-        parameter: of the network.
+        parameter: parameter of the network.
         start: first element of the range in the flattened parameter.
-        tensors: the range's float32 master weight (``weight``) and Adam moments (``exp_avg``,
-            ``exp_avg_sq``), each [n], views into the optimizer: writing to them changes it. Of a
-            frozen parameter the weight alone, in the network's dtype.
+        tensors: float32 master weight (``weight``) and Adam moments (``exp_avg``, ``exp_avg_sq``)
+            of the range, each [n]. They are views, so writing changes the optimizer. A frozen
+            parameter has only ``weight``, in the network's dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -63,7 +63,7 @@ class Fragment:
 
 
 class ZeroEngine:
-    """AdamW with gradient clipping over the ranks, its state partitioned over data parallel."""
+    """AdamW with gradient clipping, its state partitioned over the data-parallel ranks."""
 
     def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
         deepspeed = import_deepspeed()
@@ -109,42 +109,40 @@ class ZeroEngine:
     def __exit__(self, *_: object) -> None:
         """End the engine before its process groups end.
 
-        DeepSpeed's hooks keep the engine alive, and with it every group's threads: fifty of them
-        a run, which together keep a processor busy.
+        DeepSpeed's hooks keep the engine alive, and with it the threads of every group. About fifty
+        threads per run would keep a processor busy.
         """
         if self._reduction is not None:
             self._reduction.close()
         self._engine.destroy()
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """The network's forward pass, for training.
+        """Run the network's forward pass for training.
 
-        Called past the engine, ZeRO 3 would keep the last microbatch's gradients only: it counts
-        microbatches by their forward passes.
+        Calls must not bypass the engine: ZeRO 3 counts microbatches by the engine's forward passes,
+        and would keep only the last microbatch's gradients.
         """
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a microbatch's loss (already divided by their number).
+        """Accumulate the gradient of a microbatch's loss, which is already divided by their number.
 
         Args:
             loss: 0-dim.
-            is_last: whether a :meth:`step` follows, so that gradients may be summed over the ranks
-                as they come.
+            is_last: whether :meth:`step` follows, so that the reduction over ranks may begin.
         """
         reduction = self._reduction if self._overlaps and is_last else None
         with nullcontext() if reduction is None else reduction.overlapping():
             self._engine.backward(loss)
 
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
-        """One update, if ``allow`` agrees; otherwise the gradients are dropped.
+        """Update the weights if ``allow`` returns True, and drop the gradients otherwise.
 
         Args:
-            learning_rate: of this update, which each parameter has at its own multiple.
-            allow: called once, on every rank, before anything of the weights or of the
-                optimizer has changed, with the gradient's norm over all ranks before clipping:
-                0-dim float32, infinite where a gradient is not finite (which is never applied,
-                whatever ``allow`` says).
+            learning_rate: learning rate of this update, before each group's factor.
+            allow: called once on every rank before the weights or the optimizer change. Its
+                argument is the gradient norm over all ranks before clipping, 0-dim float32, which
+                is infinite if a gradient is not finite; such a step is never applied.
         """
         if self._reduction is None:
             self._held_norms = held_norms(
@@ -164,28 +162,29 @@ class ZeroEngine:
             self._reduction.reset()
         self._exact.refresh()
         if gate.answer is None:
-            # DeepSpeed dropped gradients that are not finite before it came to the optimizer.
+            # DeepSpeed dropped gradients that are not finite before it called the optimizer.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # Else the next step would need the moments that a skipped first one has not made.
+            # The next step needs Adam's moments, which the refused step did not create.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
-        """The norm, infinite where a gradient that this rank holds is not finite.
+        """Return the norm, or infinity if a gradient that this rank holds is not finite.
 
-        DeepSpeed's norm alone does not tell: of parameters that tensor-parallel ranks hold copies
-        of, it counts the first rank's only.
+        DeepSpeed's norm is not enough: of replicated parameters it counts only the copy of the
+        first tensor-parallel rank.
         """
         assert self._held_norms is not None
         _, norms = self._held_norms
         return torch.where(norms.isfinite().all(), norm, torch.inf)
 
     def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
-        """The norm of each gradient as this rank held it when the last :meth:`step` began.
+        """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        That is before the sums over data-parallel and tensor-parallel ranks with ZeRO 1 (so that it
-        tells whose a gradient that is not finite was; an embedding tied over a pipeline is summed
-        over its two stages before), and this rank's part after them with ZeRO 2.
+        With ZeRO 1 these are norms before the reduction over data-parallel and tensor-parallel
+        ranks, which show the rank of a gradient that is not finite. A tied embedding is already
+        summed over its two pipeline stages. With ZeRO 2 they are norms of this rank's partition
+        after the reduction.
         """
         if self._held_norms is None:
             return {}
@@ -193,7 +192,7 @@ class ZeroEngine:
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank owns of the optimizer's state and the weights, parameter by parameter."""
+        """Yield this rank's ranges of the optimizer state and the weights, by parameter."""
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
@@ -208,12 +207,12 @@ class ZeroEngine:
 
     @property
     def updates(self) -> int:
-        """Updates applied so far, as Adam's bias correction counts them."""
+        """Number of updates so far, which Adam's bias correction uses."""
         self._create_moments()
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Take over state written into :meth:`fragments`: set Adam's count, refresh the weights."""
+        """Take over values written into :meth:`fragments`, and set Adam's number of updates."""
         for flat in self._partition.flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
         self._partition.refresh()
@@ -221,7 +220,7 @@ class ZeroEngine:
         self._frozen.refresh()
 
     def _create_moments(self) -> None:
-        """Adam creates its state at the first update; saving and loading need it before."""
+        """Create Adam's state, which saving and loading need before the first update."""
         for flat in self._partition.flats:
             state = self._optimizer.optimizer.state[flat]
             if "step" not in state:
@@ -230,21 +229,21 @@ class ZeroEngine:
                     state[name] = torch.zeros_like(flat.data)
 
     def _sum_tied_embedding(self) -> None:
-        """Sum the tied embedding's gradient over the first and last stage, which both hold it."""
+        """Sum the tied embedding's gradient over the first and the last stage."""
         if self._tied is None:
             return
         gradient = accumulated_gradient(self._tied)
         if gradient is None:
-            raise RuntimeError("the tied embedding has no gradient; DeepSpeed keeps it elsewhere")
+            raise RuntimeError("the tied embedding has no gradient where DeepSpeed should keep it")
         distributed.all_reduce(gradient, group=self._parallel_state.embedding_group)
 
 
 def engine_config(recipe: Recipe) -> dict[str, Any]:
-    """DeepSpeed's configuration of a recipe.
+    """Return DeepSpeed's configuration for a recipe.
 
-    The microbatches are looped by us, so accumulation is not DeepSpeed's to manage. Nor does its
-    communication overlap, which under pipeline parallelism is silently wrong: ZeRO 1's gradients
-    are ours to sum (:mod:`diffmegatron.optim.reduction`).
+    The training loop accumulates microbatches itself, so DeepSpeed must not. DeepSpeed's overlap
+    of communication is off because it is wrong under pipeline parallelism without an error; ZeRO
+    1's gradients are reduced by :mod:`diffmegatron.optim.reduction`.
     """
     bf16 = recipe.training.precision == "bf16"
     config: dict[str, Any] = {
@@ -255,16 +254,16 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
             "overlap_comm": False,
-            # DeepSpeed's default, ten times this, would be 2 GB beside a model of any size.
+            # DeepSpeed's default is ten times larger and takes 2 GB with a model of any size.
             "reduce_bucket_size": REDUCE_BUCKET,
         },
-        # Our AdamW on the CPU in place of DeepSpeed's, which is compiled at the first call.
+        # Torch's AdamW on the CPU needs no compiler, unlike DeepSpeed's.
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # From the third step on it would wait for the device around every microbatch.
+        # From the third step on this timer would synchronize around every microbatch.
         "timers": {"throughput": {"enabled": False}},
-        # GatedAdamW is AdamW, but not the class that DeepSpeed knows by name.
+        # DeepSpeed accepts AdamW by its class, and GatedAdamW is a subclass.
         "zero_allow_untested_optimizer": True,
     }
     if recipe.parallel.offload_optimizer:
@@ -276,29 +275,29 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
         if recipe.parallel.zero_stage == 1:
-            # Offloaded, once a step over what all microbatches added up in float32: rounded to
-            # bf16 before the sum over hundreds of ranks, as by default, that would have been for
-            # nothing.
+            # With offload this is one reduction per step. The microbatches accumulate in float32,
+            # and rounding to bf16 before the sum over hundreds of ranks, as by default, would lose
+            # that precision.
             config["communication_data_type"] = "fp32"
     return config
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, imported so that it compiles nothing.
+    """Import DeepSpeed without compiling anything.
 
-    Without CUDA it would otherwise look for an accelerator and build its shared-memory
-    collectives with a C++ compiler at the first call, 25 to 170 s.
+    Without CUDA, DeepSpeed would search for an accelerator and build its shared-memory collectives
+    with a C++ compiler at the first call, which takes 25 to 170 s.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with importing_engines():
         import deepspeed
-        import deepspeed.runtime.zero.muon.muon_optimizer  # by ZeRO's first step, of any optimizer
+        import deepspeed.runtime.zero.muon.muon_optimizer  # ZeRO's first step imports it otherwise.
 
-    # In place of a look for compilers and CUDA's headers, which prints a warning for each of its
-    # operations that could not be built: none is used.
+    # This is normally filled by a search for compilers and CUDA headers, which prints a warning per
+    # operation that cannot be built. None of the operations is used.
     deepspeed.ops.__compatible_ops__ = {}
-    # Its warnings are of the optimizer class below, and of skipped steps, which the guard reports.
+    # DeepSpeed warns about the optimizer class below and skipped steps, which the guard reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -317,16 +316,16 @@ def _adamw(network: Network, recipe: Recipe) -> GatedAdamW:
 def _restoring(
     values: dict[torch.nn.Parameter, Tensor], create: Callable[[], torch.optim.Optimizer]
 ) -> Callable[[object], torch.optim.Optimizer]:
-    """``create`` as DeepSpeed calls it, with some parameters as they were.
+    """Return a function that restores parameters and then calls ``create``, for DeepSpeed.
 
-    In bf16 DeepSpeed rounds every parameter's data, whatever the module says, and has no setting
-    against it. It asks for the optimizer after that and before it flattens the groups.
+    In bf16 DeepSpeed rounds every parameter, and has no setting against it. It calls the given
+    function after rounding and before flattening the groups.
     """
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:
         for parameter, value in values.items():
             parameter.data = value
-        # DeepSpeed keeps this function, and would keep the tensors it flattens into copies.
+        # DeepSpeed keeps this function, so drop the tensors, which DeepSpeed has copied.
         values.clear()
         return create()
 
@@ -336,14 +335,14 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
-    """The embedding this stage shares with another, marked so that the norm counts it once.
+    """Return the embedding that this stage shares with another, marked to be counted once in norms.
 
-    None where there is none, or where it is frozen.
+    Returns None if there is no such embedding or it is frozen.
     """
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
-    # The first virtual stage of the first rank embeds, the last one of the last rank has the loss.
+    # The first rank's first virtual stage has the embedding, the last rank's last stage the output.
     stage = network.virtual_stages[0 if parallel_state.is_first_stage else -1]
     parameter = stage.shared_embedding_or_output_weight()
     if not parameter.requires_grad:

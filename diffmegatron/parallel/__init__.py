@@ -1,1 +1,1 @@
-"""Where this rank is among the others: `parallel_state.py` has the process groups."""
+"""Process groups, devices and random states of the ranks, and Megatron-core without CUDA."""

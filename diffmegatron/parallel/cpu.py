@@ -1,11 +1,10 @@
-"""Megatron-core without CUDA: redirections for the calls that would raise.
+"""Redirections that let Megatron-core run without CUDA.
 
-Megatron-core names the device ``cuda`` in a few dozen places. Where no CUDA device exists, these
-calls go to the CPU inside :func:`without_cuda`; where one exists nothing changes. Beside
-``engine_imports.py`` this is the only place of the project that changes another library. Each
-redirection replaces a call that would have raised an error, never one that works, and all end with
-the context: what else runs in the process (``transformers`` building a model on the meta device,
-say) must find torch as it is.
+Megatron-core names the device ``cuda`` in a few dozen places. Without a CUDA device these calls are
+redirected to the CPU inside :func:`without_cuda`; with one nothing changes. Apart from
+``engine_imports.py`` this is the only module that patches another library. Each redirection
+replaces a call that would raise, never one that works, and all end with the context, because other
+code in the process needs the original functions: ``transformers`` builds on the meta device.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Redirect Megatron-core's CUDA calls to the CPU; does nothing where CUDA exists."""
+    """Redirect Megatron-core's CUDA calls to the CPU, unless CUDA is available."""
     if torch.cuda.is_available():
         yield
         return
@@ -38,7 +37,7 @@ def without_cuda() -> Iterator[None]:
             (torch.cuda, "stream", lambda *_: nullcontext()),
             (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
             (schedules, "torch", _TorchOnCpu()),
-            # Megatron's tracker of model-parallel random states keeps the CPU's instead.
+            # Megatron's tracker of model-parallel random states then holds CPU states.
             (torch.cuda, "manual_seed", torch.manual_seed),
             (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -49,26 +48,25 @@ def without_cuda() -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """``torch`` for Megatron's modules that make tensors on ``cuda`` by name, or pinned.
+    """Replacement of ``torch`` in Megatron's modules that create tensors on ``cuda`` or pinned.
 
-    In their names only: a ``TorchFunctionMode`` would see every operation of a step, a seventh of
-    the time of a small one.
+    A ``TorchFunctionMode`` would intercept every operation, a seventh of a small step's time.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def tensor(self, data: Any, *, pin_memory: bool = False, **keywords: Any) -> Tensor:
-        """``torch.tensor``, never pinned."""
+        """Create a tensor that is not pinned."""
         return torch.tensor(data, **keywords)
 
     def zeros(self, *size: Any, device: Any = None, **keywords: Any) -> Tensor:
-        """``torch.zeros`` on the CPU."""
+        """Create zeros on the CPU."""
         return torch.zeros(*size, **keywords)
 
 
 class _Stream:
-    """A stream with nothing to wait for: the CPU runs in order."""
+    """A stream that never waits, because the CPU runs operations in order."""
 
     device = _CPU
 

@@ -1,4 +1,4 @@
-"""All ranks of a launch in one group, and the device of each; without Megatron-core."""
+"""The process group of all ranks of a launch, and the device of each (without Megatron-core)."""
 
 import logging
 import os
@@ -22,19 +22,19 @@ _WRAPPED = "wrapped_by_torch"
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank, which is the current one then; the processor where there are none.
+    """Return this rank's GPU after making it the current one, or the CPU if there is no GPU.
 
     Raises:
-        UserError: there are fewer GPUs than ranks on this machine.
+        UserError: If this machine has fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # One hardware queue keeps the order in which Megatron overlaps communication and products.
+    # With one hardware queue, kernels start in the order in which Megatron enqueues them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     local_rank, gpus = read_launch().local_rank, torch.cuda.device_count()
     if local_rank >= gpus:
         raise UserError(
-            f"the environment sets LOCAL_RANK {local_rank} where {gpus} GPUs are to be seen; give "
+            f"the environment sets LOCAL_RANK {local_rank}, but {gpus} GPUs are visible; give "
             f"each rank a GPU of its own, LOCAL_RANK 0 to {gpus - 1}"
         )
     device = torch.device("cuda", local_rank)
@@ -46,17 +46,17 @@ def own_device() -> torch.device:
 def default_group(
     timeout: timedelta = TIMEOUT, meeting_seconds: float = _MEETING_SECONDS
 ) -> Iterator[None]:
-    """All ranks of the launcher; around several :func:`process_groups` it joins them once.
+    """Start the default group of all ranks, unless it exists; end it at the end of the context.
 
-    Torch cannot start a second default group under ``torchrun``: it would find the first one's
-    keys in the store and wait forever.
+    Enter it around several :func:`process_groups`. Torch cannot start a second default group under
+    ``torchrun``: it would find the first group's keys in the store and wait forever.
 
     Args:
-        timeout: how long a collective may wait.
-        meeting_seconds: how long the ranks may take to arrive.
+        timeout: time limit of a collective.
+        meeting_seconds: time limit for all ranks to arrive.
 
     Raises:
-        UserError: the ranks cannot meet, or there is no GPU for this one.
+        UserError: If the ranks cannot meet, or this rank has no GPU.
     """
     if distributed.is_initialized():
         yield
@@ -64,7 +64,7 @@ def default_group(
     device = own_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     launch = read_launch()
-    # DeepSpeed asks the environment, also where a launcher leaves it out.
+    # DeepSpeed reads LOCAL_RANK, which some launchers do not set.
     os.environ.setdefault("LOCAL_RANK", "0")
     store = distributed.HashStore() if launch.master is None else meet(launch, meeting_seconds)
     store.set_timeout(timeout)
@@ -76,16 +76,16 @@ def default_group(
     try:
         yield
     finally:
-        # Without this gloo now and then aborts at exit.
+        # Without this, gloo sometimes aborts when the process exits.
         distributed.destroy_process_group()
 
 
 @contextmanager
 def _prefixing_tracebacks_once() -> Iterator[None]:
-    """Around the start of a default group, for which torch wraps ``sys.excepthook``.
+    """Keep one wrapper of ``sys.excepthook`` when torch starts several default groups.
 
-    It puts the rank before every line of a traceback, also after the group has ended, and once
-    more for each group that follows.
+    Torch's wrapper prints the rank before every line of a traceback. It stays after the group has
+    ended, and each further group would add another one.
     """
     sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
     yield

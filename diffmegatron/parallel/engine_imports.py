@@ -1,4 +1,4 @@
-"""The first import of torch, Megatron-core and DeepSpeed, without what a start does not need."""
+"""A faster first import of torch, Megatron-core and DeepSpeed."""
 
 import functools
 import gc
@@ -9,12 +9,12 @@ from typing import Any
 
 @contextmanager
 def importing_engines() -> Iterator[None]:
-    """Make the imports inside shorter; nothing that is imported does anything else.
+    """Shorten the imports inside without changing what the imported modules do.
 
-    Megatron-core (``jit_fuser``) and DeepSpeed (its Muon) wrap functions in ``torch.compile`` when
-    they are imported, and the wrapping alone loads Inductor. Inside, the wrapping waits for the
-    first call of each function. Python's collector pauses: in what modules make there is next to no
-    garbage, and it would look through all of it again and again.
+    At import, Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in torch.compile,
+    and wrapping alone loads Inductor. Here wrapping is delayed to the first call of each function.
+    Python's garbage collector is paused: imports create almost no garbage, and it would traverse
+    all modules repeatedly.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -33,12 +33,12 @@ def importing_engines() -> Iterator[None]:
 
 
 def _compiling_when_called(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, for functions put off to their first call."""
+    """Return a ``torch.compile`` that compiles each function at its first call."""
 
-    def put_off(model: Any = None, **options: Any) -> Any:
+    def delayed(model: Any = None, **options: Any) -> Any:
         if model is None:
-            return functools.partial(put_off, **options)
-        if not hasattr(model, "__code__"):  # a module, say, which stays what it is
+            return functools.partial(delayed, **options)
+        if not hasattr(model, "__code__"):  # Modules and other objects are compiled as usual.
             return compile_(model, **options)
         from torch.compiler import is_compiling
 
@@ -46,9 +46,9 @@ def _compiling_when_called(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(model)
         def call(*args: Any, **keywords: Any) -> Any:
-            # Within a function that is being compiled it is part of that one, as always.
+            # A function that is being compiled inlines this one.
             return (model if is_compiling() else compiled())(*args, **keywords)
 
         return call
 
-    return put_off
+    return delayed

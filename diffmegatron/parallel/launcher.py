@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, srun) tells a process by its environment, before the ranks meet."""
+"""The environment that a launcher (torchrun, srun) gives a process, before the ranks meet."""
 
 import math
 import os
@@ -9,26 +9,26 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Far above any cluster, and within what torch counts ranks with.
+# Far above any cluster, and within torch's limit.
 _MAX_RANKS = 10_000_000
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The place of this process in a run, as announced.
+    """This process's place in a run, and the limits of its job, as read from the environment.
 
     Attributes:
-        rank: of this process, from 0.
-        ranks: of the run.
-        local_rank: of this process on its machine, from 0.
-        master: host and port at which rank 0 is met; None: no launcher, one process.
-        agent_store: torchrun's agent listens at ``master``, through all its restarts; otherwise
+        rank: rank of this process, from 0.
+        ranks: number of ranks in the run.
+        local_rank: rank of this process on its machine, from 0.
+        master: host and port of rank 0; None for a single process without launcher.
+        agent_store: whether torchrun's agent listens at ``master`` through all restarts; otherwise
             rank 0 does.
-        attempt: how often torchrun has restarted the ranks of this machine.
-        job_end: when Slurm ends the job, in seconds since 1970, as it was at the job's start; None:
-            not known.
-        signal_seconds: before that, when Slurm asks the run to stop; None: not known.
-        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
+        attempt: number of times that torchrun has restarted this machine's ranks.
+        job_end: end of the Slurm job as known at its start, in seconds since 1970; None if unknown.
+        signal_seconds: seconds before the job's end at which Slurm sends a stop signal; None if
+            unknown.
+        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None if unknown.
     """
 
     rank: int = 0
@@ -43,11 +43,11 @@ class LaunchEnvironment:
 
 
 def read_launch() -> LaunchEnvironment:
-    """Everything of the environment that a run uses, checked.
+    """Read and check the launcher's environment variables.
 
     Raises:
-        UserError: a value is not of its kind, or ``RANK`` or ``WORLD_SIZE`` is set and something
-            that belongs to it is not.
+        UserError: If a value has the wrong type or range, or if ``RANK`` or ``WORLD_SIZE`` is set
+            without the other variables of a rendezvous.
     """
     limits = LaunchEnvironment(
         local_rank=_whole("LOCAL_RANK", 0, _MAX_RANKS, default=0),

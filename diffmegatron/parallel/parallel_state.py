@@ -1,4 +1,4 @@
-"""Process groups: who this rank is, and which ranks share which part of the work."""
+"""Process groups of a layout, and this rank's place in each."""
 
 import gc
 from collections.abc import Iterator
@@ -47,93 +47,90 @@ class ParallelState:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the run: it writes the log, metrics and progress line."""
+        """Whether this rank writes the log, the metrics and the progress line."""
         return self.rank == 0
 
     @property
     def data_group(self) -> ProcessGroup:
-        """The ranks that hold the same shard of the model: data x context parallel."""
+        """Ranks that hold the same shard of the model: data x context parallel."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def tensor_group(self) -> ProcessGroup:
-        """The ranks that share each layer of this stage."""
+        """Ranks that share each layer of this stage."""
         return megatron_state.get_tensor_model_parallel_group()
 
     @property
     def context_group(self) -> ProcessGroup:
-        """The ranks that share each sequence."""
+        """Ranks that share each sequence."""
         return megatron_state.get_context_parallel_group()
 
     @property
     def pipeline_group(self) -> ProcessGroup:
-        """The ranks that hold the other stages of this rank's shard."""
+        """Ranks that hold the stages of the same model, one rank per stage."""
         return megatron_state.get_pipeline_model_parallel_group()
 
     @property
     def embedding_group(self) -> ProcessGroup:
-        """The first and last stage, which share a tied embedding."""
+        """Ranks of the first and the last stage, which share a tied embedding."""
         return megatron_state.get_embedding_group()
 
 
 class ModelParallelUnit:
-    """The interface DeepSpeed calls ``mpu``, which Megatron-core's module no longer has whole.
+    """The process groups in the form of DeepSpeed's argument ``mpu``.
 
-    DeepSpeed's data parallelism is ours times context parallelism. ``get_sequence_parallel_*`` is
-    left out on purpose: with it ZeRO 1 and 2 sum gradients that ZeRO 3 averages.
+    DeepSpeed's data parallelism is data times context parallelism here. The methods
+    ``get_sequence_parallel_*`` are missing on purpose: with them ZeRO 1 and 2 sum gradients that
+    ZeRO 3 averages.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Ranks over which ZeRO partitions."""
+        """Return the group over which ZeRO partitions."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     def get_data_parallel_rank(self) -> int:
-        """Rank within :meth:`get_data_parallel_group`."""
+        """Return the rank within :meth:`get_data_parallel_group`."""
         return megatron_state.get_data_parallel_rank(with_context_parallel=True)
 
     def get_data_parallel_world_size(self) -> int:
-        """Size of :meth:`get_data_parallel_group`."""
+        """Return the size of :meth:`get_data_parallel_group`."""
         return megatron_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that together hold one whole model."""
+        """Return the group of ranks that together hold one whole model."""
         return megatron_state.get_model_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
-        """Rank within :meth:`get_model_parallel_group`."""
+        """Return the rank within :meth:`get_model_parallel_group`."""
         return distributed.get_rank(megatron_state.get_model_parallel_group())
 
     def get_model_parallel_world_size(self) -> int:
-        """Size of :meth:`get_model_parallel_group`."""
+        """Return the size of :meth:`get_model_parallel_group`."""
         return distributed.get_world_size(megatron_state.get_model_parallel_group())
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that share each layer."""
+        """Return the group of ranks that share each layer."""
         return megatron_state.get_tensor_model_parallel_group()
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """Rank within :meth:`get_tensor_model_parallel_group`."""
+        """Return the rank within :meth:`get_tensor_model_parallel_group`."""
         return megatron_state.get_tensor_model_parallel_rank()
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Size of :meth:`get_tensor_model_parallel_group`."""
+        """Return the size of :meth:`get_tensor_model_parallel_group`."""
         return megatron_state.get_tensor_model_parallel_world_size()
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return the pipeline stage of this rank."""
         return megatron_state.get_pipeline_model_parallel_rank()
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Number of stages."""
+        """Return the number of pipeline stages."""
         return megatron_state.get_pipeline_model_parallel_world_size()
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem, so that none waits for the others forever.
-
-    Raises:
-        UserError: the first problem, with its rank.
-    """
+    """Raise the first problem of any rank on every rank, so that none waits for the others."""
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
     for rank, found in enumerate(problems):
@@ -145,16 +142,16 @@ def fail_together(problem: str | None) -> None:
 def process_groups(
     parallel: ParallelConfig, seed: int, timeout: timedelta = TIMEOUT
 ) -> Iterator[ParallelState]:
-    """Start the process groups of a layout and end them cleanly.
+    """Start the process groups of a layout, and end them with the context.
 
-    Under ``torchrun`` the ranks meet through its environment; without, this process is the only
-    rank. NCCL where CUDA exists, one rank per GPU; gloo elsewhere. A default group that the
-    caller has started is used and left to it.
+    The ranks meet through the launcher's environment; without a launcher this process is the only
+    rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. An existing default group
+    is used, and left to the caller.
 
     Args:
-        parallel: the layout; its sizes must fill the ranks (``Recipe.data_parallel`` checks).
+        parallel: layout whose sizes fill the ranks (``Recipe.data_parallel`` checks this).
         seed: base of Megatron's model-parallel random states.
-        timeout: how long a collective may wait.
+        timeout: time limit of a collective.
     """
     device = own_device()
     with without_cuda(), default_group(timeout), _ending_new_groups():
@@ -166,7 +163,7 @@ def process_groups(
                     parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
                 ),
                 context_parallel_size=parallel.context,
-                # Gloo groups beside NCCL's serve Megatron's own optimizer checkpoints only.
+                # Only Megatron's own optimizer checkpoints use gloo groups beside NCCL's.
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(seed)
@@ -177,29 +174,28 @@ def process_groups(
 
 @contextmanager
 def _ending_new_groups() -> Iterator[None]:
-    """End the groups that are made inside, whoever makes them.
+    """End the process groups that any code creates inside.
 
-    Megatron's ``destroy_model_parallel`` only drops its references to its forty groups: torch keeps
-    them and their threads, fifty a layout with gloo, until the default group ends, and a network
-    keeps the groups it was built with for as long as it waits in reference cycles for the
-    collector.
+    Megatron's ``destroy_model_parallel`` only drops its references to some forty groups. Torch
+    keeps the groups and their threads, fifty per layout with gloo, until the default group ends. A
+    network also keeps its groups until the garbage collector finds its reference cycles.
 
-    Meanwhile the collector leaves alone what was there before, most of it modules: DeepSpeed
-    collects before and after each parameter group it takes, a quarter of a second each time.
+    Older objects, mostly modules, are frozen for the collector: DeepSpeed runs it before and after
+    each parameter group, a quarter of a second each time.
     """
-    known = set(_groups())
+    existing = set(_groups())
     gc.freeze()
     try:
         yield
     finally:
-        for group in [each for each in _groups() if each not in known]:
+        for group in [each for each in _groups() if each not in existing]:
             distributed.destroy_process_group(group)
         gc.collect()
         gc.unfreeze()
 
 
 def _groups() -> list[ProcessGroup]:
-    """Every process group this rank belongs to, in the order of their making; torch lists none."""
+    """Return this rank's process groups in order of creation, for which torch has no function."""
     return list(distributed.distributed_c10d._world.pg_map)
 
 

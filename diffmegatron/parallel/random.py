@@ -1,4 +1,4 @@
-"""This rank's random states, for checkpoints: torch's, CUDA's and Megatron's tracker's."""
+"""Random states of this rank for checkpoints: torch's, CUDA's and those of Megatron's tracker."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from diffmegatron.errors import UserError
 
 _TRACKED = "random.tracked."
-# A state of CUDA's generator: its seed and its offset.
+# Size of a CUDA generator's state: seed and offset.
 _CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
-    """Every random state by name, each a uint8 vector."""
+    """Return every random state by name, each a uint8 vector."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
@@ -24,14 +24,14 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
-    """Set every state that ``saved`` finds by name; the others stay as seeded.
+    """Set every state that ``saved`` returns; the others stay as seeded.
 
     Returns:
-        The names of the states that stay as seeded because they were saved on a CPU and this run is
-        on a GPU, or the reverse: Megatron's tracker keeps those of the device.
+        Names of the states that stay as seeded because they were saved on another type of device:
+        Megatron's tracker holds states of the GPU, or of the CPU on a machine without GPU.
 
     Raises:
-        UserError: a saved state has another size than those of this torch.
+        UserError: If a saved state has another size than the state of this torch version.
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}
@@ -44,8 +44,8 @@ def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
             continue
         if state.shape != current.shape:
             raise UserError(
-                f"the checkpoint's {name} has {state.numel()} bytes and this torch's "
-                f"{current.numel()}; go on with the versions that its state.json names"
+                f"the checkpoint's {name} has {state.numel()} bytes and this torch version's "
+                f"{current.numel()}; resume with the versions listed in its state.json"
             )
         states[name] = state
     torch.set_rng_state(states["random.cpu"])

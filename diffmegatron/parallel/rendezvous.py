@@ -1,6 +1,6 @@
-"""The ranks of a launch meet within a limit; those that arrive name those that do not.
+"""Rendezvous of the ranks of a launch with a time limit, and an error that names missing ranks.
 
-Torch waits for half an hour and then says that it did, on each rank for itself.
+Torch's own rendezvous waits half an hour, and its error does not name the missing ranks.
 """
 
 import socket
@@ -16,34 +16,35 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import clipped, reason
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Rank 0 decides who is there; the others wait for that as much longer.
+# Rank 0 decides after the time limit; the others wait this much longer for its decision.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
 _SHOWN_RANKS = 16
-# How the one problem begins that another start does not solve.
+# Begins the one error that another attempt cannot solve.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
-    """A store that all ranks of a launch share.
+    """Return a store that all ranks of a launch share, after all of them have arrived.
 
     Args:
-        launch: with a ``master``.
-        seconds: how long to wait for rank 0, and rank 0 for the others.
+        launch: environment of this rank, with ``master`` set.
+        seconds: time limit for rank 0 to listen, and for the other ranks to arrive.
 
     Raises:
-        UserError: on every rank that is there; they were told of another ``WORLD_SIZE``.
-        MachineError: likewise; ``MASTER_ADDR`` or ``MASTER_PORT`` is of no use now, or ranks did
-            not arrive.
+        UserError: On every rank present, if the ranks have different values of ``WORLD_SIZE``.
+        MachineError: On every rank present, if ``MASTER_ADDR`` or ``MASTER_PORT`` cannot be used
+            now, or ranks did not arrive.
     """
     place = _place(launch)
-    # Restarted ranks must not find what those before them left in the agent's store. Elsewhere
-    # the store is new, and agents of several machines do not count restarts alike.
+    # Restarted ranks must not find keys of earlier attempts in the agent's store. A store of rank 0
+    # is new, and agents of several machines may count restarts differently.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
     try:
         store.set(arrivals[launch.rank], str(launch.ranks))
-        problem = (_judge if launch.rank == 0 else _ask)(store, arrivals, launch.rank, seconds)
+        check = _decide if launch.rank == 0 else _wait_for_decision
+        problem = check(store, arrivals, launch.rank, seconds)
     except DistError:
         raise MachineError(f"rank 0 left {place} before all ranks had arrived") from None
     if problem.startswith(_SIZES):
@@ -53,41 +54,43 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
     return store
 
 
-def _judge(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
-    """Rank 0: what is wrong with those who are there, told to all of them; empty: nothing."""
-    if _until(lambda: store.check(list(arrivals)), seconds):
+def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
+    """Find the problem of the rendezvous on rank 0, and store it for all; empty if none."""
+    if _wait_until(lambda: store.check(list(arrivals)), seconds):
         problem = _other_sizes(store.multi_get(list(arrivals)))
     else:
-        problem = _absent(store, arrivals, seconds)
+        problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
-    if problem:  # with this process its store goes
-        told = [_told(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])]
-        _until(lambda: store.check(told), _MARGIN_SECONDS)
+    if problem:  # The store ends with this process, so wait until the others have read it.
+        received = [
+            _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
+        ]
+        _wait_until(lambda: store.check(received), _MARGIN_SECONDS)
     return problem
 
 
-def _ask(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
-    """Any other rank: what rank 0 found."""
-    if not _until(lambda: store.check([arrivals[0]]), seconds):
-        return _absent(store, arrivals, seconds)
-    if not _until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
-        return f"rank 0 arrived, and then said nothing for {seconds:g} s"
+def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
+    """Return the problem that rank 0 found, on any other rank; empty if there is none."""
+    if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
+        return _missing_ranks(store, arrivals, seconds)
+    if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
+        return f"rank 0 arrived, and then sent nothing for {seconds:g} s"
     problem = store.get(_OUTCOME).decode()
-    store.set(_told(rank), "")
+    store.set(_received(rank), "")
     return problem
 
 
-def _told(rank: int) -> str:
-    return f"told/{rank}"
+def _received(rank: int) -> str:
+    return f"received/{rank}"
 
 
-def _absent(store: Store, arrivals: Sequence[str], seconds: float) -> str:
+def _missing_ranks(store: Store, arrivals: Sequence[str], seconds: float) -> str:
     missing = [str(rank) for rank, key in enumerate(arrivals) if not store.check([key])]
     more = len(missing) - _SHOWN_RANKS
     named = ", ".join(missing[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")
     return (
         f"of the {len(arrivals)} ranks of WORLD_SIZE, {'ranks' if missing[1:] else 'rank'} {named} "
-        f"did not arrive within {seconds:g} s; see why, or start fewer"
+        f"did not arrive within {seconds:g} s; read the log of a missing rank, or start fewer ranks"
     )
 
 
@@ -113,13 +116,13 @@ def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
         ) from None
     if launch.rank == 0 and not launch.agent_store:
         return _serve(port, seconds)
-    if not _until(lambda: _answers(host, port), seconds):
+    if not _wait_until(lambda: _is_listening(host, port), seconds):
         raise MachineError(f"rank 0 did not arrive at {place} within {seconds:g} s")
     return _join(host, port, seconds, place)
 
 
 def _serve(port: int, seconds: float) -> Store:
-    # Python's socket, because torch's writes pages to standard error where it fails.
+    # When it fails, torch's own socket writes pages of stacks to standard error.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -140,7 +143,7 @@ def _serve(port: int, seconds: float) -> Store:
     )
 
 
-def _answers(host: str, port: int) -> bool:
+def _is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -149,26 +152,26 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Torch's client waits without a limit for what listens there but is no store."""
+    """Connect torch's client within a time limit, which it lacks if another server listens."""
     joined: list[Store] = []
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # it answers, but not as a store does
+        with suppress(DistError):  # Another kind of server answered.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)
     thread.start()
     thread.join(seconds)
     if not joined:
-        raise MachineError(f"what listens at {place} is not rank 0 of a run; give a free port")
+        raise MachineError(f"another server than rank 0 listens at {place}; give a free port")
     return joined[0]
 
 
-def _until(is_so: Callable[[], bool], seconds: float) -> bool:
-    """Whether something became so within a time; asked often at first, then every second."""
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll a condition until it holds or the time is up, and return whether it holds."""
     deadline, pause = time.monotonic() + seconds, 0.01
-    while not is_so():
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""A run as one rank holds it: what the loop and its hooks work on."""
+"""The state of a run on one rank, which the loop and its hooks work on."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Guard, StepDecision
 from diffmegatron.optim.zero import ZeroEngine
+from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.compute.step import forward_only
-from diffmegatron.training.fault_tolerance.signals import StopRequest
-from diffmegatron.training.fault_tolerance.watchdog import Watchdog
+from diffmegatron.training.fault_tolerance.safeguards import StopRequest, Watchdog
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, say
-from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.monitoring.stragglers import PhaseClock
 from diffmegatron.training.monitoring.wandb_writer import WandbWriter
@@ -37,23 +37,23 @@ from diffmegatron.training.saving.start_from import load_weights, open_start
 
 
 class Run:
-    """One rank's part of a run, opened where its checkpoints leave off.
+    """One rank's share of a run, opened at its newest checkpoint.
 
     Attributes:
-        recipe: of the run.
-        parallel_state: where this rank stands among the others.
-        network: this rank's chunks of the model.
-        engine: ZeRO's optimizer around it.
-        loader: of the training batches.
-        step: the last one that is done; 0 before the first.
-        values: its loss, gradient norm and learning rates, by the names of metrics.
-        agreed: what the ranks know of each other after it.
-        decision: the guard's on it.
-        stopping: whether the run ends after this step's hooks, and saves; a hook that sets it does
-            so on every rank.
-        unmeasured: names of the evaluators that are due at the present step and have not measured
-            it; the next start of the run does.
-        unsound: why the present weights may be no good; None while the last step was finite.
+        recipe: recipe of the run.
+        parallel_state: layout, and this rank's place in it.
+        network: this rank's virtual stages of the model.
+        engine: ZeRO optimizer of the network.
+        loader: loader of the training batches.
+        step: number of the last step done; 0 before the first.
+        values: metrics of that step by name: loss, gradient norm, learning rates.
+        agreed: values of that step that all ranks agreed on.
+        decision: the guard's decision on that step.
+        stopping: whether the run saves and ends after this step's hooks. A hook that sets it must
+            set it on every rank.
+        unmeasured: names of the evaluators that are due at this step and have not run; the next
+            start of the run begins with them.
+        unsound: reason why the present weights may be broken; None if the last step was finite.
     """
 
     agreed: Agreement
@@ -63,6 +63,7 @@ class Run:
         self,
         recipe: Recipe,
         parallel_state: ParallelState,
+        launch: LaunchEnvironment,
         stop: StopRequest,
         watchdog: Watchdog,
         exits: ExitStack,
@@ -80,7 +81,7 @@ class Run:
         position = self._begin() if start is None else self.resume(start)
         if position.guard is not None:
             self.guard.restore(position.guard)
-        self.stand_at(position.step)
+        self.set_step(position.step)
         self.values: dict[str, float] = {}
         self.stopping = False
         self.unmeasured: tuple[str, ...] = ()
@@ -90,7 +91,7 @@ class Run:
         if parallel_state.is_main:
             held = exits.enter_context(HeldFolder(Path(recipe.run_dir)))
         self.saver = Saver(
-            self.store, self.engine, self.shards, recipe, parallel_state, saved_step, held
+            self.store, self.engine, self.shards, recipe, parallel_state, launch, saved_step, held
         )
         self.loader = exits.enter_context(
             open_loader(recipe, parallel_state, "train", position.data)
@@ -107,32 +108,32 @@ class Run:
 
     @property
     def is_at_last_step(self) -> bool:
-        """Whether the last step of the recipe is done."""
+        """True if the last step of the recipe is done."""
         return self.step >= self.recipe.training.total_steps
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last step of the recipe is done and all that is due at it is measured."""
+        """True if the last step is done and every evaluation due at it is recorded."""
         return self.is_at_last_step and not self.unmeasured
 
-    def stand_at(self, step: int) -> None:
-        """A step is done, or loaded."""
+    def set_step(self, step: int) -> None:
+        """Record that a step is done, or loaded from a checkpoint."""
         self.step = step
         self.network.at_step(step)
         self.rank_record.at(step, self.recipe.run_dir)
 
     def position(self) -> Position:
-        """Where the run stands, for a checkpoint."""
+        """Return the position of the run, for a checkpoint."""
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
     def resume(self, checkpoint: Checkpoint) -> Position:
-        """Load a checkpoint of this run, with all ranks."""
+        """Load a checkpoint of this run; called on all ranks."""
         if self.parallel_state.is_main:
             say(f"resuming from {checkpoint.directory}")
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
-        """Tell the other ranks what they must know of this one, and learn it of them."""
+        """Exchange loss, gradient norm, stop requests and writing threads among all ranks."""
         return agree(
             loss,
             gradient_norm,
@@ -142,12 +143,12 @@ class Run:
         )
 
     def last_batch(self) -> list[Batch]:
-        """The global batch of the last step again, this rank's share of it."""
+        """Read this rank's share of the last step's global batch again."""
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """The loss of a global batch with the present weights, and nothing changed; all ranks."""
+        """Return the loss of a global batch in evaluation mode; called on all ranks."""
         self.network.eval()
         batch = on_this_rank(microbatches, self.parallel_state)
         agreed = self.agree(forward_only(self.network, batch, self.parallel_state))
@@ -155,33 +156,33 @@ class Run:
         return agreed
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
-        """Record values of this step under their names; on every rank, of which rank 0 writes."""
+        """Record metrics of this step by name; called on every rank, written by rank 0."""
         for writer in (self.metrics, self.wandb):
             if writer is not None and values:
                 writer.write(self.step, values)
 
     def rewind_metrics(self) -> None:
-        """Drop what was recorded of later steps than this one, and measure from here."""
+        """Drop the metrics of later steps than this one, and restart the speed measurement."""
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.source_losses.clear()
         self.progress = self._new_progress()
 
     def close_save(self) -> None:
-        """End the save that is under way, with all ranks; nothing if there is none."""
+        """End the open save, if any; called on all ranks."""
         with self.watchdog.patience():
             self.write_metrics(self.saver.close())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not training: kept out of the speed, and given a save's time."""
+        """Keep the time inside out of the measured speed, and let the watchdog allow for a save."""
         started = time.perf_counter()
         with self.watchdog.patience():
             yield
         self.progress.skip(time.perf_counter() - started)
 
     def _begin(self) -> Position:
-        """The beginning of a new run, with another's weights if the recipe says so."""
+        """Begin a new run, from the weights of ``checkpoint.start_from`` if the recipe sets it."""
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
@@ -198,9 +199,9 @@ class Run:
         if not self.parallel_state.is_main:
             return None
         run_dir = Path(self.recipe.run_dir)
-        with dispensable(run_dir / RECIPE):
+        with log_write_errors(run_dir / RECIPE):
             write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
-        # A run without a checkpoint is a new one: entries of an earlier start go, step 0 with them.
+        # A run without a checkpoint is new: drop all entries of an earlier start, also of step 0.
         last_step = -1 if self.saver.saved_step is None else self.step
         return exits.enter_context(MetricsWriter(run_dir, last_step))
 

@@ -1,4 +1,4 @@
-"""The stages of a recipe, one run after the other."""
+"""Train the stages of a recipe, one run after the other."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import fail_together
-from diffmegatron.training.fault_tolerance.signals import StopRequest
+from diffmegatron.training.fault_tolerance.safeguards import StopRequest
 from diffmegatron.training.hooks.hook import Hook
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
@@ -29,39 +29,38 @@ def train_stages(
     open_evaluators: OpenEvaluators | None = None,
     hooks: Sequence[Hook] = (),
 ) -> bool:
-    """Run the stages of a recipe one after the other; a finished one is passed over.
+    """Run the stages of a recipe one after the other, skipping finished ones.
 
     Args:
-        recipes: of the stages.
-        record: is told every step.
-        open_evaluators: gives what ``training.evaluate`` asks for.
-        hooks: the user's, the same ones in every stage.
+        recipes: one recipe per stage.
+        record: receives each step of this rank.
+        open_evaluators: opens the evaluators of ``training.evaluate``.
+        hooks: hooks of the user, the same instances in every stage.
 
     Returns:
-        Whether all are finished.
+        True if all stages are finished.
 
     Raises:
-        UserError: as :func:`train`; before any stage where the ranks do not fit one of them,
-            or one asks for wandb and it is not installed.
+        UserError: See :func:`train`. Also, before any stage runs, if the ranks do not fit the
+            layout of a stage, or if a stage uses wandb and it is not installed.
     """
-    ranks = read_launch().ranks
+    launch = read_launch()
     for recipe in recipes:
-        recipe.data_parallel(ranks)
+        recipe.data_parallel(launch.ranks)
         check_installed(recipe.training.wandb)
     names = [
         f"stage {number} of {len(recipes)}, {Path(recipe.run_dir).name}"
         for number, recipe in enumerate(recipes, start=1)
     ]
     with default_group():
-        is_left = _are_left(recipes, names) if len(recipes) > 1 else [True]
-        left = [each for each, is_one in zip(recipes, is_left, strict=True) if is_one]
-        evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in left]
-        if record is not None and not left:
+        unfinished = _unfinished(recipes, names) if len(recipes) > 1 else list(recipes)
+        evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
+        if record is not None and not unfinished:
             record.at(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        # One for all stages: a signal that comes when a stage is done holds for those after it.
-        with StopRequest(record.folder if record else None) as stop:
-            for recipe, each in zip(left, evaluators, strict=True):
-                if recipe is not left[0] and _is_asked_to_stop(stop, recipe):
+        # One request for all stages: a signal at the end of a stage also stops the stages after it.
+        with StopRequest(launch, record.folder if record else None) as stop:
+            for recipe, each in zip(unfinished, evaluators, strict=True):
+                if recipe is not unfinished[0] and _should_stop(stop, recipe):
                     return False
                 if len(recipes) > 1 and distributed.get_rank() == 0:
                     say(f"{names[recipes.index(recipe)]}: {recipe.training.total_steps} steps")
@@ -70,39 +69,39 @@ def train_stages(
     return True
 
 
-def _is_asked_to_stop(stop: StopRequest, following: Recipe) -> bool:
-    """Return whether any rank received a stop signal, on every rank; rank 0 says so."""
-    asked: list[bool] = [False] * distributed.get_world_size()
+def _should_stop(stop: StopRequest, following: Recipe) -> bool:
+    """Return, on every rank, whether any rank must stop before the following stage."""
+    pending: list[bool] = [False] * distributed.get_world_size()
     is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
-    distributed.all_gather_object(asked, is_pending)
-    if any(asked) and distributed.get_rank() == 0:
+    distributed.all_gather_object(pending, is_pending)
+    if any(pending) and distributed.get_rank() == 0:
         name = Path(following.run_dir).name
-        say(f"asked to stop before stage {name}; the same command goes on with it")
-    return any(asked)
+        say(f"stop requested before stage {name}; the same command resumes with it")
+    return any(pending)
 
 
-def _are_left(recipes: Sequence[Recipe], names: Sequence[str]) -> list[bool]:
-    """Which stages are not finished, on every rank; rank 0 reads that and says which are.
+def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
+    """Return the stages that are not finished, as rank 0 finds them; it prints the finished ones.
 
     Raises:
-        UserError: a finished one is of another recipe.
+        UserError: If a finished stage was trained with another recipe.
     """
-    found, problem = [[True] * len(recipes)], None
+    finished, problem = [[False] * len(recipes)], None
     if distributed.get_rank() == 0:
         try:
-            found = [[not _is_finished(recipe) for recipe in recipes]]
+            finished = [[_is_finished(recipe) for recipe in recipes]]
         except UserError as error:
             problem = str(error)
     fail_together(problem)
-    distributed.broadcast_object_list(found, src=0)
-    for recipe, name, is_left in zip(recipes, names, found[0], strict=True):
-        if not is_left and distributed.get_rank() == 0:
+    distributed.broadcast_object_list(finished, src=0)
+    for recipe, name, is_finished in zip(recipes, names, finished[0], strict=True):
+        if is_finished and distributed.get_rank() == 0:
             say(f"{name}: finished at step {recipe.training.total_steps}")
-    return found[0]
+    return [recipe for recipe, done in zip(recipes, finished[0], strict=True) if not done]
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """By the newest whole checkpoint, of which the small files alone are read, and the metrics."""
+    """Return whether the newest checkpoint and the metrics are complete; reads small files only."""
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
     if newest is None or read_manifest(newest).step != steps:

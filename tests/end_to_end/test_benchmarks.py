@@ -33,7 +33,7 @@ def test_all_are_registered_and_listed(capsys):
 
 def test_what_is_not_registered_is_one_sentence(capsys):
     assert main(["speed"]) == 2
-    assert "'speed' is no benchmark; give one of attention, " in capsys.readouterr().err
+    assert "'speed' is not a benchmark; give one of attention, " in capsys.readouterr().err
 
 
 def test_mistakes_are_one_sentence(tmp_path, capsys):

@@ -199,7 +199,7 @@ def test_measures_of_suites_have_their_suite():
     [
         ({"baseline": "none"}, "baseline is 'none'; give one of plain, other"),
         ({"seeds": [0, 1]}, "choice.seed 0 is one of seeds [0, 1]"),
-        ({"choice": {"key": "k", "grid": [2, 1, 3], "seed": 0}}, "its values must rise"),
+        ({"choice": {"key": "k", "grid": [2, 1, 3], "seed": 0}}, "its values must increase"),
         ({"arms": {"a/b": {}}}, "arms.a/b"),
     ],
 )

@@ -54,5 +54,5 @@ def test_it_is_stopped_requeued_and_finishes(cluster, job, tmp_path):
     said = (run_dir / "attempts/0001/ranks.log").read_text()
     assert re.search("^0: SIGUSR1: stopping after this step", said, re.MULTILINE)
     log = (run_dir / f"job_{job}.log").read_text()
-    assert f"asked to stop: saved step {first.last_step}" in log
+    assert f"stop requested: saved step {first.last_step}" in log
     assert not re.search("^[1-3]: ", log, re.MULTILINE)

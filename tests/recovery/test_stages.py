@@ -127,7 +127,7 @@ def test_a_stop_signal_at_the_end_of_a_stage_holds_for_the_next_one(staged, capf
     assert not train_stages(stages, hooks=[_SignalAtTheEnd()])
     assert not Path(stages[1].run_dir).exists()
     said = capfd.readouterr().out
-    assert said.endswith("asked to stop before stage long; the same command goes on with it\n")
+    assert said.endswith("stop requested before stage long; the same command resumes with it\n")
     assert train_stages(stages)
 
 

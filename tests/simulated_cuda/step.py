@@ -17,7 +17,7 @@ from diffmegatron.parallel.parallel_state import (
     ParallelState,
     process_groups,
 )
-from diffmegatron.training.compute.agreement import AgreedDecision, agree
+from diffmegatron.training.compute.agreement import StepCheck, agree
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
 from tests.simulated_cuda.recorder import Recorder
@@ -63,7 +63,7 @@ def train_step(
         # ZeRO 2 makes its gradients in every step.
         label(recorder, engine.network, engine)
     del microbatches
-    deciding = AgreedDecision(
+    deciding = StepCheck(
         Guard(recipe.guard),
         lambda norm: agree(loss, norm, stop=False, writing=False, parallel_state=state),
     )

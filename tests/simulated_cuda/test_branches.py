@@ -50,8 +50,8 @@ NOT_ENTERED = {
     "operations/preflight.py:_measure_collectives": HARDWARE,
     "operations/quickstart.py:overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
-    "training/hooks/profile_hook.py:ProfileHook._begin_if_due": HARDWARE,
-    "training/hooks/profile_hook.py:ProfileHook._end": HARDWARE,
+    "training/hooks/builtin_hooks.py:ProfileHook._begin_if_due": HARDWARE,
+    "training/hooks/builtin_hooks.py:ProfileHook._end": HARDWARE,
 }
 
 

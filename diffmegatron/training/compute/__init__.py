@@ -1,1 +1,1 @@
-"""One step over this rank's microbatches, and what the ranks agree on at its end."""
+"""The computation of a step on this rank's microbatches, and the agreement of ranks on it."""

@@ -1,4 +1,4 @@
-"""This rank's microbatches: opened from the recipe, moved to the device."""
+"""This rank's microbatches: verify the sources, open the loader, move batches to the device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 
-# Of a batch, what has a value for each token, [b, s].
+# Fields of a batch with one value per token, [b, s].
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -28,18 +28,18 @@ def verify_sources(
     parallel_state: ParallelState,
     patience: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Read every source in full and compare the hashes, where ``data.verify`` asks for it.
+    """Hash every source file if ``data.verify`` is "hashes"; called on all ranks.
 
-    Every rank calls it and takes files of its own. They meet after each gibibyte, so that no one
-    waits for another's terabytes longer than a collective may take.
+    The files are distributed over the ranks. The ranks synchronize after each gibibyte, so that
+    none waits for a terabyte of another's longer than a collective may take.
 
     Args:
         data: the ``data`` section.
-        parallel_state: the ranks.
-        patience: gives the time that one such part may take, as of the watchdog.
+        parallel_state: layout of the ranks.
+        patience: context manager that gives the watchdog time for one gibibyte.
 
     Raises:
-        UserError: on all ranks, if a file is damaged.
+        UserError: On all ranks, if a file is damaged.
     """
     if data.verify != "hashes":
         return
@@ -59,7 +59,7 @@ def verify_sources(
 
 
 def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
-    """Check this rank's share of the files; the indexes, which are small, come last."""
+    """Hash this rank's share of the files, the small index files last; yield after each part."""
     files = [
         (source.path, suffix)
         for source in data.sources
@@ -76,11 +76,11 @@ def open_loader(
     split: Split,
     state: Mapping[str, Any] | None = None,
 ) -> Loader:
-    """The batches of a split for this rank, going on from a loader's ``state`` if given.
+    """Open the batches of a split for this rank, from a loader's saved ``state`` if given.
 
     Raises:
-        UserError: the data cannot be opened, or the run is longer than a source that must not
-            repeat.
+        UserError: If the data cannot be opened, or the run needs more samples than a source has
+            that must not repeat.
     """
     training = recipe.training
     samples = open_samples(recipe.data, training.seq_length, training.seed, split)
@@ -100,10 +100,10 @@ def open_loader(
 
 
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
-    """This rank's part of the microbatches, on its device.
+    """Return this rank's share of the microbatches on its device.
 
-    Context-parallel ranks hold the zigzag parts of each sequence; documents stay whole and on the
-    CPU, where the kernels read them.
+    Each context-parallel rank holds its zigzag shards of every sequence. Document boundaries stay
+    whole and on the CPU, where the kernels' wrappers read them.
     """
     return [_on_this_rank(batch, parallel_state) for batch in microbatches]
 

@@ -1,4 +1,4 @@
-"""Activations in the host's memory between the forward and the backward pass."""
+"""Offload of activations to host memory between the forward and the backward pass."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,10 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 def offloaded_activations(
     network: torch.nn.Module, *, enabled: bool
 ) -> AbstractContextManager[object]:
-    """While it is open, what autograd saves for the backward pass goes to the host and comes back.
+    """Copy the tensors that autograd saves inside to the host, and back for the backward pass.
 
-    Weights stay where they are: torch's own ``save_on_cpu`` would copy each matrix with every
-    microbatch.
+    Weights are not copied. Torch's ``save_on_cpu`` would copy each matrix with every microbatch.
     """
     if not enabled:
         return nullcontext()

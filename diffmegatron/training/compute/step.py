@@ -1,4 +1,4 @@
-"""One step of training or evaluation over this rank's microbatches."""
+"""Forward and backward passes of one step over this rank's microbatches."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,20 +17,20 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
-# Is given each microbatch with the losses of its tokens, [b, s], on the ranks that have them.
+# Receives each microbatch with the losses of its tokens [b, s], on the ranks of the last stage.
 Observer = Callable[[Batch, Tensor], None]
 
 
 class Engine(Protocol):
-    """What takes gradients; the ZeRO engine does, and reduces them."""
+    """A network that accumulates and reduces gradients; the ZeRO engine is one."""
 
     network: Network
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """As :class:`~diffmegatron.model.network.Network`."""
+        """Run the forward pass of :class:`~diffmegatron.model.network.Network`."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add to the gradients; ``is_last``: of the step."""
+        """Add to the gradients; ``is_last`` marks the last microbatch of the step."""
 
 
 def forward_backward(
@@ -43,21 +43,21 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradients of a step.
 
-    Every token that counts weighs the same, whichever microbatch or rank it is on: packed
-    fine-tuning data has microbatches with few of them, or none.
+    Every counted token has the same weight, whichever microbatch or rank it is on, because packed
+    fine-tuning data has microbatches with few counted tokens or none.
 
     Args:
-        engine: takes the gradients.
-        microbatches: of this data-parallel rank, its part of them.
-        parallel_state: where this rank stands.
-        offload_activations: what the backward pass needs waits in the host's memory.
-        observe: sees the losses of the tokens, detached.
+        engine: network that accumulates the gradients.
+        microbatches: this rank's share of its data-parallel rank's microbatches.
+        parallel_state: layout, and this rank's place in it.
+        offload_activations: whether saved activations are kept in host memory.
+        observe: receives the detached losses of the tokens.
 
     Returns:
-        0-dim float32: mean loss of the global batch, the same on every rank.
+        Mean loss of the global batch; 0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
-    # DeepSpeed averages over data x context parallel ranks what is to be summed.
+    # DeepSpeed averages over the data x context parallel ranks, and this is a sum over them.
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if parallel_state.pipeline_size > 1:
@@ -76,7 +76,7 @@ def forward_backward(
 def forward_only(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> Tensor:
-    """Mean loss of a global batch without gradients; 0-dim float32, the same on every rank."""
+    """Return the mean loss of a global batch without gradients; 0-dim float32 on every rank."""
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
@@ -85,19 +85,19 @@ def forward_only(
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Loss of every label of sequences that this rank's part of is ``batch``.
+    """Return the loss of every label of whole sequences of which ``batch`` is this rank's share.
 
     Returns:
-        Float32 [b, s] of whole sequences, the same on every rank that holds a part of the model.
+        Float32 [b, s], the same on every rank of the model-parallel group.
     """
     return _forward(network, batch, parallel_state, Tensor.float, has_labels=True)
 
 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """The likeliest token after every position; -1 where a logit is not finite.
+    """Return the most likely token after every position, -1 where a logit is not finite.
 
     Returns:
-        Int64 [b, s], as :func:`token_losses`.
+        Int64 [b, s] of whole sequences, the same on every rank of the model-parallel group.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -112,10 +112,10 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """What is read off the network's output, [b, s] of whole sequences."""
+    """Return ``read`` of the network's output for whole sequences, [b, s]."""
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
-        # An interleaved schedule takes as many microbatches as there are stages, or a multiple.
+        # An interleaved schedule needs a multiple of the number of stages as microbatches.
         count = parallel_state.pipeline_size if len(network.virtual_stages) > 1 else 1
 
         def step(microbatches, stage):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """What the ranks of the last stage hold of sequences, whole, and the first replica's on all."""
+    """Gather whole sequences from the last stage, and broadcast the first replica's to all."""
     rows, length = batch.tokens.shape
     whole = torch.empty(
         rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
@@ -146,7 +146,7 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # What is done next depends on it, and must be the same where kernels differ in the last bit.
+    # Later decisions depend on the result, so it must not differ in the last bit between replicas.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -155,19 +155,14 @@ def _on_all_ranks(
 def summed_loss(
     network: Callable[..., Tensor], batch: Batch, observe: Observer | None = None
 ) -> Tensor:
-    """Summed loss of the tokens that count; 0-dim float32."""
-    return _masked_sum(batch, _token_losses(network, batch), observe)
-
-
-def _token_losses(network: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Loss of each token, [b, s]."""
-    return _output(network, batch, has_labels=True)
+    """Return the summed loss of the counted tokens; 0-dim float32."""
+    return _masked_sum(batch, _output(network, batch, has_labels=True), observe)
 
 
 def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
-    """Loss of each token [b, s], or this tensor-parallel rank's logits [b, s, v].
+    """Return the loss of each token [b, s], or this tensor-parallel rank's logits [b, s, v].
 
-    Of a stage before the last, its hidden states.
+    A stage before the last returns its hidden states.
     """
     return network(
         batch.tokens,
@@ -179,10 +174,10 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 
 
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
-    """The ends of documents, as Megatron hands them to every layer.
+    """Return the ends of documents in the form that Megatron passes to every layer.
 
-    Rows stay rows (``sbhd``): of the packed format Megatron takes the longest sequence's length
-    for its rotary embedding, which is that of a row.
+    The layout stays ``sbhd``. With the packed layout Megatron would size its rotary embedding by
+    the longest document, while ``max_seqlen`` here is the length of a row.
     """
     if batch.document_ids is None:
         return None
@@ -203,7 +198,7 @@ def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tenso
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
-    """Tokens of the global batch that count, at least 1; 0-dim float32."""
+    """Return the number of counted tokens of the global batch, at least 1; 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
     distributed.all_reduce(count, group=parallel_state.data_group)
     return count.clamp(min=1.0)
@@ -217,19 +212,24 @@ def _pipeline(
     forward_context: ForwardContext,
     observe: Observer | None = None,
 ) -> list[Tensor]:
-    """Megatron's 1F1B schedule, interleaved where the network has several virtual stages.
+    """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    Summed losses on the last stage, nothing on the others. It is given the network, never
-    DeepSpeed's engine, whose ``config`` is another thing.
+    The schedule runs the network itself: it reads ``config``, which on DeepSpeed's engine is
+    something else.
 
     Args:
-        network: this rank's stages.
-        microbatches: of this data-parallel rank.
-        parallel_state: where this rank stands.
-        weight: of a summed loss in the gradients; None: no backward pass.
+        network: this rank's virtual stages.
+        microbatches: microbatches of this data-parallel rank.
+        parallel_state: layout, and this rank's place in it.
+        weight: factor of a summed loss in the gradients; None for no backward pass.
+        forward_context: context manager around each forward pass.
+        observe: receives the detached losses of the tokens.
+
+    Returns:
+        Summed losses of the microbatches on the last stage; an empty list on the others.
     """
-    # The schedule divides by the number of microbatches what it takes the gradient of, and
-    # multiplies it by the context-parallel size, by which it divides the length of a sequence.
+    # The schedule divides each loss by the number of microbatches, and multiplies it by the
+    # context-parallel size because it divides the sequence length by that size.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
     step = partial(_forward_step, scale, forward_context, observe)
@@ -245,7 +245,7 @@ def _scheduled(
     *,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    """What ``step`` gives of every microbatch on the last stage; nothing on the others."""
+    """Return what ``step`` collects of every microbatch on the last stage; empty on the others."""
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
     is_interleaved = len(stages) > 1
@@ -270,7 +270,7 @@ def _forward_step(  # type: ignore[no-untyped-def]
 ):
     batch: Batch = next(microbatches)
     with forward_context():
-        losses = _token_losses(stage, batch)
+        losses = _output(stage, batch, has_labels=True)
     return losses, partial(_scheduled_loss, batch, scale, observe)
 
 
@@ -278,14 +278,14 @@ def _scheduled_loss(
     batch: Batch, scale: Tensor | None, observe: Observer | None, losses: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     loss = _masked_sum(batch, losses, observe)
-    # The schedule divides in place what it is given.
+    # The schedule divides its loss in place, so return a copy.
     return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 
 
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Mean over all tokens of the global batch; only the last stage has losses."""
+    """Return the mean over all counted tokens of the global batch, from the last stage's losses."""
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:
         total += torch.stack(list(losses)).sum()

@@ -1,1 +1,1 @@
-"""What keeps a run from going wrong unseen: signals, watchdog, lock, dumps of bad steps."""
+"""Protection against faults: signals, watchdog, run lock, dumps of anomalous steps."""

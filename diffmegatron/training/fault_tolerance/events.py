@@ -1,4 +1,4 @@
-"""What a person needs to see of a step that was out of order: which layer, rank and data."""
+"""Dump an anomalous step for a person to read: the layer, the rank and the data concerned."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
 from diffmegatron.optim.guard import Guard, StepDecision
 from diffmegatron.parallel.parallel_state import ParallelState
-from diffmegatron.training.monitoring.records import dispensable
+from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.saving.snapshot import ParameterShards
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ def write_event(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> None:
-    """Write ``run_dir/events/step_XXXXXXXX.json`` with all ranks, and a line into the log.
+    """Write ``run_dir/events/step_XXXXXXXX.json`` and log a warning; called on all ranks.
 
     Args:
-        run_dir: of the run.
-        step: the step out of order, from 1.
-        decision: on it.
-        event: what else is known of it on every rank.
-        norms: of the gradients this rank held (``ZeroEngine.held_gradient_norms``).
-        logits: the largest attention logit of each of this rank's layers.
-        shards: the names of the parameters.
-        parallel_state: the ranks.
+        run_dir: directory of the run.
+        step: number of the anomalous step, from 1.
+        decision: the guard's decision on it.
+        event: further JSON values, the same on every rank.
+        norms: norm of each gradient on this rank (``ZeroEngine.held_gradient_norms``).
+        logits: largest attention logit of each of this rank's layers, by layer number.
+        shards: shards of each parameter, which carry its name.
+        parallel_state: layout of the ranks.
     """
     named = {shards[parameter][0].name: norm for parameter, norm in norms.items()}
     mine = {
@@ -60,18 +60,20 @@ def write_event(
     distributed.all_gather_object(ranks, mine)
     if not parallel_state.is_main:
         return
-    log.warning("step %d %s: %s", step, _fate(decision), decision.reason)
+    log.warning(
+        "step %d %s: %s", step, "applied" if decision.applied else "skipped", decision.reason
+    )
     decided = {"step": step, "time": round(time.time(), 3), "reason": decision.reason}
     decided |= {"applied": decision.applied, "then": decision.action.name.lower()}
     content = json.dumps(_json_numbers({**decided, **event, "ranks": ranks}), indent=1) + "\n"
-    with dispensable(run_dir / EVENTS):
+    with log_write_errors(run_dir / EVENTS):
         write_durably(_new_path(run_dir / EVENTS, step), content.encode())
 
 
 def stopped_by_guard(
     recipe: Recipe, step: int, decision: StepDecision, guard: Guard, newest: Path | None
 ) -> UserError:
-    """The sentence for a run that a person must look at."""
+    """Return the error for a run that the guard stopped and a person must look at."""
     warmup = recipe.optimizer.schedule.warmup(recipe.training.total_steps)
     return UserError(
         f"{decision.reason} at step {step}, after {guard.skipped} skipped steps and "
@@ -82,22 +84,18 @@ def stopped_by_guard(
     )
 
 
-def _fate(decision: StepDecision) -> str:
-    return "applied" if decision.applied else "skipped"
-
-
 def _new_path(directory: Path, step: int) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
-    while path.exists():  # a run that was rolled back comes by the same step again
+    while path.exists():  # A run passes the same step again after a rollback.
         attempt += 1
         path = directory / f"step_{step:08d}_{attempt}.json"
     return path
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Norm over each layer's gradients, layers from 1, the tensors outside of any by name."""
+    """Return the gradient norm of each layer, from ``layer_01``, and of each other tensor."""
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.match(name)
@@ -106,7 +104,7 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _json_numbers(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
+    """Replace NaN and infinite values, which JSON does not have, by strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

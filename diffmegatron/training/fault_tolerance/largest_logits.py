@@ -1,4 +1,4 @@
-"""The largest attention logit of every layer: the first number to look at when a loss spikes."""
+"""The largest attention logit of every layer, the first number to check when a loss spikes."""
 
 import math
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from diffmegatron.attention.self_attention import SelfAttention
 
-_QUERIES = 256  # whose logits exist at once
+_QUERIES = 256  # Number of queries whose logits are in memory at once.
 
 
 def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
-    """The largest of q k / sqrt(d) over the pairs that attention sees, on this rank.
+    """Return the largest q k / sqrt(d) of each layer on this rank, over the visible pairs.
 
     Args:
-        network: this rank's.
-        forward: runs it over whole sequences; what each layer's attention is given is looked at.
+        network: network of this rank.
+        forward: runs the network on whole sequences.
 
     Returns:
-        Per global layer number, over all maps and heads; NaN where any logit is.
+        Largest logit over all maps and heads by global layer number; NaN if any logit is NaN.
     """
     found: dict[int, float] = {}
     layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
     for layer in layers:
-        layer.observer = partial(_look, found, layer)
+        layer.observer = partial(_observe, found, layer)
     try:
         forward()
     finally:
@@ -35,7 +35,7 @@ def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> d
     return dict(sorted(found.items()))
 
 
-def _look(
+def _observe(
     found: dict[int, float],
     layer: SelfAttention,
     query: Tensor,
@@ -44,7 +44,7 @@ def _look(
 ) -> None:
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # Rows end to end [b s, heads, d].
+    # Concatenate the rows: [b s, heads, d].
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     pairs = [
         (queries[:, mine], keys[:, theirs].unsqueeze(1))
@@ -58,14 +58,14 @@ def _look(
             if first < end
         ]
     )
-    # The greatest of NaN and a number is NaN to torch.
+    # Torch's maximum of NaN and a number is NaN.
     value = float(largest.max()) / math.sqrt(query.shape[3])
     known = found.get(layer.layer_number, -math.inf)
     found[layer.layer_number] = math.nan if math.isnan(value + known) else max(value, known)
 
 
 def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """The largest causal product within one document; [s, heads, d] and their key [s, 1, d]."""
+    """Return the largest causal q k of one document; queries [s, heads, d], keys [s, 1, d]."""
     found = []
     for first in range(0, len(queries), _QUERIES):
         part = queries[first : first + _QUERIES]

@@ -1,1 +1,1 @@
-"""What a run does beside its steps, each in a hook of its own; builtin_hooks.py has their order."""
+"""Hooks of the training loop: the base class for users and the hooks of every run."""

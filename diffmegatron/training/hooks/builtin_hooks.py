@@ -1,35 +1,313 @@
-"""The hooks that every run has, in the order in which they are called."""
+"""The hooks of every run, in the order in which they are called."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+from torch.profiler import ProfilerActivity, profile
+from typing_extensions import override
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.training.hooks.evaluation_hook import EvaluationHook
-from diffmegatron.training.hooks.guard_hook import GuardHook
+from diffmegatron.config.tracking_config import ProfileConfig
+from diffmegatron.optim.guard import Action, StepDecision
+from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event
+from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 from diffmegatron.training.hooks.hook import Hook
-from diffmegatron.training.hooks.metrics_hook import MetricsHook
-from diffmegatron.training.hooks.profile_hook import ProfileHook
-from diffmegatron.training.hooks.save_hooks import BeginSaveHook, FinishSaveHook
-from diffmegatron.training.monitoring.evaluators import Evaluator, split_losses
+from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
+from diffmegatron.training.monitoring.evaluators import Evaluator, measure, split_losses
+from diffmegatron.training.monitoring.observations import lambdas, peak_memory, utilization
+from diffmegatron.training.monitoring.progress import say
+from diffmegatron.training.monitoring.records import log_write_errors
+from diffmegatron.training.run import Run
+from diffmegatron.training.saving.resume import rollback_checkpoint
+
+PROFILE = "profile"
+# Torch would record allocations and frees without a limit.
+_MAX_ALLOCATIONS = 1_000_000
+_PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
 
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
-    """What a recipe asks for beside its steps.
+    """Return the hooks of a run in the order of their calls.
 
-    The order matters: a save that a sound step has confirmed counts before the guard may go back
-    to it, what is recorded and measured is of the step that the guard has left the run at, and a
-    save begins after the evaluation of its weights.
+    The order matters. A save that a finite step has confirmed must count before the guard may roll
+    back to it. Metrics and evaluations belong to the step at which the guard leaves the run. A save
+    begins after the evaluation of its weights.
 
     Args:
-        recipe: of the run.
-        evaluators: of ``training.evaluate``.
+        recipe: recipe of the run.
+        evaluators: one evaluator per entry of ``training.evaluate``.
     """
-    assert len(evaluators) == len(recipe.training.evaluate), "training.evaluate is not open"
-    profile = recipe.training.profile
+    assert len(evaluators) == len(recipe.training.evaluate), "one evaluator per entry is needed"
+    config = recipe.training.profile
     return [
         FinishSaveHook(),
         GuardHook(),
         MetricsHook(),
         EvaluationHook([*split_losses(recipe), *evaluators]),
         BeginSaveHook(),
-        *([] if profile is None else [ProfileHook(profile)]),
+        *([] if config is None else [ProfileHook(config)]),
     ]
+
+
+class FinishSaveHook(Hook):
+    """Completes the open save once every rank has written and a step was finite."""
+
+    @override
+    def after_step(self, run: Run) -> None:
+        run.saver.step_decided(finite=run.decision.finite)
+        if run.saver.is_ready and not run.agreed.writing:
+            run.close_save()
+
+
+class GuardHook(Hook):
+    """Dumps each anomalous step, and rolls back or ends the run as the guard decided."""
+
+    def __init__(self) -> None:
+        # Update count of the last rollback's checkpoint. If it has not grown by the next rollback,
+        # no step could be applied in between.
+        self._updates_returned_to: int | None = None
+
+    @override
+    def after_step(self, run: Run) -> None:
+        if run.decision.reason is not None:
+            _dump(run)
+        if run.decision.action is Action.STOP:
+            give_up(run, run.decision)
+        if run.decision.action is Action.ROLL_BACK:
+            self._roll_back(run)
+
+    def _roll_back(self, run: Run) -> None:
+        """Load the newest good checkpoint, and continue with the data that follows.
+
+        The batches since the checkpoint, which include the offending ones, are not read again.
+        """
+        with run.pause():
+            run.close_save()
+            run.saver.wait()
+            no_progress = run.engine.updates == self._updates_returned_to
+            checkpoint = rollback_checkpoint(run.store, run.parallel_state, no_progress=no_progress)
+            if checkpoint is None:
+                give_up(run, run.decision)
+            position = run.resume(checkpoint)
+            assert position.guard is not None
+            run.guard.rolled_back(position.guard)
+            run.set_step(position.step)
+            run.saver.saved_step = position.step
+            self._updates_returned_to = position.updates
+        run.rewind_metrics()
+
+
+def give_up(run: Run, decision: StepDecision) -> NoReturn:
+    """End the run without saving by a UserError with the decision's reason."""
+    run.close_save()
+    newest = run.store.latest()
+    raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
+
+
+def _dump(run: Run) -> None:
+    last_sample = run.loader.consumed_samples - 1
+    event = {
+        "loss": run.agreed.loss,
+        "gradient_norm": run.agreed.gradient_norm,
+        "first_sample": last_sample + 1 - run.recipe.training.global_batch_size,
+        "last_sample": last_sample,
+        "lambda": lambdas(run.network, run.parallel_state),
+    }
+    norms, logits = run.engine.held_gradient_norms(), _largest_logits(run)
+    write_event(
+        Path(run.recipe.run_dir),
+        run.step,
+        run.decision,
+        event,
+        norms,
+        logits,
+        run.shards,
+        run.parallel_state,
+    )
+
+
+def _largest_logits(run: Run) -> dict[int, float]:
+    """Return the largest logit per layer on the last batch with the present weights.
+
+    If the step was applied, these are the weights after its update. Empty under context
+    parallelism, where queries meet the keys of other ranks only inside the kernels.
+    """
+    if run.parallel_state.context_size > 1:
+        return {}
+    with run.pause():
+        return largest_logits(run.network, lambda: run.forward(run.last_batch()))
+
+
+class MetricsHook(Hook):
+    """Records metrics and prints a line every ``training.log_interval`` steps."""
+
+    @override
+    def after_step(self, run: Run) -> None:
+        if run.step % run.recipe.training.log_interval and not run.is_at_last_step:
+            return
+        speed = run.progress.tokens_per_second(run.step)
+        values = run.values | {
+            "perf/tokens_per_second": speed,
+            **utilization(run.recipe, run.parallel_state.world_size, speed),
+            "mem/peak_gib": peak_memory() / 2**30,
+            "data/consumed_samples": run.loader.consumed_samples,
+            "data/consumed_tokens": run.loader.consumed_tokens,
+        }
+        others = (
+            lambdas(run.network, run.parallel_state)
+            | run.guard.metrics()
+            | run.clock.report(run.parallel_state)
+            | run.source_losses.report()
+        )
+        run.rank_record.reported(run.clock.slow_ranks)
+        run.write_metrics(values | others)
+        if run.parallel_state.is_main:
+            run.progress.print_step(run.step, values)
+
+
+class EvaluationHook(Hook):
+    """Measures held-out losses and the suites of ``training.evaluate`` at the steps they are due.
+
+    A run that received a stop signal before an evaluation or during it resumes at that step, and
+    first measures what is not recorded of it.
+
+    Args:
+        evaluators: all evaluators that may be due at a step.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        self._evaluators = evaluators
+
+    @override
+    def before_training(self, run: Run) -> None:
+        missing: list[Any] = [None]
+        if run.parallel_state.is_main:  # Only rank 0 has metrics.jsonl.
+            missing = [unrecorded_at(run.recipe, run.step, Path(run.recipe.run_dir))]
+        distributed.broadcast_object_list(missing, src=0)
+        self._evaluate(run, missing[0])
+
+    @override
+    def after_step(self, run: Run) -> None:
+        self._evaluate(run, due_at(run.recipe, run.step))
+
+    def _evaluate(self, run: Run, names: Collection[str]) -> None:
+        due = {each.name: each for each in self._evaluators if each.name in names}
+        run.unmeasured = tuple(due)
+        if not due or run.stopping:
+            return
+        with run.pause():
+            found = measure(
+                due.values(), run.network, run.parallel_state, lambda: _should_continue(run)
+            )
+        run.unmeasured = tuple(name for name in due if name not in found)
+        values = {name: value for each in found.values() for name, value in each.items()}
+        run.write_metrics(values)
+        for name, title in _PRINTED.items():
+            if name in values and run.parallel_state.is_main:
+                say(f"{title} {values[name]:.4f} at step {run.step}")
+            if not math.isfinite(values.get(name, 0.0)):
+                run.unsound = f"{title} is {values[name]}"
+
+
+def _should_continue(run: Run) -> bool:
+    """Return whether an evaluation continues, which it does until any rank must stop."""
+    agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
+    run.stopping = agreed.stop and run.unsound is None
+    run.watchdog.progress()
+    run.rank_record.at(run.step, run.recipe.run_dir)
+    return not run.stopping
+
+
+class BeginSaveHook(Hook):
+    """Saves every ``checkpoint.interval`` steps, again after a failure, and at the end."""
+
+    @override
+    def after_step(self, run: Run) -> None:
+        checkpoint = run.recipe.checkpoint
+        if run.step % checkpoint.interval and not run.saver.should_retry:
+            return
+        with run.pause():
+            run.close_save()
+            run.write_metrics(run.saver.start(run.position()))
+            if not checkpoint.asynchronous:
+                run.saver.wait()
+
+    @override
+    def after_training(self, run: Run) -> None:
+        # An evaluation after a restart can show that the saved weights are not usable.
+        if run.saver.saved_step != run.step or run.unsound is not None:
+            self._save_now(run)
+        run.saver.wait()
+        if run.stopping and not run.is_finished and run.parallel_state.is_main:
+            first = f", first with {', '.join(run.unmeasured)}" if run.unmeasured else ""
+            say(f"stop requested: saved step {run.step}; the same command resumes from it{first}")
+
+    def _save_now(self, run: Run) -> None:
+        with run.pause():
+            _check_sound(run)
+            run.saver.step_decided(finite=True)
+            run.close_save()
+            if run.saver.saved_step != run.step:
+                run.write_metrics(run.saver.save_now(run.position()))
+
+
+def _check_sound(run: Run) -> None:
+    """Refuse to save weights that the last update broke, as no later step would notice."""
+    if run.unsound is None and not math.isfinite(run.forward(run.last_batch()).loss):
+        run.unsound = "loss of the last batch after its update is not finite"
+    if run.unsound is not None:
+        give_up(run, StepDecision(False, Action.STOP, run.unsound, finite=False))
+
+
+class ProfileHook(Hook):
+    """Traces ``training.profile.steps`` steps from ``start`` on, once, on the configured ranks."""
+
+    def __init__(self, config: ProfileConfig) -> None:
+        self._config = config
+        self._profile: profile | None = None
+        self._is_done = False
+
+    @override
+    def before_training(self, run: Run) -> None:
+        self._begin_if_due(run)
+
+    @override
+    def after_step(self, run: Run) -> None:
+        if run.step + 1 >= self._config.start + self._config.steps:
+            self._end(run)
+        self._begin_if_due(run)
+
+    @override
+    def after_training(self, run: Run) -> None:
+        self._end(run)
+
+    def _begin_if_due(self, run: Run) -> None:
+        is_here = run.parallel_state.rank in self._config.ranks
+        if run.step + 1 != self._config.start or not is_here or self._profile or self._is_done:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def _end(self, run: Run) -> None:
+        if self._profile is None:
+            return
+        folder = Path(run.recipe.run_dir) / PROFILE
+        name = f"rank_{run.parallel_state.rank:05d}.step_{self._config.start:08d}"
+        with run.pause(), log_write_errors(folder):
+            self._profile.stop()
+            folder.mkdir(exist_ok=True)
+            if torch.cuda.is_available():
+                torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            # TensorBoard's profiler plugin looks for this ending.
+            self._profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
+            say(f"wrote the trace of steps {self._config.start} to {run.step} into {folder}")
+        self._profile, self._is_done = None, True

@@ -1,4 +1,4 @@
-"""The points of a run at which something else than training may be done."""
+"""The base class of hooks, and the registry of hooks from imported code."""
 
 from typing import TYPE_CHECKING
 
@@ -7,33 +7,34 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """What a run does beside its steps; subclass it and give it to ``train``.
+    """Base class for code that a run calls before, between and after its steps.
 
-    At each point every rank calls the same hooks in the same order: those of the run itself
-    (:func:`~diffmegatron.training.hooks.builtin_hooks.builtin_hooks`), then the user's as they were
-    given. So any hook may call collectives, as long as it does so on every rank; what is behind
-    ``run.parallel_state.is_main`` may not. An exception ends the run; a rank that raises alone
-    leaves the others waiting until the launcher or the watchdog ends them.
+    Pass instances of subclasses to ``train``. At each point every rank calls the same hooks in the
+    same order: the run's own (:func:`~diffmegatron.training.hooks.builtin_hooks.builtin_hooks`),
+    then the user's in the order given. A hook may therefore call collectives, but only outside
+    ``if run.parallel_state.is_main``. An exception ends the run; if one rank raises alone, the
+    others wait until the launcher or the watchdog ends them.
     """
 
     def before_training(self, run: "Run") -> None:
-        """Everything is loaded, and no step of this start is done."""
+        """Run once, after everything is loaded and before the first step of this start."""
 
     def after_step(self, run: "Run") -> None:
-        """Step ``run.step`` is done; after a rollback it is the step rolled back to."""
+        """Run after step ``run.step``; after a rollback that is the step rolled back to."""
 
     def after_training(self, run: "Run") -> None:
-        """The last step is done, or the run was asked to stop; not after an exception."""
+        """Run after the last step or a stop request, but not after an exception."""
 
 
 HOOKS: list[type[Hook]] = []
-"""Those of imported code, in the order of their registration."""
+"""Hook classes of imported code, in the order of their registration."""
 
 
 def register_hook(hook: type[Hook]) -> type[Hook]:
-    """Have every run call a hook, which is made without arguments; may decorate the class.
+    """Add a hook class, which is created without arguments, to every run; usable as a decorator.
 
-    For code that ``--import`` or a recipe's ``imports`` names: there nobody gives ``train`` hooks.
+    Meant for code that ``--import`` or a recipe's ``imports`` names, where no Python code can pass
+    hooks to ``train``.
     """
     if hook not in HOOKS:
         HOOKS.append(hook)

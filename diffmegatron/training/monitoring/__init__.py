@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, progress, time per phase, held-out measures."""
+"""Measurements of a run: metrics, progress, seconds per phase, held-out losses and suites."""

@@ -1,4 +1,4 @@
-"""When each measurement of a run is due, and which of them are recorded. Needs no torch."""
+"""Steps at which each measurement of a run is due, and those not recorded yet (no torch)."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ TEST = "test/loss"
 
 
 def suite_evaluator_name(suite: str) -> str:
-    """Return the name of a suite's evaluator, with which the names of its metrics begin."""
+    """Return the name of a suite's evaluator, which is the prefix of its metrics' names."""
     return f"eval/{suite}"
 
 
 def due_at(recipe: Recipe, step: int) -> list[str]:
-    """Return the names of the evaluators whose values belong to a step.
+    """Return the names of the evaluators that are due at a step.
 
-    Each is due at step 0, at the multiples of its interval and at the last step; the loss of the
-    test documents at the last step alone.
+    Each is due at step 0, at multiples of its interval and at the last step. The loss on the test
+    documents is due at the last step only.
     """
     training = recipe.training
     is_last = step >= training.total_steps
@@ -33,16 +33,16 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 
 
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
-    """Return the names of the evaluators due at a step without a value of it in ``metrics.jsonl``.
+    """Return the names of the evaluators due at a step without a value in ``metrics.jsonl``.
 
     Args:
-        recipe: of the run.
-        step: the newest one that ``metrics.jsonl`` has entries of.
-        run_dir: where the run is; it may have been moved.
+        recipe: recipe of the run.
+        step: newest step in ``metrics.jsonl``.
+        run_dir: present directory of the run, which may have been moved.
     """
     try:
         entries = newest_entries(run_dir)
-    except UserError:  # Nothing is recorded in it. A run sets it aside when it opens its metrics.
+    except UserError:  # Nothing can be read. The run sets such a file aside when it starts.
         entries = []
     recorded = [name for entry in entries if entry["step"] == step for name in entry]
     return [

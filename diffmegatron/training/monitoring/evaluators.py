@@ -1,4 +1,4 @@
-"""Measurements of a run beside its training loss: held-out losses and suites."""
+"""Measurements of a network during training: held-out losses, and the protocol for suites."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
@@ -16,10 +16,10 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """Measures a network that is being trained, and changes nothing of it.
+    """A measurement of a network during training that does not change it.
 
     Attributes:
-        name: of its metric, or the beginning of the names of its metrics, such as ``eval/recall``.
+        name: name of its metric, or the prefix of its metrics' names, such as ``eval/recall``.
     """
 
     name: str
@@ -27,19 +27,22 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """In parts of a forward pass or a few, which are the same on every rank.
+        """Measure in parts of one or a few forward passes, the same parts on every rank.
+
+        Yields:
+            After each part but the last.
 
         Returns:
-            Values by the names of metrics, one at least.
+            At least one value, by the name of its metric.
         """
 
 
-# From a recipe, before anything of it runs.
+# Opens the evaluators of a recipe before the run begins.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """Mean loss over the first global batches of the documents of a split."""
+    """The mean loss over the first global batches of a split's documents."""
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name
@@ -48,7 +51,7 @@ class _SplitLoss:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """A global batch at a time."""
+        """Measure one global batch per part."""
         training, losses = self._recipe.training, list[float]()
         loader = open_loader(self._recipe, parallel_state, self._split)
         for number in range(training.eval_batches):
@@ -58,7 +61,7 @@ class _SplitLoss:
                 loader.read_step(number * training.global_batch_size), parallel_state
             )
             loss = forward_only(network, batch, parallel_state)
-            # Ranks that differ in the last bits, or alone find a NaN, would decide differently.
+            # Ranks that differ in the last bit or in a NaN would decide differently.
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
@@ -66,7 +69,7 @@ class _SplitLoss:
 
 
 def split_losses(recipe: Recipe) -> list[Evaluator]:
-    """Return the evaluators of the held-out splits. Those of a recipe without any never are due."""
+    """Return the evaluators of the validation and test documents, due only if a recipe has them."""
     return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
 
@@ -74,15 +77,18 @@ def measure(
     due: Iterable[Evaluator],
     network: Network,
     parallel_state: ParallelState,
-    goes_on: Callable[[], bool],
+    should_continue: Callable[[], bool],
 ) -> dict[str, Values]:
-    """Return the values of evaluators by the evaluators' names, up to one that is broken off.
+    """Run evaluators until one is interrupted, and return the values of the complete ones.
 
     Args:
-        due: the evaluators.
-        network: this rank's.
-        parallel_state: where it stands.
-        goes_on: asked after every part; the same on all ranks.
+        due: evaluators to run.
+        network: network of this rank.
+        parallel_state: layout, and this rank's place in it.
+        should_continue: called after every part; returns the same on all ranks.
+
+    Returns:
+        Values of each complete evaluator by the evaluator's name.
     """
     found: dict[str, Values] = {}
     network.eval()
@@ -95,7 +101,7 @@ def measure(
                 except StopIteration as end:
                     found[evaluator.name] = end.value
                     parts = None
-                if not goes_on():
+                if not should_continue():
                     return found
     finally:
         network.train()

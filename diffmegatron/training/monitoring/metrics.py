@@ -1,30 +1,28 @@
-"""The numbers of a run: ``metrics.jsonl`` and TensorBoard events with the same names."""
+"""Metrics of a run: ``metrics.jsonl``, and TensorBoard events of the same names and values."""
 
-import io
 import json
 import logging
 import math
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import open_file, read_bytes, shown, write_durably
-from diffmegatron.training.monitoring.records import Records, dispensable
+from diffmegatron.training.monitoring.records import Records, log_write_errors
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-# No small file: a line at every step of a run of a million steps.
+# Large enough for one line per step over a million steps.
 _MAX_BYTES = 1 << 32
 
 Entry = dict[str, float]
@@ -33,51 +31,40 @@ _LINE_BEGINS = b'{"step": '
 
 
 class MetricsWriter:
-    """Appends to both. A resumed run continues them: what lies after its step is dropped.
+    """Appends metrics to both records; a resumed run drops the entries after its step.
 
-    Nothing that goes wrong with either ends the run.
+    No write error ends the run. Lines of ``metrics.jsonl`` that cannot be written are kept and
+    written later; TensorBoard events end at the first error, until the next start or rollback.
 
     Args:
-        run_dir: of the run.
-        last_step: entries of later steps are dropped; -1: all.
+        run_dir: directory of the run.
+        last_step: step of the newest entry to keep; -1 drops all.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
         self._path = run_dir / METRICS
         self._lines = Records(self._path)
-        # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
-        board = run_dir / TENSORBOARD
-        with dispensable(board):
-            board.mkdir(exist_ok=True)
-        self._board = Records(board / name)
-        self._board.append(_framed(Event(wall_time=time.time(), file_version="brain.Event:2")))
+        self._events = _TensorBoardEvents(run_dir / TENSORBOARD)
         self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Drop what lies after a step that the run has rolled back to."""
+        """Drop the entries after a step that the run has rolled back to."""
         self._lines.drop(lambda line: not _is_kept(_parsed(line), last_step))
-        with dispensable(self._path):
+        with log_write_errors(self._path):
             _drop_after(self._path, last_step)
-        start = SessionLog(status=SessionLog.START)
-        self._board.append(
-            _framed(Event(wall_time=time.time(), step=last_step + 1, session_log=start))
-        )
+        self._events.restart(last_step + 1)
 
     def close(self) -> None:
-        """Say what could not be written."""
+        """Close both records, and log the number of lines that could not be written."""
         self._lines.close()
-        self._board.close()
+        self._events.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step; those that are not finite are left out (JSON has none)."""
+        """Record the values of a step, except NaN and infinite ones, which JSON does not have."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         now = time.time()
         self._lines.append(_line({"step": step, "time": round(now, 3), **values}))
-        summary = Summary(
-            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        )
-        self._board.append(_framed(Event(wall_time=now, step=step, summary=summary)))
+        self._events.write(step, now, values)
 
     def __enter__(self) -> Self:
         return self
@@ -86,13 +73,50 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(run_dir: Path) -> list[Entry]:
-    """Every recorded entry of a run, oldest first; none if it has recorded nothing.
+class _TensorBoardEvents:
+    """TensorBoard's writer, which is dropped at the first error.
 
-    An unfinished last line is passed over, and so are damaged ones, with a warning.
+    Its thread ends when a write fails, and later calls raise the thread's error.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def restart(self, first_step: int) -> None:
+        """Open a new file of events, which hides earlier events from a step on."""
+        # The import takes most of a second, and readers of metrics do not need it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        with log_write_errors(self._folder):
+            self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """Write the values of a step at a time in seconds since 1970."""
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        with log_write_errors(self._folder):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step, walltime=seconds)
+            self._writer = writer
+
+    def close(self) -> None:
+        """Write pending events, and close the file."""
+        if self._writer is not None:
+            with log_write_errors(self._folder):
+                self._writer.close()
+            self._writer = None
+
+
+def read_metrics(run_dir: Path) -> list[Entry]:
+    """Return every entry of a run, oldest first; an empty list if nothing is recorded.
+
+    An unfinished last line is ignored. Damaged lines are ignored with a warning.
 
     Raises:
-        UserError: there is something of that name that cannot be read.
+        UserError: If ``metrics.jsonl`` exists and cannot be read.
     """
     path = run_dir / METRICS
     if not path.exists():
@@ -105,14 +129,15 @@ def read_metrics(run_dir: Path) -> list[Entry]:
 
 
 def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
-    """The last entries of a run, oldest first, however long it has been; damaged ones not.
+    """Return the last entries of a run, oldest first, without damaged ones.
 
     Args:
-        run_dir: of the run.
-        max_bytes: of the end of the file that is read, some hundred entries.
+        run_dir: directory of the run.
+        max_bytes: number of bytes to read at the end of the file; the default has some hundred
+            entries.
 
     Raises:
-        UserError: there is something of that name that cannot be read.
+        UserError: If ``metrics.jsonl`` exists and cannot be read.
     """
     path = run_dir / METRICS
     if not path.exists():
@@ -126,12 +151,12 @@ def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Leave the entries up to a step, and set aside a file that holds anything else.
+    """Truncate the file after the entries up to a step, or set a damaged file aside.
 
-    What lies after the step is cut off, which needs no space on the disk.
+    Truncating needs no space on the disk.
 
     Raises:
-        OSError: the file cannot be changed.
+        OSError: If the file cannot be changed.
     """
     if not os.path.lexists(path):
         return
@@ -143,7 +168,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
     content = b"".join(kept)
-    # An entry after the step is damaged if one that is kept follows: a step has changed.
+    # Steps increase, so an entry of a later step before a kept one has a damaged step.
     end = max((n for n, each in enumerate(entries, 1) if _is_kept(each, last_step)), default=0)
     damaged = sum(each is None for each in entries[end:]) + end - len(kept)
     damaged += not _LINE_BEGINS.startswith(unfinished[: len(_LINE_BEGINS)])
@@ -164,7 +189,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def _read_lines(path: Path) -> tuple[list[bytes], bytes]:
-    """The whole lines of a file, and what is left of one that was not finished."""
+    """Return the complete lines of a file, and the bytes after the last line end."""
     *lines, unfinished = read_bytes(path, max_bytes=_MAX_BYTES).split(b"\n")
     return [line + b"\n" for line in lines], unfinished
 
@@ -174,7 +199,7 @@ def _line(entry: Mapping[str, float]) -> bytes:
 
 
 def _parsed(line: bytes) -> Entry | None:
-    """The entry of a line; None: it is damaged."""
+    """Return the entry of a line; None if the line is damaged."""
     try:
         entry = _LINE.validate_json(line, strict=True)
     except ValidationError:
@@ -188,15 +213,8 @@ def _is_kept(entry: Entry | None, last_step: int) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give what has a name another that is free."""
+    """Rename a file of any type to a free name, and return that name."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged_{number}")):
         number += 1
     return path.rename(aside)
-
-
-def _framed(event: Event) -> bytes:
-    """An event as a file of events holds it, with its length and checksums."""
-    frame = io.BytesIO()
-    RecordWriter(frame).write(event.SerializeToString())
-    return frame.getvalue()

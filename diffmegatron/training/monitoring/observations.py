@@ -1,4 +1,4 @@
-"""What is read off a run beside its loss: lambda of every layer, memory, use of the GPUs."""
+"""Values read from a run beside its loss: lambda of every layer, memory, GPU utilization."""
 
 import resource
 
@@ -18,9 +18,9 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """lambda of every layer of the whole network, from the ranks of this pipeline.
+    """Return lambda of every layer of the whole network, gathered over the pipeline's ranks.
 
-    Where it depends on the token, its mean over the heads of this data-parallel rank.
+    If lambda depends on the token, the value is the mean over this data-parallel rank's heads.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:
@@ -35,26 +35,26 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
 
 
 def peak_memory() -> int:
-    """Bytes: the device's peak allocation, or the process's peak resident size on a CPU."""
+    """Return the peak bytes allocated on the GPU, or the peak resident bytes on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def device_name() -> str | None:
-    """What CUDA calls this rank's GPU; None on a CPU."""
+    """Return CUDA's name of this rank's GPU; None on a CPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def utilization(recipe: Recipe, ranks: int, tokens_per_second: float) -> dict[str, float]:
-    """``perf/mfu``: the share of the GPUs' peak that the model's FLOPs take.
+    """Return ``perf/mfu``, the model's FLOPs as a share of the GPUs' bf16 peak.
 
-    Nothing on a CPU, on a GPU whose peak is not known, or in float32, whose peak is another.
+    Empty on a CPU, on a GPU whose peak is not in the table, and in float32.
 
     Args:
-        recipe: of the run.
-        ranks: of the run, a GPU each.
-        tokens_per_second: of the whole run.
+        recipe: recipe of the run.
+        ranks: number of ranks, with one GPU each.
+        tokens_per_second: speed of the whole run.
     """
     name = device_name()
     accelerator = None if name is None else find_accelerator(name)

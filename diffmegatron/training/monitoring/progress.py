@@ -1,4 +1,4 @@
-"""The console line of a run, and its clock."""
+"""The console line of a run, and the measurement of its speed."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 
 class Progress:
-    """Prints percent, step, tokens, loss, speed and time left; a plain line, also into a log."""
+    """Prints percent, step, tokens, loss, speed and time left as plain lines."""
 
     def __init__(self, first_step: int, total_steps: int, tokens_per_step: int) -> None:
         self._total_steps = total_steps
@@ -15,19 +15,19 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Speed since the last call, and the start of the next measurement."""
+        """Return the speed since the last call, and restart the measurement."""
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)
         return (step - marked_step) * self._tokens_per_step / (now - marked_time)
 
     def skip(self, seconds: float) -> None:
-        """Leave a pause (evaluation, saving) out of the speed."""
+        """Leave a pause, such as an evaluation or a save, out of the measured speed."""
         step, marked_time = self._marked
         self._marked = (step, marked_time + seconds)
 
-    def line(self, step: int, values: dict[str, float]) -> None:
-        """Print the line of a step."""
+    def print_step(self, step: int, values: dict[str, float]) -> None:
+        """Print the line of a step from its metrics."""
         first_step, first_time = self._first
         per_step = (time.perf_counter() - first_time) / max(1, step - first_step)
         left = timedelta(seconds=round(per_step * (self._total_steps - step)))
@@ -47,7 +47,7 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Print a line of a run at once; lost where it cannot be (a full disk, a reader that left)."""
+    """Print a line at once; drop it if standard output is closed or its disk is full."""
     with suppress(OSError):
         print(text, file=sys.stdout, flush=True)
 

@@ -1,4 +1,4 @@
-"""Metrics, events and other records: a failure to write them is logged and never ends training."""
+"""Writing of metrics, events and other records: an error is logged and never ends training."""
 
 import logging
 import os
@@ -12,16 +12,16 @@ from diffmegatron.files import reason, shown
 
 log = logging.getLogger(__name__)
 
-# Records of hours: a run's entry of metrics has about a kilobyte.
+# Several hours of records: an entry of metrics has about a kilobyte.
 _KEPT = 10_000
 
 
 @contextmanager
-def dispensable(path: Path) -> Iterator[None]:
-    """Around the writing of a file that a run can do without: a failure is said, and passed over.
+def log_write_errors(path: Path) -> Iterator[None]:
+    """Log an OSError of the writing inside, and let the run continue.
 
     Args:
-        path: of the file, for the sentence.
+        path: file or folder to name in the log.
     """
     try:
         yield
@@ -30,10 +30,10 @@ def dispensable(path: Path) -> Iterator[None]:
 
 
 class Records:
-    """A file that a run appends to.
+    """A file that a run appends to, with a buffer for records that cannot be written.
 
-    Records that cannot be written (a full disk) are kept, the newest 10,000 of them, and written
-    as soon as they can be. The log has one line when that begins and one when it ends.
+    While writing fails (a full disk), the newest 10,000 records are kept, and written as soon as
+    possible. The log has one line when that begins and one when it ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Records:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write a record whole, after those that are still to be written; or keep it."""
+        """Write pending records and this one, or keep it pending."""
         self._lost += len(self._pending) == _KEPT
         self._pending.append(record)
         try:
@@ -54,12 +54,12 @@ class Records:
             self._recovered()
 
     def drop(self, is_unwanted: Callable[[bytes], bool]) -> None:
-        """Give up records that are not yet written and are no longer wanted."""
+        """Discard pending records that are no longer wanted."""
         wanted = [record for record in self._pending if not is_unwanted(record)]
         self._pending = deque(wanted, maxlen=_KEPT)
 
     def close(self) -> None:
-        """Try once more, and say what was never written."""
+        """Try to write pending records once more, and log the number that is lost."""
         with suppress(OSError):
             self._write()
         if lost := self._lost + len(self._pending):
@@ -68,8 +68,8 @@ class Records:
     def _write(self) -> None:
         if not self._pending:
             return
-        # Opened each time: a file that was removed is made again, a folder that was is noticed.
-        # Without O_NONBLOCK a FIFO would be waited for.
+        # Open the file each time, to recreate a removed file and to notice a removed folder.
+        # O_NONBLOCK makes opening a FIFO fail instead of wait.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, 0o666)
         try:
@@ -95,11 +95,7 @@ class Records:
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:
-    """All of a record at the end of a file, or nothing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Append a whole record to a file, or raise an OSError and leave the file unchanged."""
     status = os.fstat(descriptor)
     left = memoryview(record)
     try:

@@ -1,4 +1,4 @@
-"""The training loss of each source of a mixture, and the tokens that it is the mean of."""
+"""The training loss of each source of a mixture, and its number of counted tokens."""
 
 from pathlib import PurePath
 
@@ -14,14 +14,14 @@ SOURCE_LOSS, SOURCE_TOKENS = "train/loss/", "train/loss_tokens/"
 
 
 class SourceLosses:
-    """Adds up losses and tokens by source, from one report to the next.
+    """Sums of losses and tokens by source between two reports.
 
-    Each rank adds up what it sees, on its device and without waiting for it; the ranks meet in the
-    report. Where there is one source, whose loss is the run's, nothing is added and reported.
+    Each rank adds up its own tokens on its device without synchronization; the report reduces over
+    the ranks. With one source nothing is summed, because its loss is the run's.
 
     Args:
         data: the ``data`` section.
-        parallel_state: where this rank stands.
+        parallel_state: layout, and this rank's place in it.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -31,19 +31,19 @@ class SourceLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the steps since the last report."""
-        # Losses and tokens of each source, and what the microbatches of this step add.
+        """Discard the steps since the last report."""
+        # Losses and tokens of each source, [2, sources]; _step holds those of the open step.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )
         self._step: list[Tensor] = []
 
     def add(self, batch: Batch, losses: Tensor) -> None:
-        """A microbatch of the step under way.
+        """Add a microbatch of the open step.
 
         Args:
-            batch: this rank's part of it.
-            losses: of its tokens, ``[b, s]``, without a gradient.
+            batch: this rank's share of the microbatch.
+            losses: losses of its tokens [b, s], detached.
         """
         if batch.sources is None:
             return
@@ -52,18 +52,18 @@ class SourceLosses:
         self._step.append(counted.sum(dim=2, dtype=torch.float64) @ is_of.double())
 
     def step_done(self, *, finite: bool) -> None:
-        """The step is over; where it was not finite, its losses do not count."""
+        """Close the step; its losses count only if it was finite."""
         for sums in self._step if finite else ():
             self._sums += sums
         self._step = []
 
     def report(self) -> dict[str, float]:
-        """Of the steps since the last report, with all ranks; the same on every rank.
+        """Return the values since the last report; called on all ranks, the same on every rank.
 
         Returns:
-            ``train/loss_tokens/SOURCE``, the tokens that counted in the loss, and, where there were
-            any, ``train/loss/SOURCE``, their mean loss. A source is called by the end of its path
-            that no other has.
+            ``train/loss_tokens/SOURCE``, the number of counted tokens, and, if that is not 0,
+            ``train/loss/SOURCE``, their mean loss. SOURCE is the shortest end of the source's path
+            that identifies it.
         """
         if len(self._names) == 1:
             return {}

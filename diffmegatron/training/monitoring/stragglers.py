@@ -1,4 +1,4 @@
-"""How long each phase of a step takes, and on which rank longest."""
+"""The duration of each phase of a step, and the rank on which it is longest."""
 
 import statistics
 import time
@@ -13,20 +13,20 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Those in which a rank works by itself; in the last one it waits for the others.
+# Number of leading phases in which a rank does not wait for others, as it does in "update".
 _OWN = 2
-# What the slowest of equal machines differ by from the usual one is less.
+# Machines of one kind differ by less than this factor.
 _SLOWER = 1.5
 
 
 class PhaseClock:
-    """Adds up this rank's seconds in each phase.
+    """Sums of this rank's seconds in each phase, by the host's clock.
 
-    By the host's clock: on a GPU a phase is the time to enqueue its work, and the waiting falls
-    into the phase that reads a value, ``update``.
+    On a GPU a phase lasts as long as enqueuing its work. The wait for the device is part of the
+    phase that reads a value, ``update``.
 
     Attributes:
-        slow_ranks: of the last report, those whose own work took 1.5 times the median of all.
+        slow_ranks: ranks of the last report whose own work took more than 1.5 times the median.
     """
 
     def __init__(self) -> None:
@@ -36,22 +36,22 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside as the phase's, under whose name a profile has it too."""
+        """Add the time inside to the phase, and mark it in a profile."""
         started = time.perf_counter()
         with record_function(phase):
             yield
         self._seconds[phase] += time.perf_counter() - started
 
     def step_done(self) -> None:
-        """Another step is in the sums."""
+        """Count a step of the sums."""
         self._steps += 1
 
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
-        """Of each phase since the last report, with all ranks: the slowest rank, its seconds.
+        """Return the slowest rank of each phase since the last report; called on all ranks.
 
         Returns:
-            ``perf/PHASE_seconds_slowest``, the mean over the steps on the rank where it is
-            greatest, and ``perf/PHASE_slowest_rank``.
+            ``perf/PHASE_seconds_slowest``, the mean seconds per step on the slowest rank, and
+            ``perf/PHASE_slowest_rank``.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
@@ -61,7 +61,7 @@ class PhaseClock:
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
-        if parallel_state.pipeline_size == 1:  # where every rank has as much to do
+        if parallel_state.pipeline_size == 1:  # Pipeline stages differ in their work.
             self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)
         report = {}
@@ -72,6 +72,6 @@ class PhaseClock:
 
 
 def slow(seconds: Sequence[float]) -> tuple[int, ...]:
-    """The ranks that take 1.5 times the median of all."""
+    """Return the ranks that take more than 1.5 times the median of all."""
     usual = statistics.median(seconds)
     return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

@@ -1,4 +1,4 @@
-"""The metrics of a run at Weights & Biases, beside its own files."""
+"""Metrics of a run in Weights & Biases, beside the run's own files."""
 
 import importlib.util
 import logging
@@ -14,17 +14,13 @@ from diffmegatron.files import read_text, write_durably
 
 log = logging.getLogger(__name__)
 
-# What W&B calls the run, so that a resumed one goes on in the same place.
+# File with the run's id at W&B, by which a resumed run continues there.
 RUN_ID = "wandb_id"
 _MAX_ID_BYTES = 64
 
 
 def check_installed(config: WandbConfig | None) -> None:
-    """Check that the recipe's W&B can be had, before anything runs.
-
-    Raises:
-        UserError: it is asked for and not installed.
-    """
+    """Raise a UserError if the recipe uses W&B and the package is not installed."""
     if config is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             f"training.wandb names project {config.project!r} and the package wandb is not "
@@ -33,7 +29,7 @@ def check_installed(config: WandbConfig | None) -> None:
 
 
 class WandbWriter:
-    """Sends what a run records, each value with its ``step``; no failure of it ends the run."""
+    """Writer that sends metrics with their ``step``; an error of W&B never ends the run."""
 
     def __init__(self, recipe: Recipe, config: WandbConfig) -> None:
         self._recipe, self._config = recipe, config
@@ -53,14 +49,14 @@ class WandbWriter:
                 dir=str(run_dir),
                 config=self._recipe.model_dump(mode="json"),
             )
-            # Not W&B's own count, which cannot go back as a run does that is rolled back.
+            # W&B's own step counter cannot decrease, which a rollback needs.
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # of a service: nothing that a training should end for
+        except Exception as error:  # Any failure of the service must not end the training.
             self._give_up("begin", error)
         return self
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
+        """Send the metrics of a step."""
         if self._run is None:
             return
         try:

@@ -1,1 +1,1 @@
-"""What a run keeps of itself: saving, and going on from what was saved."""
+"""Saving a run while it trains, and resuming it from a checkpoint."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and how its ranks take it over."""
+"""Selection of the checkpoint that a run resumes from, and its loading by all ranks."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 def starting_checkpoint(
     store: CheckpointStore, recipe: Recipe, parallel_state: ParallelState
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, or None for a new run.
+    """Return the checkpoint to resume from, or None for a new run.
 
     Raises:
-        UserError: there are checkpoints but the recipe does not resume, or is another run's, or
-            none of them is good.
+        UserError: If there are checkpoints but ``checkpoint.resume`` is false, they are of another
+            run, or none is intact.
     """
     if store.steps() and not recipe.checkpoint.resume:
         raise UserError(
@@ -44,17 +44,17 @@ def starting_checkpoint(
         )
     checkpoint = newest_good(store, parallel_state)
     if checkpoint is not None:
-        _check_goes_on(checkpoint)
+        _check_has_optimizer(checkpoint)
         check_same_run(checkpoint.directory, checkpoint.recipe, recipe)
         _check_not_past(checkpoint, recipe)
     return checkpoint
 
 
-def _check_goes_on(checkpoint: Checkpoint) -> None:
+def _check_has_optimizer(checkpoint: Checkpoint) -> None:
     if checkpoint.is_weights_only:
         raise UserError(
-            f"{checkpoint.directory} has weights and no optimizer state, so no run goes on from "
-            "it; name it as checkpoint.start_from, and give another run_dir"
+            f"{checkpoint.directory} has weights and no optimizer state, so no run can resume from "
+            "it; set checkpoint.start_from to it, and give another run_dir"
         )
 
 
@@ -71,7 +71,7 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
     """Open a checkpoint on all ranks, each of which verifies its share of the files.
 
     Raises:
-        UserError: on every rank, the first problem that any of them has with it.
+        UserError: On every rank, the first problem that any rank found.
     """
     problem = None
     try:
@@ -85,17 +85,18 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint of which every byte is as it was written, found by all ranks together.
+    """Return the newest checkpoint whose bytes all match their hashes; called on all ranks.
 
-    Damaged ones are reported and the next older is tried.
+    Damaged checkpoints are logged, and the next older one is tried.
 
     Args:
-        store: of the run.
-        parallel_state: the ranks.
-        before: only checkpoints of earlier steps count; None: all.
+        store: checkpoints of the run.
+        parallel_state: layout of the ranks.
+        before: upper bound (exclusive) of the steps to try; None for all.
 
     Raises:
-        UserError: there are checkpoints, and none is good. To start over silently would be worse.
+        UserError: If there are checkpoints and none is intact, because starting over without
+            notice would lose the run.
     """
     steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
     for step in reversed(steps):
@@ -113,7 +114,7 @@ def newest_good(
 
 
 def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
-    """Those that rank 0 sees, on every rank."""
+    """Return, on every rank, the steps of the checkpoints that rank 0 sees."""
     steps: list[list[int]] = [[]]
     problem = None
     try:
@@ -126,17 +127,16 @@ def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
     return steps[0]
 
 
-def return_point(
+def rollback_checkpoint(
     store: CheckpointStore, parallel_state: ParallelState, *, no_progress: bool
 ) -> Checkpoint | None:
-    """The checkpoint that a rollback goes to, found by all ranks together.
+    """Return the checkpoint to roll back to, found by all ranks together.
 
     Args:
-        store: of the run.
-        parallel_state: the ranks.
-        no_progress: no step could be applied since the last rollback. An older checkpoint is taken
-            then, if there is one, and the one rolled back to keeps its files under a name that no
-            start finds.
+        store: checkpoints of the run.
+        parallel_state: layout of the ranks.
+        no_progress: whether no step was applied since the last rollback. If so, an older
+            checkpoint is used, if there is one, and the newest is renamed so that no start uses it.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -151,15 +151,15 @@ def return_point(
 
 
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
-    """One line where the recipe's ``data.sources`` are not those that the position was saved with.
+    """Describe a change of ``data.sources`` since the checkpoint in one line; None without change.
 
     Args:
-        before: the loader's state in the checkpoint; None: a new run.
-        now: the opened loader's.
+        before: state of the loader in the checkpoint; None for a new run.
+        now: state of the opened loader.
     """
     if before is None:
         return None
-    # The saved one has been through JSON, which knows no tuples.
+    # The saved state has been through JSON, which turns tuples into lists.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -176,22 +176,22 @@ def load_snapshot(
     """Restore weights, optimizer and random states from a checkpoint of any layout.
 
     Returns:
-        Position: where the run is.
+        Position of the run in its training.
 
     Raises:
-        UserError: the checkpoint is damaged or of another model.
+        UserError: If the checkpoint is damaged or of another model.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
     engine.restore(state["updates"])
     if state["world_size"] == parallel_state.world_size:
         file = rank_file(parallel_state.rank)
-        seeded = restore_random_states(lambda name: tensors.extra(file, name))
-        if seeded and parallel_state.is_main:
+        not_restored = restore_random_states(lambda name: tensors.extra(file, name))
+        if not_restored and parallel_state.is_main:
             log.warning(
                 "the checkpoint was written on another kind of device: the random states %s start "
-                "from training.seed; weights, optimizer and the order of the data are its own",
-                ", ".join(seeded),
+                "from training.seed; weights, optimizer and data order are restored",
+                ", ".join(not_restored),
             )
     return Position(state["step"], state["updates"], state["data"], state["guard"])
 
@@ -201,22 +201,22 @@ def read_fragments(
     kinds: Sequence[str],
     engine: ZeroEngine,
     shards: ParameterShards,
-    is_left: Callable[[str], bool] = lambda name: False,
+    should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Fill what this rank owns of the optimizer and the weights with a checkpoint's tensors.
+    """Copy a checkpoint's tensors into this rank's fragments of the optimizer and the weights.
 
     Args:
-        tensors: of the checkpoint.
-        kinds: which of every tensor; of one that is frozen, the weight alone.
-        engine: the optimizer.
-        shards: of its parameters.
-        is_left: says of a tensor, by its name, that it stays as it is.
+        tensors: tensors of the checkpoint.
+        kinds: kinds of values to read: weight and moments. A frozen parameter has only its weight.
+        engine: optimizer to fill.
+        shards: shards of its parameters.
+        should_skip: returns, by the name of a tensor, whether to leave it unchanged.
     """
     for fragment in engine.fragments():
         wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}
         for piece in pieces_of(shards[fragment.parameter], fragment.start, wanted):
             shard = piece.shard
-            if is_left(shard.name):
+            if should_skip(shard.name):
                 continue
             for kind, values in piece.tensors.items():
                 box = tensors.box(kind, shard.name, shard.offset, shard.shape)

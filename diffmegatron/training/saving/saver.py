@@ -1,11 +1,10 @@
-"""Saves while training goes on: the run waits for a copy into host memory, a thread writes it.
+"""Asynchronous saves: the run waits for a copy into host memory, and a thread writes the copy.
 
-A save counts when every rank has written, a later step has shown its weights to be sound, and
-rank 0 has renamed the directory. That is at the first step with a finite loss and gradient norm at
-which the ranks agree that none writes any more (the flag travels in the all-reduce of
-:mod:`~diffmegatron.training.compute.agreement`). Until then nobody is told of a checkpoint.
-Weights that an update has wrecked give a step that is not finite, and are never what a run goes
-back to.
+A save becomes a checkpoint when every rank has written its file, a later step has shown the weights
+to be sound, and rank 0 has renamed the directory. This happens at the first step with finite loss
+and gradient norm at which no rank writes any more; the ranks exchange that flag in the all-reduce
+of :mod:`~diffmegatron.training.compute.agreement`. Weights that an update broke lead to a step that
+is not finite, so a run never rolls back to them.
 """
 
 import errno
@@ -27,7 +26,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import HeldFolder, shown
 from diffmegatron.optim.zero import ZeroEngine
-from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.launcher import LaunchEnvironment
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.saving.save_time import save_warnings
@@ -35,24 +34,25 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# A save that failed is tried again at the next steps this often, then at the next interval.
+# Number of immediate retries of a failed save; then the next interval tries again.
 _RETRIES = 2
 
 
 class Saver:
-    """One rank's part in the saves of a run. Every method is called by all ranks alike.
+    """One rank's part in the saves of a run; all ranks call the same methods.
 
     Args:
-        store: of the run.
-        engine: the optimizer.
-        shards: of its parameters.
-        recipe: of the run.
-        parallel_state: the ranks.
-        saved_step: of the checkpoint that the run resumes from; None: it is new.
-        run_dir: the folder in which the run began, on rank 0; None on the others.
+        store: checkpoints of the run.
+        engine: optimizer to save.
+        shards: shards of its parameters.
+        recipe: recipe of the run.
+        parallel_state: layout, and this rank's place in it.
+        launch: environment of this rank, with Slurm's time limits.
+        saved_step: step of the checkpoint that the run resumes from; None for a new run.
+        run_dir: directory in which the run began, on rank 0; None on the others.
 
     Attributes:
-        saved_step: of the newest checkpoint known to count; None: there is none.
+        saved_step: step of the newest checkpoint; None if there is none.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Saver:
         shards: ParameterShards,
         recipe: Recipe,
         parallel_state: ParallelState,
+        launch: LaunchEnvironment,
         saved_step: int | None,
         run_dir: HeldFolder | None,
     ) -> None:
         self.saved_step = saved_step
         self._store, self._engine, self._shards, self._run_dir = store, engine, shards, run_dir
-        self._recipe, self._parallel_state = recipe, parallel_state
+        self._recipe, self._parallel_state, self._launch = recipe, parallel_state, launch
         self._copy = HostCopy()
         self._write: _Write | None = None
         self._pruning: threading.Thread | None = None
@@ -80,34 +81,34 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's thread is still at it."""
+        """Whether this rank's thread still writes."""
         return self._write is not None and self._write.is_alive()
 
     @property
     def is_open(self) -> bool:
-        """Whether a save has begun whose end the ranks have not agreed on."""
+        """Whether a save has begun that is neither a checkpoint yet nor failed."""
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
-        """Another step is done, with the weights of the open save or later ones."""
+        """Note whether a step was finite, with the weights of the open save or later ones."""
         self._sound = self._sound or finite
 
     @property
     def is_ready(self) -> bool:
-        """Whether the open save may count as soon as all ranks have written."""
+        """Whether the open save becomes a checkpoint as soon as all ranks have written."""
         return self.is_open and self._sound
 
     @property
-    def is_due_again(self) -> bool:
-        """Whether the last save failed and is to be tried again."""
+    def should_retry(self) -> bool:
+        """Whether the last save failed and should be tried again."""
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Begin to save; returns metrics when it has failed already.
+        """Begin to save, and return metrics only if that fails.
 
         Raises:
-            UserError: ``run_dir`` was moved or removed. A new folder of its name has none of what
-                was saved, and no lock.
+            UserError: If ``run_dir`` was moved or removed. A new folder of that name would have
+                neither the earlier checkpoints nor the lock.
         """
         assert not self.is_open
         self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
@@ -131,7 +132,7 @@ class Saver:
                 thread.join()
 
     def close(self) -> dict[str, float]:
-        """End the open save: make it count if its weights are known to be sound, else drop it."""
+        """Complete the open save if its weights are known to be sound, or else drop it."""
         if not self.is_open:
             return {}
         if self._sound:
@@ -139,7 +140,7 @@ class Saver:
         position = self._position
         assert position is not None
         self.wait()
-        fail_together(None)  # the other ranks may still write into the directory
+        fail_together(None)  # Other ranks may still write into the directory.
         if self._parallel_state.is_main:
             self._store.abandon(position.step)
             log.warning("checkpoint of step %d dropped: no later step was finite", position.step)
@@ -147,10 +148,10 @@ class Saver:
         return {}
 
     def settle(self) -> dict[str, float]:
-        """Wait for this rank's thread, then with all ranks make the save count or report it failed.
+        """Wait for all ranks' threads, then complete the save or report that it failed.
 
         Returns:
-            The save's metrics.
+            Metrics of the save.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -176,7 +177,7 @@ class Saver:
         now = time.perf_counter()
         if self._parallel_state.is_main:
             say(f"saved {self._store.path(position.step)}")
-            self._warn(now - self._started)
+            self._warn_if_slow(now - self._started)
             self._begin_pruning(position.step)
         return {
             "ckpt/stall_seconds": self._stalled + now - waiting,
@@ -186,10 +187,10 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save and wait until it counts; returns the save's metrics.
+        """Save, wait for completion, and return the metrics of the save.
 
         Raises:
-            UserError: it failed every time it was tried.
+            UserError: If every try failed.
         """
         self._failed_in_a_row = 0
         while True:
@@ -198,11 +199,11 @@ class Saver:
                 values = self.settle()
             if self._failed_in_a_row == 0:
                 return values
-            if not self.is_due_again:
+            if not self.should_retry:
                 raise UserError(self._problem)
 
     def _check_run_dir(self, step: int) -> None:
-        # Where a disk fails for now this save fails too, and is tried again.
+        # If the disk fails for a moment, this save fails too and is tried again.
         if self._run_dir is not None and not self._run_dir.is_in_place():
             run_dir = self._store.directory.parent
             raise UserError(
@@ -220,22 +221,22 @@ class Saver:
             log.error("checkpoint of step %d failed: %s", position.step, problem)
         return {"ckpt/failed": self._failed}
 
-    def _warn(self, seconds: float) -> None:
-        """Say once if Slurm leaves no time for a save."""
+    def _warn_if_slow(self, seconds: float) -> None:
+        """Log each warning about Slurm's time limits once."""
         margin = self._recipe.checkpoint.time_limit_margin
-        for kind, warning in save_warnings(seconds, read_launch(), margin).items():
+        for kind, warning in save_warnings(seconds, self._launch, margin).items():
             if kind not in self._warned:
                 log.warning("%s", warning)
             self._warned.add(kind)
 
     def _begin_pruning(self, saved_step: int) -> None:
-        """In a thread: to unlink gigabytes takes as long as to copy them off the device."""
+        """Remove old checkpoints in a thread, as unlinking gigabytes takes seconds."""
         keep_last = self._recipe.checkpoint.keep_last
         if keep_last is None:
             return
         if self._pruning is not None:
             self._pruning.join()
-        # No daemon: a run that ends waits for it.
+        # The thread is not a daemon, so that the end of the process waits for it.
         self._pruning = threading.Thread(
             target=self._prune, args=(saved_step, keep_last), name="checkpoint-prune"
         )
@@ -243,7 +244,7 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # The run has rolled back what lies beyond this save, or it is damaged.
+            # Checkpoints of later steps are damaged, or the run rolled back before them.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -251,20 +252,20 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call on this rank (if ``only``), and raise everywhere if it failed anywhere."""
+        """Call a function on this rank if ``only``, and raise on all ranks if it failed on one."""
         problem = None
         try:
             if only:
                 function(*arguments)
         except UserError as error:
             problem = str(error)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # Any exception must end all ranks together.
             problem = f"cannot write the checkpoint in {self._store.directory}: {error}"
         fail_together(problem)
 
 
 class _Write(threading.Thread):
-    """Writes one rank's file; afterwards either ``entry`` or ``problem`` is there."""
+    """A thread that writes one rank's file, and then sets either ``entry`` or ``problem``."""
 
     def __init__(self, path: Path, copy: HostCopy) -> None:
         super().__init__(name="checkpoint-write", daemon=True)
@@ -273,21 +274,21 @@ class _Write(threading.Thread):
         self.problem: str | None = None
 
     def run(self) -> None:
-        """The thread's work."""
+        """Write the file."""
         try:
             self.entry = write_pieces(self._path, *self._copy.tensors)
-        except Exception as error:  # reported by the main thread, on all ranks
-            self.problem = self._said(error)
+        except Exception as error:  # The main thread raises it on all ranks.
+            self.problem = self._describe(error)
 
-    def _said(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         if not isinstance(error, OSError):
             return f"cannot write {self._path}: {error}"
-        said = f"cannot write {self._path}: {error.strerror}"
+        description = f"cannot write {self._path}: {error.strerror}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return said
+            return description
         tensors, _ = self._copy.tensors
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        # What is written of it so far goes when the save is given up.
+        # The bytes written so far are freed when the save is abandoned.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written
-        return f"{said}; it needs {needed} bytes and its disk has {free} free"
+        return f"{description}; it needs {needed} bytes and its disk has {free} free"

@@ -1,7 +1,7 @@
-"""A run at a step, as this rank holds it, into host memory.
+"""Copies of this rank's weights, optimizer and random states in host memory, for a checkpoint.
 
-See :mod:`diffmegatron.checkpoint.checkpoint_format` for the files,
-:mod:`~diffmegatron.training.saving.resume` for the way back.
+:mod:`diffmegatron.checkpoint.checkpoint_format` describes the files, and
+:mod:`~diffmegatron.training.saving.resume` reads them.
 """
 
 import torch
@@ -16,10 +16,10 @@ ParameterShards = dict[torch.nn.Parameter, list[Shard]]
 
 
 class HostCopy:
-    """This rank's tensors in host memory, in buffers that serve one save after the other.
+    """Host buffers for this rank's tensors, reused by every save.
 
-    New memory for every save would cost more than the copy: each page is faulted in, and pinned
-    where there is a GPU.
+    Allocating new memory would take longer than the copy: the operating system maps each page, and
+    CUDA pins it.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class HostCopy:
         self._description = ""
 
     def take(self, engine: ZeroEngine, shards: ParameterShards) -> None:
-        """Copy what this rank saves; training may go on when this returns."""
+        """Copy the tensors that this rank saves; training may continue on return."""
         pieces = [
             piece
             for fragment in engine.fragments()
@@ -38,7 +38,7 @@ class HostCopy:
         for name, values in tensors.items():
             if name not in self._buffers:
                 pinned = values.device.type == "cuda"
-                # Frozen weights come in the network's dtype.
+                # Frozen weights have the network's dtype.
                 dtype = torch.float32 if values.is_floating_point() else values.dtype
                 self._buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=pinned
@@ -49,5 +49,5 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """What :func:`~diffmegatron.checkpoint.sharded.write_pieces` takes."""
+        """Arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`."""
         return self._buffers, self._description

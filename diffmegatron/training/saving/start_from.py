@@ -1,4 +1,4 @@
-"""A new run that starts with another's weights: the next stage of a training."""
+"""Start of a new run from another run's weights, such as the next stage of a training."""
 
 from pathlib import Path
 
@@ -21,11 +21,14 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """The checkpoint whose weights a new run starts with, or None; found by all ranks together.
+    """Open the checkpoint whose weights a new run starts with; None if the recipe has none.
+
+    Called on all ranks.
 
     Raises:
-        UserError: ``checkpoint.start_from`` is no checkpoint and holds none, or is damaged, or its
-            network or tokenizer is another, or not the one that its attention was made for.
+        UserError: If ``checkpoint.start_from`` has no intact checkpoint, or its network or
+            tokenizer does not fit the recipe, or its weights are not those that
+            ``model.attention`` was made for.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -39,10 +42,10 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
-    """``start``, or where that holds the stages of a recipe the folder of the last, on every rank.
+    """Return the ``run_dir`` of the last stage if ``start`` holds stages of a recipe, else itself.
 
     Raises:
-        UserError: there are several last stages.
+        UserError: If there are several last stages.
     """
     found, problem = [start], None
     if parallel_state.is_main:
@@ -56,7 +59,7 @@ def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
-    """Refuse heads that were selected on another model, where the kind builds on this one's."""
+    """Refuse attention whose heads were selected on other weights than the source's."""
     is_foundation = source.recipe.model.attention.kind != attention.kind
     made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
     if None not in (made_for, found) and made_for != found:
@@ -70,10 +73,10 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 def load_weights(
     source: Checkpoint, recipe: Recipe, engine: ZeroEngine, shards: ParameterShards
 ) -> None:
-    """Take over the weights and nothing else: Adam's moments and the data start over.
+    """Load weights only; optimizer moments and data start from the beginning.
 
-    What the recipe's kind of attention has and the checkpoint's has not keeps its initial values,
-    and so do LoRA's matrices.
+    Parameters that the checkpoint's kind of attention does not have, and new LoRA matrices, keep
+    their initial values.
     """
 
     def is_new(name: str) -> bool:

@@ -121,7 +121,7 @@ def test_a_gradient_that_comes_in_parts_is_summed_after_the_last(monkeypatch):
 def test_a_gradient_that_comes_after_its_sum_began_is_an_error(monkeypatch):
     training = Training(monkeypatch)
     training.step(times=1)
-    with pytest.raises(UserError, match=r"a gradient of last\.weight came .*overlap_gradients"):
+    with pytest.raises(UserError, match=r"a gradient of last\.weight arrived .*overlap_gradients"):
         training.step(times=2)
 
 

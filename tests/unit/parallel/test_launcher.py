@@ -87,9 +87,7 @@ def test_a_rank_without_a_gpu_is_one_sentence(environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with (
-        pytest.raises(
-            UserError, match=r"LOCAL_RANK 4 where 4 GPUs are to be seen; .* LOCAL_RANK 0"
-        ),
+        pytest.raises(UserError, match=r"LOCAL_RANK 4, but 4 GPUs are visible; .* LOCAL_RANK 0"),
         default_group(),
     ):
         pass

@@ -34,6 +34,6 @@ def test_states_of_another_kind_of_device_stay_as_seeded(saved_bytes, own_bytes,
 
 def test_a_state_of_another_size_is_a_sentence_and_sets_nothing():
     before = torch.get_rng_state()
-    with pytest.raises(UserError, match=r"random\.cpu has 3 bytes and this torch's \d+"):
+    with pytest.raises(UserError, match=r"random\.cpu has 3 bytes and this torch version's \d+"):
         restore_random_states(lambda name: torch.zeros(3, dtype=torch.uint8))
     assert torch.equal(torch.get_rng_state(), before)

