@@ -8,7 +8,7 @@ seconds, and a mistake in an argument needs none of them.
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
@@ -98,6 +98,9 @@ def evaluate(
     haystack: str | PathLike[str] | None = None,
     data_dir: str | PathLike[str] | None = None,
     settings: Sequence[str] = (),
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    batch_tokens: int | None = None,
 ) -> Path:
     """Measure models on suites, side by side; called again, it goes on where it was.
 
@@ -109,6 +112,9 @@ def evaluate(
         haystack: text to hide needles in.
         data_dir: folder with the files of published data sets.
         settings: ``SUITE.KEY=VALUE``.
+        dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
+        device: ``auto`` is a GPU where there is one.
+        batch_tokens: largest number of tokens of a batch of texts; by default it suits the device.
 
     Returns:
         The report.
@@ -120,6 +126,7 @@ def evaluate(
     read_launch()
     with importing_engines():
         from diffmegatron.evaluation.evaluate import evaluate as run
+        from diffmegatron.evaluation.model import Computing
 
     given = {
         "data": tuple(data) or None,
@@ -127,4 +134,6 @@ def evaluate(
         "data_dir": data_dir and Path(data_dir),
     }
     options = {name: value for name, value in given.items() if value is not None}
-    return run([Path(target) for target in targets], suites, Path(out), options, settings)
+    folders = [Path(target) for target in targets]
+    computing = Computing(dtype, device, batch_tokens)
+    return run(folders, suites, Path(out), options, settings, computing)

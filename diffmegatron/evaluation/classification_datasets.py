@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Generation, LabelTree
 from diffmegatron.evaluation.suite import Item
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import parse_json, read_bytes, shown
@@ -143,17 +143,6 @@ def check_tasks(names: Sequence[str], data_dir: Path) -> None:
             TASKS[name].examples(data_dir, split)
 
 
-class Node(dict[int, "Node"]):
-    """What may follow in the tree of labels, by token; at an end, the label."""
-
-    label: str | None = None
-
-    @property
-    def depth(self) -> int:
-        """Tokens to its farthest end."""
-        return 1 + max(each.depth for each in self.values()) if self else 0
-
-
 @dataclass(frozen=True)
 class Prompt:
     """What questions share that come after the same examples.
@@ -166,7 +155,20 @@ class Prompt:
 
     digest: str
     prefix: list[int] = field(repr=False)
-    labels: Node = field(repr=False)
+    labels: LabelTree = field(repr=False)
+
+    def request(self, question: Sequence[int]) -> Generation:
+        """Return the request for the most likely label after a question."""
+        ids = [*self.prefix, *question]
+        return Generation(ids, self.labels.depth, shared=len(self.prefix), labels=self.labels)
+
+    def label(self, tokens: Sequence[int]) -> str:
+        """Return the label of an answer."""
+        node = self.labels
+        for token in tokens:
+            node = node[token]
+        assert node.label is not None
+        return node.label
 
 
 class Questions:
@@ -217,7 +219,7 @@ class Questions:
         ]
 
 
-def label_tree(labels: Sequence[str], target: Target) -> Node:
+def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
     """Every label's tokens after ``Type:``, from the root on.
 
     A label whose tokens begin another's ends with the separator, as it does in prompts.
@@ -231,30 +233,11 @@ def label_tree(labels: Sequence[str], target: Target) -> Node:
             f"the tokenizer of {target.name} does not tell the labels apart: two have the same "
             "tokens, or one has none"
         )
-    ending, root = tuple(target.encode(SEPARATOR)), Node()
+    ending, root = tuple(target.encode(SEPARATOR)), LabelTree()
     for label, own in ids.items():
         begins = any(other[: len(own)] == own for other in ids.values() if other != own)
         node = root
         for token in (*own, *ending) if begins else own:
-            node = node.setdefault(token, Node())
+            node = node.setdefault(token, LabelTree())
         node.label = label
     return root
-
-
-def choose(model: Model, prompt: Prompt, question: Sequence[int]) -> str:
-    """The label that the model likes best token by token, of those that still match.
-
-    Raises:
-        NotFiniteError: a logit is not.
-    """
-    node, path = prompt.labels, list(question)
-    while node:
-        if len(node) == 1:
-            (token,) = node
-        else:
-            allowed = sorted(node)
-            token = allowed[int(model.logits_after(prompt.prefix, path)[allowed].argmax())]
-        path.append(token)
-        node = node[token]
-    assert node.label is not None
-    return node.label

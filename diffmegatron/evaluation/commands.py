@@ -1,7 +1,7 @@
 """``diffmegatron evaluate``: suites on models; ``compare``: what runs recorded, side by side."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -36,6 +36,17 @@ def evaluate(
         list[str] | None,
         typer.Option("--set", metavar="SUITE.KEY=VALUE", help="A setting of a suite"),
     ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of weights; auto: that of the files on a GPU, float32 on a CPU"),
+    ] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one")
+    ] = "auto",
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens of a batch  [default: auto]"),
+    ] = None,
 ) -> None:
     """Measure models on suites, side by side. Run again, it goes on where it was.
 
@@ -48,10 +59,12 @@ def evaluate(
 
     launch = read_launch()
     from diffmegatron.evaluation.evaluate import evaluate as run
+    from diffmegatron.evaluation.model import Computing
 
     given = {"data": tuple(data or ()) or None, "haystack": haystack, "data_dir": data_dir}
     options = {name: value for name, value in given.items() if value is not None}
-    report = run(targets, suite.split(","), out, options, set_ or [])
+    computing = Computing(dtype, device, batch_tokens)
+    report = run(targets, suite.split(","), out, options, set_ or [], computing)
     if launch.rank == 0:
         print(f"wrote {report}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, joined
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
     Measured,
@@ -36,6 +36,7 @@ def evaluate(
     out: Path,
     options: Mapping[str, Any],
     settings: Sequence[str],
+    computing: Computing | None = None,
 ) -> Path:
     """Run suites on targets, or go on where a killed process stopped, and write the report.
 
@@ -47,6 +48,7 @@ def evaluate(
         out: directory of the results, made where missing.
         options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
         settings: ``SUITE.KEY=VALUE``.
+        computing: device, dtype and size of batches; by default those that suit the machine.
 
     Returns:
         ``report.html``.
@@ -55,6 +57,7 @@ def evaluate(
         UserError: a target is no model, a suite cannot be asked of it, data are missing, ``out``
             holds results of something else, or a path is not UTF-8.
     """
+    computing = computing or Computing()
     check_utf8(*paths, out, *(Path(path) for path in _given(options)))
     with joined() as ranks, _alone(out) if ranks.is_main else nullcontext():
         ranks.meet()
@@ -64,11 +67,11 @@ def evaluate(
         _check(suites, targets)
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
         for target in targets:
-            model = Model(target)
+            model = Model(target, computing)
             for suite in suites:
                 measured[suite.name][target.name] = _run(suite, model, out, ranks)
         if ranks.is_main:
-            outcome = make_outcome(suites, targets, measured)
+            outcome = make_outcome(suites, targets, measured, computing)
             write_outcome(out, outcome, suites, measured)
         return out / REPORT
 
@@ -112,6 +115,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         "items": digest(items),
         "weights": target.fingerprint,
     }
+    if not suite.reads_runs:
+        header["dtype"] = model.computing.dtype_of(target)
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Before the hours that the rest may take, not after.
         check_records(file.records.values(), suite.means)
@@ -157,12 +162,10 @@ def _ask(
     if ranks.is_main:
         name = f"{suite.name}, {pass_name}," if pass_name else suite.name
         progress = _Progress(f"{name} on {model.target.name}", len(items), len(left), count)
-    for item in own:
-        try:
-            record = suite.score(model, item)
-        except NotFiniteError as error:
-            record = {NOT_FINITE: str(error)}
-        file.add(item.key, record)
+    for key, record in suite.scores(model, own):
+        if isinstance(record, NotFiniteError):
+            record = {NOT_FINITE: str(record)}
+        file.add(key, record)
         if ranks.is_main:
             progress.advance()
     file.gather([item.key for item in items])

@@ -5,14 +5,12 @@ What imports this imports lm-eval (the extra ``evaluation``).
 
 import io
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lm_eval.tasks
-import torch
 from datasets import Dataset
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -24,6 +22,7 @@ from transformers import AutoTokenizer
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.multiple_choice import Row
+from diffmegatron.evaluation.requests import Scored, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 
@@ -138,34 +137,36 @@ class Network(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
         """Of continuations: the logarithm, and whether the likeliest token is always the next."""
-        # Continuations that differ in their last token alone need one prediction.
-        keys = [(self._inputs(*each), len(each[2])) for each in requests]
-        unlike = list(dict.fromkeys(keys))
-        logits = self._model.last_logits(*zip(*unlike, strict=True))
-        likely = {key: each.log_softmax(-1) for key, each in zip(unlike, logits, strict=True)}
-        found = []
-        for key, ((_context, continuation), _before, after) in zip(keys, requests, strict=True):
-            wanted = torch.tensor(after)
-            likelihood = float(likely[key].gather(1, wanted[:, None]).double().sum())
-            if not math.isfinite(likelihood):
-                raise NotFiniteError(
-                    f"the likelihood of {clipped(repr(continuation))} is not finite"
-                )
-            found.append((likelihood, bool((likely[key].argmax(-1) == wanted).all())))
-        return found
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for number, request in enumerate(requests):
+            by_context.setdefault(self._shortened(*request), []).append(number)
+        asked = [
+            Scoring(context, [requests[number][2] for number in numbers])
+            for context, numbers in by_context.items()
+        ]
+        found: dict[int, tuple[float, bool]] = {}
+        places = list(by_context.values())
+        for place, answer in self._model.answers(asked):
+            if isinstance(answer, NotFiniteError):
+                raise answer
+            scored = cast(list[Scored], answer)
+            for number, (nats, likeliest) in zip(places[place], scored, strict=True):
+                found[number] = (-float(nats.double().sum()), bool(likeliest.all()))
+        return [found[number] for number in range(len(requests))]
 
-    def _inputs(
+    def _shortened(
         self, strings: tuple[str, str], before: list[int], after: list[int]
     ) -> tuple[int, ...]:
-        """What the network is given: all but the last id, as many as its context takes."""
+        """Return the end of a context that fits into the network beside a continuation."""
         if len(after) > self._max_length:
             raise UserError(
                 f"the choice {clipped(repr(strings[1]))} has {len(after)} tokens of "
                 f"{self._model.target.name}, whose context is {self._max_length:,}"
             )
-        ids = (*before, *after)
-        self.cut += len(ids) > self._max_length + 1
-        return ids[-(self._max_length + 1) : -1]
+        # Nothing follows the last token, which the network does not read.
+        room = self._max_length + 1 - len(after)
+        self.cut += len(before) > room
+        return (*before[-room:],)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Not asked by any task of multiple choice."""

@@ -6,7 +6,7 @@ the work of several.
 
 import re
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from diffmegatron.config.evaluate_config import EvaluateConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.answers import WrittenText, check_finite
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
 from diffmegatron.evaluation.targets import Target
@@ -209,29 +210,39 @@ class _RunModel(Model):
         super().__init__(target)
         self._sharded, self._parallel_state = network, parallel_state
 
-    def losses(self, ids: Sequence[int]) -> Tensor:
-        """As :class:`Model`."""
-        losses = token_losses(self._sharded, self._batch(ids[:-1], ids[1:]), self._parallel_state)
-        losses = losses[0, : len(ids) - 1].cpu()
-        bad = (~losses.isfinite()).nonzero()
-        if len(bad):
-            raise NotFiniteError(f"the loss of token {int(bad[0]) + 1} of {len(ids)} is not finite")
-        return losses
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """As :class:`Model`, but one at a time and without a cache.
 
-    def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
-        """As :class:`Model`, without a cache: every token takes a forward pass of all before."""
-        tokenizer, found = self.target.tokenizer, list[int]()
-        while True:
-            before = [*ids, *found]
+        Every new token takes a forward pass of all before it.
+        """
+        for number, request in enumerate(requests):
+            if isinstance(request, Scoring):
+                yield number, self._score(request)
+            else:
+                yield number, self._generate(request)
+
+    def _score(self, request: Scoring) -> list[Scored] | NotFiniteError:
+        found = []
+        for continuation in request.continuations:
+            ids = [*request.context, *continuation]
+            losses = token_losses(
+                self._sharded, self._batch(ids[:-1], ids[1:]), self._parallel_state
+            )
+            nats = losses[0, len(request.context) - 1 : len(ids) - 1].cpu()
+            found.append(Scored(nats, torch.empty(0, dtype=torch.bool)))
+        return check_finite(found, len(request.context))
+
+    def _generate(self, request: Generation) -> list[int] | NotFiniteError:
+        text = WrittenText(request)
+        while not text.has_ended:
+            before = [*request.ids, *text.found]
             after = next_tokens(self._sharded, self._batch(before, before), self._parallel_state)
             token = int(after[0, len(before) - 1])
             if token < 0:
-                raise NotFiniteError(f"a logit after {len(before)} tokens is not finite")
-            if token == tokenizer.end_of_document:
-                return found
-            found.append(token)
-            if len(found) == limit or (stop and stop in tokenizer.decode(found[-4 * len(stop) :])):
-                return found
+                text.fail()
+            else:
+                text.add(token, self.target.tokenizer)
+        return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
         """A text on this rank, with tokens at its end that no other sees.

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
-from diffmegatron.errors import UserError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import clipped, parse_json, shown
 
@@ -118,7 +119,10 @@ class _Folder(Judge):
                 f"{len(ids):,} with {self._tokens:,} to answer it; give a smaller "
                 "hallucination.context or another judge"
             )
-        return target.tokenizer.decode(self._model.greedy(ids, self._tokens))
+        ((_, answer),) = self._model.answers([Generation(ids, self._tokens)])
+        if isinstance(answer, NotFiniteError):
+            raise answer
+        return target.tokenizer.decode(cast(list[int], answer))
 
     def _in_chat(self, question: str) -> list[int] | None:
         tokenizer = self._chat

@@ -1,53 +1,102 @@
-"""A target's network in memory, and what suites ask of it."""
+"""A target's network in memory, which answers the requests of suites in batches."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.answers import generate, score
+from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
+from diffmegatron.evaluation.requests import Answer, Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 from diffmegatron.hf.modeling import register
 
-# Positions whose logits exist at once.
-_LOGITS_AT_ONCE = 1024
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+# Of a batch where none are given. On a CPU longer batches gain nothing; on a GPU a batch that does
+# not fit is halved.
+_CPU_TOKENS, _GPU_TOKENS = 2048, 65_536
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Where networks compute, in what precision, and how many tokens at a time.
+
+    Attributes:
+        dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
+        device: ``auto`` is a GPU where there is one.
+        batch_tokens: largest number of tokens of a batch, padding and tokens to come counted; a
+            longer text is a batch of its own. None: 2,048 on a CPU, 65,536 on a GPU.
+
+    Raises:
+        UserError: there is no GPU and ``device`` is one.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda needs a GPU, and torch finds none; give --device cpu")
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether networks are on a GPU."""
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+
+    @property
+    def tokens(self) -> int:
+        """Largest number of tokens of a batch."""
+        return self.batch_tokens or (_GPU_TOKENS if self.is_gpu else _CPU_TOKENS)
+
+    def dtype_of(self, target: Target) -> str:
+        """Name of the dtype that a target's weights have in memory."""
+        if self.dtype != "auto":
+            return self.dtype
+        in_files = getattr(target.config, "dtype", None) or torch.float32
+        return str(in_files).removeprefix("torch.") if self.is_gpu else "float32"
 
 
 class Model:
-    """The network of a target, as ``transformers`` computes it; loaded when it is first asked.
+    """The network of a target, as ``transformers`` computes it, loaded at the first use.
 
     Args:
-        target: what it is of.
+        target: whose network it is.
+        computing: device, dtype and size of batches.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
+        self.computing = computing or Computing()
+        self._batch_tokens = self.computing.tokens
         # Tokens, and their keys and values.
-        self._prefix: tuple[list[int], Cache] | None = None
+        self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property
     def network(self) -> PreTrainedModel:
-        """For evaluation: on a GPU in the dtype of its files, on a CPU in float32.
-
-        No code of its folder is run.
+        """The network in evaluation mode. No code of its folder is run.
 
         Raises:
             UserError: the folder holds no whole model.
         """
         register()
         transformers_logging.disable_progress_bar()
-        is_gpu, folder = torch.cuda.is_available(), self.target.folder
+        folder = self.target.folder
         config = self.target.config
         try:
             network, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype="auto" if is_gpu else torch.float32,
+                dtype=getattr(torch, self.computing.dtype_of(self.target)),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -62,7 +111,7 @@ class Model:
             raise UserError(
                 f"{shown(folder)} does not load as a whole model: {clipped(str(problems))}"
             )
-        return network.to("cuda" if is_gpu else "cpu").eval()
+        return network.to("cuda" if self.computing.is_gpu else "cpu").eval()
 
     @property
     def device(self) -> torch.device:
@@ -73,133 +122,123 @@ class Model:
         """Token ids as the network takes them, int64 [1, s]."""
         return torch.tensor(ids, dtype=torch.int64, device=self.device)[None]
 
-    @torch.no_grad()
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Answer requests in batches of similar lengths, the longest first.
+
+        A batch that does not fit into the GPU's memory is halved, and those after it are as small.
+
+        Args:
+            requests: in any order.
+
+        Yields:
+            The number of a request and its answer, batch by batch.
+
+        Raises:
+            UserError: a single request does not fit into the memory.
+        """
+        sizes = _sizes(requests)
+        # What is shared is computed once for all of a group.
+        order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))
+        left = deque(order)
+        while left:
+            batch = [left.popleft()]
+            while left and self._fits([sizes[number] for number in (*batch, left[0])]):
+                batch.append(left.popleft())
+            answers = self._answers_of([requests[number] for number in batch])
+            tokens = _tokens([sizes[number] for number in batch])
+            if answers is not None:
+                yield from zip(batch, answers, strict=True)
+            elif len(batch) > 1:
+                self._batch_tokens = tokens // 2
+                left.extendleft(reversed(batch))
+            else:
+                raise UserError(
+                    f"a request of {tokens:,} tokens to {self.target.name} does not fit into the "
+                    "GPU's memory; give --dtype bfloat16, shorter texts, or a larger GPU"
+                )
+
     def losses(self, ids: Sequence[int]) -> Tensor:
         """Negative log-likelihoods of ``ids[1:]`` in nats, each given all before it: float32 [s-1].
 
-        Logits exist for 1,024 positions at once where the network's last layer is a projection of
-        hidden states and nothing more, which is tried first; else for all.
-
         Raises:
             NotFiniteError: one is not.
         """
-        batch = self.batch(ids)
-        wanted = batch[0, 1:]
-        if self._ends_in_projection:
-            hidden = self.network.base_model(batch[:, :-1], use_cache=False).last_hidden_state[0]
-            project = self.network.get_output_embeddings()
-            parts = zip(hidden.split(_LOGITS_AT_ONCE), wanted.split(_LOGITS_AT_ONCE), strict=True)
-            losses = torch.cat([_cross_entropy(project(part), to) for part, to in parts])
-        else:
-            losses = _cross_entropy(self.network(batch[:, :-1], use_cache=False).logits[0], wanted)
-        bad = (~losses.isfinite()).nonzero()
-        if len(bad):
-            raise NotFiniteError(f"the loss of token {int(bad[0]) + 1} of {len(ids)} is not finite")
-        return losses.cpu()
-
-    @torch.no_grad()
-    def last_logits(self, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
-        """What may follow each of the last ids of every text: logits [count, vocab_size], float32.
-
-        What the texts begin with alike is computed once, and the rest of all at once.
-
-        Args:
-            texts: token ids.
-            counts: how many ids of each.
-        """
-        shared = 0
-        if len(texts) > 1:
-            before = (len(ids) - count for ids, count in zip(texts, counts, strict=True))
-            shared = min(_shared(texts), *before)
-        cache = None
-        if shared:
-            first = self.network(self.batch(texts[0][:shared]), use_cache=True, logits_to_keep=1)
-            cache = first.past_key_values
-            cache.batch_repeat_interleave(len(texts))
-        longest = max(map(len, texts))
-        # Of a token that is there already: one whose numbers are not finite would spoil the others.
-        rows = [[*ids[shared:], *[ids[-1]] * (longest - len(ids))] for ids in texts]
-        keep = max(longest - len(ids) + count for ids, count in zip(texts, counts, strict=True))
-        step = self.network(
-            torch.tensor(rows, dtype=torch.int64, device=self.device),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=keep,
-        )
-        logits = step.logits.float().cpu()
-        places = (keep - (longest - len(ids)) for ids in texts)
-        return [
-            row[place - count : place]
-            for row, place, count in zip(logits, places, counts, strict=True)
-        ]
-
-    @torch.no_grad()
-    def greedy(self, ids: Sequence[int], limit: int, stop: str | None = None) -> list[int]:
-        """What the model continues ``ids`` with, the likeliest token each time.
-
-        Ends before the end of a document, after ``limit`` tokens, or with ``stop`` in the text.
-
-        Raises:
-            NotFiniteError: a logit is not.
-        """
-        tokenizer = self.target.tokenizer
-        # A character has four tokens at most.
-        tail = 4 * len(stop or "")
-        step = self.network(self.batch(ids), use_cache=True, logits_to_keep=1)
-        found: list[int] = []
-        while True:
-            logits = step.logits[0, -1]
-            if not logits.isfinite().all():
-                raise NotFiniteError(f"a logit after {len(ids) + len(found)} tokens is not finite")
-            token = int(logits.argmax())
-            if token == tokenizer.end_of_document:
-                return found
-            found.append(token)
-            if len(found) == limit or (stop and stop in tokenizer.decode(found[-tail:])):
-                return found
-            step = self.network(
-                self.batch([token]), past_key_values=step.past_key_values, use_cache=True
-            )
-
-    @torch.no_grad()
-    def logits_after(self, prefix: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """What may follow ``prefix`` and then ``ids``: logits [vocab_size], float32.
-
-        The keys and values of the prefix are kept for the next call with the same one.
-
-        Raises:
-            NotFiniteError: one is not.
-        """
-        if self._prefix is None or self._prefix[0] != prefix:
-            first = self.network(self.batch(prefix), use_cache=True, logits_to_keep=1)
-            self._prefix = (list(prefix), first.past_key_values)
-        cache = self._prefix[1]
-        step = self.network(
-            self.batch(ids), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        cache.crop(-len(ids))
-        logits: Tensor = step.logits[0, -1].float()
-        if not logits.isfinite().all():
-            raise NotFiniteError(f"a logit after {len(prefix) + len(ids)} tokens is not finite")
-        return logits.cpu()
+        ((_, answer),) = self.answers([Scoring(ids[:1], [ids[1:]])])
+        if isinstance(answer, NotFiniteError):
+            raise answer
+        (scored,) = cast(list[Scored], answer)
+        return scored.nats
 
     @cached_property
-    def _ends_in_projection(self) -> bool:
-        """Whether the logits are the projected hidden states: some families scale or cap them."""
-        project = self.network.get_output_embeddings()
-        if project is None:
+    def _batched(self) -> BatchedNetwork:
+        return BatchedNetwork(self.network, self.target.start)
+
+    def _fits(self, batch: Sequence["_Size"]) -> bool:
+        """Whether requests may be one batch, the last of which was not in it before."""
+        if batch[-1].group != batch[0].group:
             return False
-        batch = self.batch([self.target.start] * 4)
-        hidden = self.network.base_model(batch, use_cache=False).last_hidden_state
-        logits = self.network(batch, use_cache=False).logits
-        return torch.allclose(project(hidden).float(), logits.float(), equal_nan=True)
+        if batch[0].is_generation and not self._batched.keeps_all_tokens:
+            return False
+        return _tokens(batch) <= self._batch_tokens
+
+    def _answers_of(self, batch: Sequence[Request]) -> Sequence[Answer] | None:
+        """Answers to the requests of a batch; None if the GPU's memory is too small."""
+        try:
+            if isinstance(batch[0], Scoring):
+                return score(self._batched, cast(Sequence[Scoring], batch))
+            return generate(
+                self._batched,
+                cast(Sequence[Generation], batch),
+                self.target.tokenizer,
+                self._read_prefix,
+            )
+        except torch.OutOfMemoryError:
+            self._prefix = None
+        torch.cuda.empty_cache()
+        return None
+
+    def _read_prefix(self, ids: Sequence[int]) -> Rows:
+        """Return a row with these tokens; the last one is kept for the next batch."""
+        if self._prefix is None or self._prefix[0] != ids:
+            self._prefix = None
+            rows = self._batched.with_cache(1, len(ids))
+            self._batched.read(rows, [ids])
+            self._prefix = (list(ids), rows)
+        return self._prefix[1]
 
 
-def _shared(texts: Sequence[Sequence[int]]) -> int:
-    """How many ids the texts begin with alike."""
-    columns = zip(*texts, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+class _Size(NamedTuple):
+    """The size of a request.
+
+    Attributes:
+        group: number of those that can be in one batch: all scoring, or generation after the same
+            shared tokens.
+        is_generation: whether it is generation.
+        rows: that it takes of a batch.
+        length: of its longest row, tokens to come counted.
+    """
+
+    group: int
+    is_generation: bool
+    rows: int
+    length: int
 
 
-def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
+def _sizes(requests: Sequence[Request]) -> list[_Size]:
+    groups: dict[tuple[int, ...] | None, int] = {}
+    found = []
+    for request in requests:
+        if isinstance(request, Scoring):
+            group = groups.setdefault(None, len(groups))
+            longest = len(request.context) + max(map(len, request.continuations))
+            rows = len({(*each[:-1],) for each in request.continuations})
+            found.append(_Size(group, False, rows, longest))
+        else:
+            group = groups.setdefault((*request.ids[: request.shared],), len(groups))
+            found.append(_Size(group, True, 1, len(request.ids) + request.limit))
+    return found
+
+
+def _tokens(batch: Sequence[_Size]) -> int:
+    """Tokens of a batch, padding and tokens to come counted."""
+    return sum(size.rows for size in batch) * max(size.length for size in batch)

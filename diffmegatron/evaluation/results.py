@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
+from diffmegatron.evaluation.model import Computing
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
@@ -32,6 +33,7 @@ def make_outcome(
     suites: Sequence[Suite],
     targets: Sequence[Target],
     measured: Mapping[str, Mapping[str, Measured]],
+    computing: Computing,
 ) -> Outcome:
     """Everything the reports say, as JSON holds it.
 
@@ -39,12 +41,15 @@ def make_outcome(
         suites: that were run.
         targets: on which.
         measured: by the names of suite and target.
+        computing: device and dtype.
     """
     networks = not all(suite.reads_runs for suite in suites)
     same = not networks or have_one_tokenizer(targets)
     return {
-        "made": _made(),
-        "targets": {target.name: _described(target, networks) for target in targets},
+        "made": _made(computing),
+        "targets": {
+            target.name: _described(target, computing if networks else None) for target in targets
+        },
         "suites": {suite.name: _outcome_of(suite, measured[suite.name], same) for suite in suites},
     }
 
@@ -86,9 +91,9 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
     return drawn
 
 
-def _made() -> dict[str, Any]:
+def _made(computing: Computing) -> dict[str, Any]:
     """Return when, on what and with what the results were made."""
-    is_gpu = torch.cuda.is_available()
+    is_gpu = computing.is_gpu
     return {
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": torch.cuda.get_device_name() if is_gpu else f"a CPU ({platform.machine()})",
@@ -97,17 +102,16 @@ def _made() -> dict[str, Any]:
     }
 
 
-def _described(target: Target, network: bool) -> dict[str, Any]:
+def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
+    """Return what a target is, and of its network where it computes."""
     described = {"path": str(target.path), "weights": target.fingerprint}
-    if not network:
+    if computing is None:
         return described
     context = None if math.isinf(target.context) else target.context
-    in_files = str(getattr(target.config, "dtype", None) or "float32").removeprefix("torch.")
     return described | {
         "model_type": target.config.model_type,
         "context": context,
-        # As Model loads it.
-        "dtype": in_files if torch.cuda.is_available() else "float32",
+        "dtype": computing.dtype_of(target),
     }
 
 

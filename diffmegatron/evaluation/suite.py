@@ -6,11 +6,14 @@ report are the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from diffmegatron.errors import NotFiniteError
+from diffmegatron.evaluation.asking import run_askings
+from diffmegatron.evaluation.requests import Asking
 from diffmegatron.section import Section, Size
 
 if TYPE_CHECKING:
@@ -134,13 +137,41 @@ class Suite(Section, ABC):
         """Items that only the records of all others make known; by default none."""
         return ()
 
-    @abstractmethod
+    def ask(self, target: "Target", item: Item) -> Asking:
+        """Yield requests to the model, receive their answers, and return the record of an item.
+
+        The requests of many items are answered in batches. Suites that look into the network
+        define :meth:`score` instead, for one item at a time.
+        """
+        raise NotImplementedError(f"suite {self.name!r} defines neither ask nor score")
+
     def score(self, model: "Model", item: Item) -> Record:
-        """What an item came to, the same whenever and in whatever order it is asked.
+        """Return the record of an item, the same whenever and in whatever order it is scored.
 
         Raises:
             NotFiniteError: the model's numbers are not finite.
         """
+        ((_, record),) = run_askings(model, [(item.key, self.ask(model.target, item))])
+        if isinstance(record, NotFiniteError):
+            raise record
+        return record
+
+    def scores(
+        self, model: "Model", items: Sequence[Item]
+    ) -> Iterator[tuple[str, Record | NotFiniteError]]:
+        """Yield the key of each item with its record, or with the reason why it has none.
+
+        Items of :meth:`ask` come in the order in which the model finishes them.
+        """
+        if type(self).score is Suite.score:
+            asked = ((item.key, self.ask(model.target, item)) for item in items)
+            yield from run_askings(model, asked)
+            return
+        for item in items:
+            try:
+                yield item.key, self.score(model, item)
+            except NotFiniteError as error:
+                yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
         """An item's share of every measure that it has a part in."""

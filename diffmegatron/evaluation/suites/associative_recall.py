@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import plot_curves
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Scoring
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import first_texts
@@ -67,17 +67,14 @@ class AssociativeRecall(Suite):
             found.append(Item(f"{source}/{len(found)}", len(ids), ids))
         return found
 
-    def score(self, model: Model, item: Item) -> Record:
-        """The pairs, and how many of their values are the likeliest token."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the number of pairs, and of values that are the likeliest token."""
         ids = item.content
         half = len(ids) // 2
-        # Of the last half of the tokens but one, the first and every second are keys.
-        (logits,) = model.last_logits([ids[:-1]], [half - 1])
-        keys = logits[::2]
-        if not keys.isfinite().all():
-            raise NotFiniteError("a logit after a key is not finite")
-        right = sum(int(keys[n].argmax()) == ids[half + 2 * n + 1] for n in range(len(keys)))
-        return {"pairs": len(keys), "right": right}
+        # The first token of the second half is a key, and every second one after it.
+        ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
+        right = scored.likeliest[::2]
+        return {"pairs": len(right), "right": int(right.sum())}
 
     def means(self, record: Record) -> dict[str, Mean]:
         """Accuracy over all pairs, and over those of texts with as many pairs."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from diffmegatron.evaluation.document_datasets import Passage, read_passages
 from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Generation
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -115,15 +115,15 @@ class Hallucination(Suite):
             return []
         return [Item(f"judged by {judge.name}/{record['item']}", 0, record) for record in records]
 
-    def score(self, model: Model, item: Item) -> Record:
-        """What was written, from which document; or what the judge says of it."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the text and the document that it is about; or the judge's verdict on it."""
         if isinstance(item.content, dict):
             return self._judged(item.content)
         name, parts = item.content
         passage = Passage(*parts)
-        ids, document = self._prompt(model.target, passage)
-        tokens = model.greedy(ids, self.answer_tokens, stop=_END)
-        text = model.target.tokenizer.decode(tokens).split(_END)[0].strip()
+        ids, document = self._prompt(target, passage)
+        (tokens,) = yield [Generation(ids, self.answer_tokens, (_END,))]
+        text = target.tokenizer.decode(tokens).split(_END)[0].strip()
         return {"task": name, **passage._replace(document=document)._asdict(), "text": text}
 
     def means(self, record: Record) -> dict[str, Mean]:

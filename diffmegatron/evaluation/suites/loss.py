@@ -11,7 +11,7 @@ from pydantic import Field
 
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import place_legend
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Scoring
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts, named_paths
@@ -85,20 +85,22 @@ class Loss(Suite):
         powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
         return [*powers, full]
 
-    def score(self, model: Model, item: Item) -> Record:
+    def ask(self, target: Target, item: Item) -> Asking:
         """Return sums of nats, tokens and bytes, and of the beginnings of windows.
 
         ``beginnings`` has, by number n of tokens, nats and tokens of the first n tokens of the
         windows with n tokens or more; ``full`` has the same of the windows that are full.
         """
         source, piece = item.content
-        end = model.target.tokenizer.end_of_document
-        ids = model.target.encode(piece) if isinstance(piece, str) else piece
+        end = target.tokenizer.end_of_document
+        ids = target.encode(piece) if isinstance(piece, str) else piece
+        pieces = list(windows(ids, self.context - 1))
+        answers = yield [Scoring([target.start], [window]) for window in pieces]
         nats, tokens = 0.0, 0
         beginnings = {n: [0.0, 0] for n in self.lengths}
         full = {n: [0.0, 0] for n in self.lengths}
-        for window in windows(ids, self.context - 1):
-            losses = model.losses([model.target.start, *window]).double().numpy()
+        for window, (scored,) in zip(pieces, answers, strict=True):
+            losses = scored.nats.double().numpy()
             # The token that ends a packed document is not text; whole documents lack it.
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from diffmegatron.evaluation.classification_datasets import TASKS, Questions, check_tasks, choose
+from diffmegatron.evaluation.classification_datasets import TASKS, Questions, check_tasks
 from diffmegatron.evaluation.figures import estimate_measures, plot_curves
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
@@ -52,10 +52,11 @@ class ManyShot(Suite):
                 found += questions.after(examples, f"{name}/{shots}", name, shots)
         return found
 
-    def score(self, model: Model, item: Item) -> Record:
-        """The label given, and whether it is the right one."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the label given, and whether it is the right one."""
         name, shots, prompt, question, label = item.content
-        given = choose(model, prompt, question)
+        (tokens,) = yield [prompt.request(question)]
+        given = prompt.label(tokens)
         asked = int(item.key.rpartition("/")[2])
         numbers = {"question": asked, "shots": shots, "tokens": len(prompt.prefix)}
         return {"task": name, **numbers, "label": label, "given": given, "right": given == label}

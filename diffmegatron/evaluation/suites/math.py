@@ -5,6 +5,7 @@ Answers are found and compared by math-verify (the extra ``evaluation``).
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from pydantic import Field
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Generation
 from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -59,20 +60,24 @@ class Mathematics(Suite):
     def items(self, target: Target) -> list[Item]:
         """A problem."""
         before = self._demonstrations()
+        demonstrated = [target.start, *target.encode(before)] if before else []
         found = []
         for name in self.benchmarks:
             for number, each in enumerate(BENCHMARKS[name].problems(self.data_dir)[: self.samples]):
-                ids = target.encode(f"{before}Question: {each.question}\nAnswer:")
-                length = 1 + len(ids) + self.answer_tokens
-                content = (name, [target.start, *ids], each.answer, each.choices)
-                found.append(Item(f"{name}/{number}", length, content))
+                asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
+                ids = [target.start, *asked]
+                # The last token of the examples may be another where a question follows.
+                pairs = zip(ids, demonstrated, strict=False)
+                shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                content = (name, ids, shared, each.answer, each.choices)
+                found.append(Item(f"{name}/{number}", len(ids) + self.answer_tokens, content))
         return found
 
-    def score(self, model: Model, item: Item) -> Record:
-        """What was written, the answer in it, and whether it is the right one."""
-        name, ids, answer, choices = item.content
-        tokens = model.greedy(ids, self.answer_tokens, stop=_NEXT)
-        text = model.target.tokenizer.decode(tokens).split(_NEXT)[0]
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the text, the answer in it, and whether it is the right one."""
+        name, ids, shared, answer, choices = item.content
+        (tokens,) = yield [Generation(ids, self.answer_tokens, (_NEXT,), shared)]
+        text = target.tokenizer.decode(tokens).split(_NEXT)[0]
         return {
             "benchmark": name,
             "answer": answer,

@@ -17,7 +17,7 @@ from diffmegatron.evaluation.haystack import (
     open_haystack,
     question,
 )
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Generation
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
@@ -30,6 +30,7 @@ Pair = tuple[Size, Size]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK = Field(description="text to hide needles in, such as books")
 _TABLE = "3B, table 2"
+_END = "\n"
 
 
 class Retrieval(Suite):
@@ -86,18 +87,19 @@ class Retrieval(Suite):
             for number in range(self.samples)
         ]
 
-    def score(self, model: Model, item: Item) -> Record:
-        """The share of numbers found, and the answer."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the share of numbers found, and the answer."""
         _, length, count, asked, depth = item.content
         prompt, numbers = hide(
             self.haystack,
-            model.target,
+            target,
             item.key,
             length - self.answer_tokens,
             (count, asked),
             depth,
         )
-        answer = model.target.tokenizer.decode(model.greedy(prompt.ids, self.answer_tokens))
+        (tokens,) = yield [Generation(prompt.ids, self.answer_tokens, (_END,))]
+        answer = target.tokenizer.decode(tokens).split(_END)[0]
         found = sum(number in answer for number in numbers) / asked
         setting = {"length": length, "needles": count, "asked": asked, "depth": depth}
         return setting | {"found": found, "numbers": numbers, "answer": answer}

@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import Field
 
 from diffmegatron.evaluation.bootstrap import estimate_of_means
-from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks, choose
+from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks
 from diffmegatron.evaluation.figures import plot_curves
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking
 from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
@@ -62,10 +62,11 @@ class Order(Suite):
                     found += questions.after(examples, "/".join(map(str, where)), *where)
         return found
 
-    def score(self, model: Model, item: Item) -> Record:
-        """The label given, and whether it is the right one."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the label given, and whether it is the right one."""
         name, arrangement, permutation, prompt, question, label = item.content
-        given = choose(model, prompt, question)
+        (tokens,) = yield [prompt.request(question)]
+        given = prompt.label(tokens)
         where = {"task": name, "arrangement": arrangement, "permutation": permutation}
         where["question"] = int(item.key.rpartition("/")[2])
         return {**where, "label": label, "given": given, "right": given == label}

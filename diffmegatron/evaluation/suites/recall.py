@@ -16,7 +16,7 @@ from diffmegatron.data.index.part_tokens import Tokens
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Asking, Scoring
 from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Suite, Window
 from diffmegatron.evaluation.suites.loss import windows
 from diffmegatron.evaluation.targets import Target, give_same_ids
@@ -95,11 +95,12 @@ class Recall(Suite):
             for number, (document, hits) in enumerate(zip(pieces, repeated, strict=True))
         ]
 
-    def score(self, model: Model, item: Item) -> Record:
-        """Nats and tokens of hits and of others."""
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return nats and tokens of hits and of others."""
+        answers = yield [Scoring([target.start], [window]) for window, _ in item.content]
         record = {"hits": 0, "hit_nats": 0.0, "others": 0, "other_nats": 0.0}
-        for window, places in item.content:
-            losses = model.losses([model.target.start, *window]).double()
+        for (window, places), (scored,) in zip(item.content, answers, strict=True):
+            losses = scored.nats.double()
             hits = losses[places].sum().item()
             record["hits"] += len(places)
             record["hit_nats"] += hits

@@ -14,7 +14,6 @@ from diffmegatron.evaluation.classification_datasets import (
     TASKS,
     Example,
     Prompt,
-    choose,
     label_tree,
 )
 from diffmegatron.evaluation.evaluate import evaluate
@@ -22,6 +21,7 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suites.order import Order, arranged
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
+from tests.unit.evaluation.stand_ins import answering
 
 TREC = (
     "DESC:manner How do caf\xe9s work ?\nENTY:animal Which bird sings ?\nHUM:ind Who wrote it ?\n"
@@ -110,38 +110,11 @@ def test_labels_that_begin_others_end_with_the_separator(model):
     assert tree.depth == len(" cats and dogs")
 
 
-class Wants:
-    """A model of which every next byte of a text is the likeliest, and then others by chance."""
-
-    def __init__(self, target, text: bytes) -> None:
-        self.target, self.text, self.asked = target, text, 0
-
-    def logits_after(self, prefix, ids):
-        self.asked += 1
-        logits = torch.rand(264, generator=torch.Generator().manual_seed(self.asked))
-        # What no label goes on with is likelier still, and may not be chosen.
-        logits[ord("#")] = 100
-        done = bytes(ids[1:])
-        if self.text.startswith(done) and len(done) < len(self.text):
-            logits[self.text[len(done)]] = 10
-        return logits
-
-
 @pytest.mark.parametrize("label", LABELS)
-def test_every_label_can_be_chosen(label, model):
-    tree = label_tree(LABELS, model.target)
-    wants = Wants(model.target, f" {label}\n\n".encode())
-    assert choose(wants, Prompt("", [1], tree), [0]) == label
-    # Where only one byte may follow the model is not asked.
-    assert wants.asked == (1 if label == "zebra" else 2)
-
-
-def test_labels_that_are_no_labels_are_not_chosen(model):
-    tree = label_tree(["ab", "ac"], model.target)
-    for seed in range(20):
-        wants = Wants(model.target, b"")
-        wants.asked = seed
-        assert choose(wants, Prompt("", [1], tree), [0]) in ("ab", "ac")
+def test_every_label_is_read_from_its_tokens(label, model):
+    prompt = Prompt("", [1], label_tree(LABELS, model.target))
+    (path,) = (path for name, path in ends(prompt.labels).items() if name == label)
+    assert prompt.label(list(path)) == label
 
 
 @torch.no_grad()
@@ -164,7 +137,9 @@ def test_choices_are_those_of_whole_forward_passes(model):
             done += bytes([max(allowed, key=lambda token: logits[token].item())])
             texts = {k: text for k, text in texts.items() if text.startswith(done)}
         (expected,) = texts
-        assert choose(model, Prompt("", prefix, tree), question) == expected
+        prompt = Prompt("", prefix, tree)
+        ((_, tokens),) = model.answers([prompt.request(question)])
+        assert prompt.label(tokens) == expected
 
 
 # The suites
@@ -194,15 +169,16 @@ def results(folder: Path, out: Path, suite: str, *settings: str, targets=("plain
 def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     """A model that knows everything but places, and is asked after 1, 5 and too many examples."""
 
-    def knows(model, prompt, question):
-        text = model.target.tokenizer.decode(question)
-        return (
+    def knows(model, request):
+        text = model.target.tokenizer.decode(request.ids[request.shared :])
+        label = (
             "entity"
             if "town" in text
             else next(e.label for e in TASKS["trec"].examples(folder, "test") if e.text in text)
         )
+        return list(ends(request.labels)[label])
 
-    monkeypatch.setattr("diffmegatron.evaluation.suites.many_shot.choose", knows)
+    monkeypatch.setattr(Model, "answers", answering(knows))
     settings = ("many-shot.tasks=[trec]", "many-shot.shots=[1,5,12]")
     found = results(folder, tmp_path, "many-shot", *settings)
     for name in ("trec", "trec, 1 shots", "trec, 5 shots"):

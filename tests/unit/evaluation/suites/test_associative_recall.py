@@ -8,27 +8,28 @@ import torch
 from matplotlib.figure import Figure
 
 from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.requests import Scored, Scoring
 from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
+from tests.unit.evaluation.stand_ins import Answering
 
 TARGET = SimpleNamespace(name="model", encode=lambda text: [ord(word) for word in text.split()])
 # Values are upper case. The second text asks for two pairs of another order.
 TEXTS = ["a X b Y c X d Z c X a X d Z b Y", "a X b Y b Y a X"]
 
 
-class Follows:
-    """Stands for a model: after a token comes the token that followed it at first."""
+def follows(but_not: str) -> Answering:
+    """Return a model after whose tokens comes the token that followed at first, but for some."""
 
-    def __init__(self, but_not: str = "", *, value: float = 1.0) -> None:
-        self.but_not, self.value = but_not, value
+    def answer(request: Scoring) -> list[Scored]:
+        (continuation,) = request.continuations
+        ids = [*request.context, *continuation]
+        likeliest = [
+            chr(ids[place]) not in but_not and ids[ids.index(ids[place]) + 1] == ids[place + 1]
+            for place in range(len(request.context) - 1, len(ids) - 1)
+        ]
+        return [Scored(torch.zeros(len(continuation)), torch.tensor(likeliest))]
 
-    def last_logits(self, texts, counts):
-        ((ids,), (count,)) = texts, counts
-        logits = torch.zeros(count, 128)
-        for row, place in enumerate(range(len(ids) - count, len(ids))):
-            token = ids[place]
-            if chr(token) not in self.but_not:
-                logits[row, ids[ids.index(token) + 1]] = self.value
-        return [logits]
+    return Answering(answer, TARGET)
 
 
 def make_suite(tmp_path, texts):
@@ -41,7 +42,7 @@ def make_suite(tmp_path, texts):
 def test_accuracy_is_the_share_of_pairs_that_are_known(tmp_path, but_not, right):
     suite = make_suite(tmp_path, TEXTS)
     items = suite.items(TARGET)
-    records = [suite.score(Follows(but_not), item) for item in items]
+    records = [suite.score(follows(but_not), item) for item in items]
     assert records == [{"pairs": 4, "right": right[0]}, {"pairs": 2, "right": right[1]}]
     shares = [suite.means(record) for record in records]
     assert [s["accuracy"].total for s in shares] == right
@@ -61,5 +62,6 @@ def test_other_texts_are_refused(tmp_path, text):
 
 def test_logits_that_are_not_finite_are_named(tmp_path):
     suite = make_suite(tmp_path, TEXTS)
-    with pytest.raises(NotFiniteError, match="a logit after a key"):
-        suite.score(Follows(value=float("nan")), suite.items(TARGET)[0])
+    model = Answering(lambda _: NotFiniteError("the loss of token 9"), TARGET)
+    with pytest.raises(NotFiniteError, match="the loss of token 9"):
+        suite.score(model, suite.items(TARGET)[0])

@@ -21,10 +21,12 @@ from diffmegatron.evaluation.document_datasets import TASKS, Passage, read_passa
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.suites.hallucination import JUDGE_PROMPT, Hallucination, judge_question
 from diffmegatron.evaluation.targets import find_targets
 from tests.paths import DOCS
 from tests.pretrained import write_pretrained
+from tests.unit.evaluation.stand_ins import answering
 
 PAGE = DOCS / "evaluation.md"
 SECRET = "sk-that-nobody-may-see"
@@ -191,11 +193,12 @@ def test_prompts_are_those_of_the_docs(folder, measure, monkeypatch, tmp_path):
     text, prompts = PAGE.read_text(), []
     assert JUDGE_PROMPT.rstrip() in text.replace("\n    ", "\n")
 
-    def writes(model, ids, limit, stop):
-        prompts.append(model.target.tokenizer.decode(ids[1:]))
+    def writes(model, request):
+        assert request.stop == ("\n\n",) and request.limit == 8
+        prompts.append(model.target.tokenizer.decode(request.ids[1:]))
         return list(b" A text.\n\nMore")
 
-    monkeypatch.setattr(Model, "greedy", writes)
+    monkeypatch.setattr(Model, "answers", answering(writes))
     found = measure()
     assert found["measures"] == {}
     assert "3 texts are written and none is judged; give hallucination.judge" in found["not_run"][0]
@@ -282,7 +285,8 @@ def test_an_address_judges_and_its_verdicts_count(endpoint, measure, tmp_path):
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == f"Bearer {SECRET}"
     written, judged = lines(tmp_path / "out")[:3], lines(tmp_path / "out")[3:]
-    question = {"role": "user", "content": judge_question(written[0])}
+    (first,) = (record for record in written if record["item"] == "xsum/0")
+    question = {"role": "user", "content": judge_question(first)}
     assert body == {"model": "m", "temperature": 0, "max_tokens": 512, "messages": [question]}
     assert judged[1]["spans"] == ["N"]
     assert (tmp_path / "out/hallucination.png").exists()
@@ -334,7 +338,7 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     monkeypatch.setattr(Hallucination, "follow_ups", kept)
     written = lines(tmp_path / "out")
     assert len(written) == 3
-    monkeypatch.setattr(Model, "greedy", dies)  # nothing is written again
+    monkeypatch.setattr(Model, "answers", dies)  # nothing is written again
     with pytest.raises(UserError, match=r"judge http://127\.0\.0\.1:9/v1/.* cannot be reached \("):
         measure("judge=http://127.0.0.1:9/v1", "judge_model=m")
     assert lines(tmp_path / "out") == written
@@ -379,15 +383,15 @@ def test_a_folder_judges(folder, measure, monkeypatch, tmp_path):
     write_pretrained(path, "qwen3", max_position_embeddings=4096)
     found = measure(f"judge={path}", "judge_tokens=6")
     assert values(found)["xsum, verdicts that cannot be read"] == 1
-    greedy, prompts = Model.greedy, []
+    prompts = []
 
-    def says(model: Model, ids: list[int], limit: int, stop: str | None = None) -> list[int]:
+    def says(model: Model, request: Generation) -> list[int]:
         if model.target.path != path:
-            return greedy(model, ids, limit, stop)
-        prompts.append(model.target.tokenizer.decode(ids))
+            return list(b" Some text.")
+        prompts.append(model.target.tokenizer.decode(request.ids))
         return list(b"Conclusion: True")
 
-    monkeypatch.setattr(Model, "greedy", says)
+    monkeypatch.setattr(Model, "answers", answering(says))
     assert values(measure(f"judge={path}", "judge_tokens=6", out="other"))["xsum, true"] == 1
     config = json.loads((path / "tokenizer_config.json").read_text())
     config["chat_template"] = (

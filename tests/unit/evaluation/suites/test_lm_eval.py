@@ -11,15 +11,14 @@ import lm_eval.tasks
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 from lm_eval.tasks import TaskManager
 
-from diffmegatron.errors import UserError
+from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.multiple_choice import QUESTIONS
-from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
+from tests.unit.evaluation.stand_ins import answering
 
 WORDS = [
     "sun",
@@ -177,24 +176,6 @@ def test_the_library_itself_gives_the_same_numbers(
     assert len(values) == 12
     for measure, value in values.items():
         assert found["measures"][measure]["targets"]["diff"]["value"] == value, measure
-
-
-@pytest.mark.parametrize("family", ["llama 2", "diffllama", "diff_v2", "grouped", "smollm2"])
-def test_texts_that_begin_alike_have_the_logits_of_each_alone(family, tmp_path):
-    (target,) = find_targets([write_pretrained(tmp_path / "hf", family)], tmp_path)
-    model = Model(target)
-    # The last id that may be NaN is the first text's alone.
-    model.network.get_input_embeddings().weight.data[9] = float("nan")
-    for texts, counts in (
-        ([[5, 6, 7, 9], [5, 6, 7, 8, 3, 2], [5, 6, 8]], (1, 3, 1)),
-        ([[5, 6, 7], [5, 6, 7, 8]], (3, 4)),
-        ([[4, 5], [7, 6, 3]], (1, 2)),
-        ([[4, 5, 6]], (2,)),
-    ):
-        for ids, count, found in zip(texts, counts, model.last_logits(texts, counts), strict=True):
-            expected = model.network(torch.tensor([ids])).logits[0, -count:]
-            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-            assert found.isnan().all() == (9 in ids)
 
 
 def test_nothing_is_fetched(folder, tmp_path, monkeypatch):
@@ -375,11 +356,8 @@ def test_without_the_library_it_is_one_sentence(folder, tmp_path, monkeypatch):
 
 
 def test_what_is_not_finite_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Model,
-        "last_logits",
-        lambda self, texts, counts: [torch.full((each, 264), float("nan")) for each in counts],
-    )
+    error = NotFiniteError("the loss of token 3 of 5 is not finite")
+    monkeypatch.setattr(Model, "answers", answering(lambda *_: error))
     found = measured(folder, tmp_path, "shots=[0]", "tasks=[piqa]")
     assert found["measures"] == {}
-    assert "the first is piqa/0/0: the likelihood of " in found["not_run"][0]
+    assert "the first is piqa/0/0: the loss of token 3" in found["not_run"][0]

@@ -1,5 +1,6 @@
 """The suite ``loss``: means over the beginnings of windows, and its picture."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from diffmegatron.evaluation.requests import Scored, Scoring
 from diffmegatron.evaluation.suite import Item
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.recall import Recall
+from tests.unit.evaluation.stand_ins import Answering
 
 # Tokens of documents: two full windows of 40 and a rest, less than a window, a window and a rest.
 LENGTHS = (100, 25, 45)
@@ -21,27 +24,29 @@ def loss_of(position: int, document: int) -> float:
     return 1.0 + document + np.sin(position)
 
 
-class Windows:
-    """Stands for a model: losses of windows in the order in which they are asked."""
+TARGET = SimpleNamespace(
+    start=0,
+    tokenizer=SimpleNamespace(end_of_document=256),
+    encode=lambda text: list(text.encode()),
+)
 
-    def __init__(self, document: int) -> None:
-        self.target = SimpleNamespace(
-            start=0,
-            tokenizer=SimpleNamespace(end_of_document=256),
-            encode=lambda text: list(text.encode()),
-        )
-        self.document, self.position = document, 0
 
-    def losses(self, ids: list[int]) -> torch.Tensor:
-        places = range(self.position, self.position + len(ids) - 1)
-        self.position += len(places)
-        return torch.tensor([loss_of(place, self.document) for place in places])
+def windows_of(document: int) -> Answering:
+    """Return a model with losses of windows in the order in which they are asked."""
+    positions = itertools.count()
+
+    def answer(request: Scoring) -> list[Scored]:
+        (window,) = request.continuations
+        nats = [loss_of(place, document) for place in itertools.islice(positions, len(window))]
+        return [Scored(torch.tensor(nats), torch.zeros(0))]
+
+    return Answering(answer, TARGET)
 
 
 def totals_of(suite: Loss) -> dict[str, tuple[float, float]]:
     found: dict[str, np.ndarray] = {}
     for document, length in enumerate(LENGTHS):
-        record = suite.score(Windows(document), Item(str(document), 0, ("text", "x" * length)))
+        record = suite.score(windows_of(document), Item(str(document), 0, ("text", "x" * length)))
         for name, share in suite.means(record).items():
             found[name] = found.get(name, 0) + np.array([share.total, share.weight])
     return found
@@ -72,7 +77,7 @@ def test_means_of_beginnings_are_of_single_windows_that_have_as_many_tokens():
 
 def test_without_a_full_window_a_remark_says_so():
     suite = Loss(data=("text",), context=2048)
-    record = suite.score(Windows(0), Item("0", 0, ("text", "x" * 100)))
+    record = suite.score(windows_of(0), Item("0", 0, ("text", "x" * 100)))
     (remark,) = suite.remarks({"model": [record]})
     assert remark.startswith("model: no window has 2,047 tokens")
     assert "nats per token, tokens 1 to 64 of windows that have as many" in suite.means(record)

@@ -12,9 +12,11 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.model import Model
+from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.suites.math import is_right
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
+from tests.unit.evaluation.stand_ins import answering
 
 GSM8K = [
     {"question": "2 and 3?", "answer": "It is 2+3=<<2+3=5>>5.\n#### 5"},
@@ -157,12 +159,16 @@ def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, nu
     """A model that is right about all but one, and goes on with a question of its own."""
     prompts = []
 
-    def answers(model, ids, limit, stop):
-        prompts.append(model.target.tokenizer.decode(ids[1:]))
-        said = "It is 5." if "2 and 3?" in prompts[-1].rpartition("Question: ")[2] else "0.5, so 3"
-        return list(f" {said}{stop} And 7?".encode())
+    def answer(model, request):
+        prompt = model.target.tokenizer.decode(request.ids[1:])
+        prompts.append(prompt)
+        # All that the questions share, but not the questions.
+        assert prompt[request.shared - 1 :].startswith("Question: ")
+        assert prompt[request.shared :].count("Question: ") == 0
+        said = "It is 5." if "2 and 3?" in prompt.rpartition("Question: ")[2] else "0.5, so 3"
+        return list(f" {said}{request.stop[0]} And 7?".encode())
 
-    monkeypatch.setattr(Model, "greedy", answers)
+    monkeypatch.setattr(Model, "answers", answering(answer))
     settings = ["math.shots=1", "math.answer_tokens=60", "math.benchmarks=[gsm8k,svamp]"]
     evaluate([folder / "plain"], ["math"], tmp_path, {"data_dir": folder}, settings)
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["math"]["measures"]
@@ -183,9 +189,11 @@ def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, nu
 def test_writing_stops_with_a_text(folder):
     (target,) = find_targets([folder / "plain"], folder)
     model, ids = Model(target), [1, *b"some text"]
-    whole = target.tokenizer.decode(model.greedy(ids, 30))
+    ((_, tokens),) = model.answers([Generation(ids, 30)])
+    whole = target.tokenizer.decode(tokens)
     stop = whole[7:9]
-    found = target.tokenizer.decode(model.greedy(ids, 30, stop=stop))
+    ((_, tokens),) = model.answers([Generation(ids, 30, (stop,))])
+    found = target.tokenizer.decode(tokens)
     assert found == whole[: whole.index(stop) + len(stop)]
     assert len(found) < len(whole)
 

@@ -1,0 +1,186 @@
+"""Answers to batches of requests by a network."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diffmegatron.data.tokenizers import Tokenizer
+from diffmegatron.errors import NotFiniteError
+from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
+from diffmegatron.evaluation.requests import Generation, Scored, Scoring
+
+# Bytes of the UTF-8 of a character, each of which may be a token.
+_TOKENS_PER_CHARACTER = 4
+
+
+@torch.no_grad()
+def score(
+    network: BatchedNetwork, requests: Sequence[Scoring]
+) -> list[list[Scored] | NotFiniteError]:
+    """Score the continuations of several contexts.
+
+    A row is a context with a continuation but for its last token, which nothing follows; those
+    that are alike but for this token are one row. Where a context has several rows, it is read
+    once and its keys and values are repeated.
+
+    Args:
+        network: reads them in one batch.
+        requests: of any contexts.
+    """
+    rows: dict[tuple[int, tuple[int, ...]], int] = {}
+    places: list[tuple[int, int]] = []
+    wanted: list[int] = []
+    for number, (_, continuations) in enumerate(requests):
+        for continuation in continuations:
+            row = rows.setdefault((number, tuple(continuation[:-1])), len(rows))
+            places += [(row, place) for place in range(-len(continuation), 0)]
+            wanted += continuation
+    has_shared = len(rows) > len(requests) and network.keeps_all_tokens
+    # The last token of a context predicts the first one of each continuation.
+    kept = [len(context) - 1 if has_shared else 0 for context, _ in requests]
+    chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
+    if has_shared:
+        contexts = [context[:-1] for context, _ in requests]
+        prefixes = network.with_cache(len(contexts), max(kept))
+        network.read(prefixes, contexts)
+        index = [number for number, _ in rows]
+        begun = network.after(prefixes, index, max(map(len, chunks)))
+    else:
+        begun = network.without_cache(len(chunks))
+    found = network.read(begun, chunks, [(row, len(chunks[row]) + place) for row, place in places])
+    nats, likeliest = network.score(found, torch.tensor(wanted))
+    answers: list[list[Scored] | NotFiniteError] = []
+    first = 0
+    for context, continuations in requests:
+        scored: list[Scored] = []
+        for continuation in continuations:
+            part = slice(first, first + len(continuation))
+            scored.append(Scored(nats[part], likeliest[part]))
+            first = part.stop
+        answers.append(check_finite(scored, len(context)))
+    return answers
+
+
+def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
+    """Return what was scored, or the reason why it does not count.
+
+    Args:
+        scored: continuations.
+        before: tokens of their context.
+    """
+    for nats, _ in scored:
+        bad = (~nats.isfinite()).nonzero()
+        if len(bad):
+            place, count = before + int(bad[0]), before + len(nats)
+            return NotFiniteError(f"the loss of token {place} of {count} is not finite")
+    return scored
+
+
+class WrittenText:
+    """A text that is being written.
+
+    Attributes:
+        request: the prompt and where the text ends.
+        found: new tokens.
+        labels: the tokens that may follow; None if all may.
+        has_ended: whether nothing is to follow.
+        error: the reason why it has ended without an answer.
+    """
+
+    def __init__(self, request: Generation) -> None:
+        self.request, self.labels = request, request.labels
+        self.found: list[int] = []
+        self.has_ended = False
+        self.error: NotFiniteError | None = None
+
+    @property
+    def answer(self) -> list[int] | NotFiniteError:
+        """The new tokens, or the reason why there are none."""
+        return self.found if self.error is None else self.error
+
+    def add(self, token: int, tokenizer: Tokenizer) -> None:
+        """Append the most likely token, or end."""
+        if self.labels is not None:
+            self._add_label(token)
+        elif token == tokenizer.end_of_document:
+            self.has_ended = True
+        else:
+            self.found.append(token)
+            stop, tail = self.request.stop, max(map(len, self.request.stop), default=0)
+            text = tokenizer.decode(self.found[-_TOKENS_PER_CHARACTER * tail :]) if tail else ""
+            is_stopped = any(each in text for each in stop)
+            self.has_ended = is_stopped or len(self.found) == self.request.limit
+
+    def _add_label(self, token: int) -> None:
+        assert self.labels is not None
+        self.found.append(token)
+        self.labels = self.labels[token]
+        # Without a choice left, the rest of the label needs no network.
+        rest, labels = list[int](), self.labels
+        while len(labels) == 1:
+            ((following, labels),) = labels.items()
+            rest.append(following)
+        if not labels:
+            self.found += rest
+            self.has_ended = True
+
+    def fail(self) -> None:
+        """End without an answer."""
+        after = len(self.request.ids) + len(self.found)
+        self.error = NotFiniteError(f"a logit after {after} tokens is not finite")
+        self.has_ended = True
+
+
+@torch.no_grad()
+def generate(
+    network: BatchedNetwork,
+    requests: Sequence[Generation],
+    tokenizer: Tokenizer,
+    read_prefix: Callable[[Sequence[int]], Rows],
+) -> list[list[int] | NotFiniteError]:
+    """Continue several texts with the most likely token each time.
+
+    Args:
+        network: reads them in one batch.
+        requests: that share the same first tokens.
+        tokenizer: of the network.
+        read_prefix: returns a row with what is shared.
+    """
+    shared = requests[0].shared
+    chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
+    columns = max(map(len, chunks)) + max(request.limit for request in requests)
+    if shared and network.keeps_all_tokens:
+        prefix = read_prefix(requests[0].ids[:shared])
+        rows = network.after(prefix, [0] * len(chunks), columns)
+    else:
+        chunks = [request.ids for request in requests]
+        rows = network.with_cache(len(chunks), shared + columns)
+    texts = [WrittenText(request) for request in requests]
+    # Those that the rows belong to.
+    written = texts
+    while True:
+        ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]
+        found = network.read(rows, chunks, ends)
+        logits = network.logits(found)
+        are_finite = logits.isfinite().all(-1)
+        for row, text in enumerate(written):
+            if text.labels is not None and not text.has_ended:
+                allowed = torch.tensor(sorted(text.labels), device=logits.device)
+                logits[row] = torch.full_like(logits[row], -torch.inf).index_copy_(
+                    0, allowed, logits[row, allowed]
+                )
+        # One wait for the device for each token of all texts.
+        likeliest = torch.stack((logits.argmax(-1), are_finite.long())).tolist()
+        for text, token, is_finite in zip(written, *likeliest, strict=True):
+            if not text.has_ended and not is_finite:
+                text.fail()
+            elif not text.has_ended:
+                text.add(token, tokenizer)
+        going_on = [row for row, text in enumerate(written) if not text.has_ended]
+        if not going_on:
+            return [text.answer for text in texts]
+        # Rows of ended texts are cheap, and to drop them copies the cache.
+        if 2 * len(going_on) <= len(written):
+            rows.keep(going_on)
+            written = [written[row] for row in going_on]
+        chunks = [text.found[-1:] or text.request.ids[-1:] for text in written]

@@ -1,0 +1,241 @@
+"""Forward passes of several texts at a time, with a cache that holds what was read of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+# Positions whose logits exist at once.
+_LOGITS_AT_ONCE = 1024
+
+
+class _ReservedLayer(DynamicLayer):
+    """Keys and values of one layer in memory that is reserved once.
+
+    The library's growing cache copies everything for each token. Its static one has attention
+    compute over all that is reserved, used or not.
+
+    Args:
+        columns: largest number of tokens of a row, padding counted.
+    """
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self._columns = columns
+        self._reserved: tuple[Tensor, ...] = ()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Reserve memory for rows like these, [b, heads, columns, channels]."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._reserved = tuple(
+            each.new_empty((*each.shape[:2], self._columns, each.shape[3]))
+            for each in (key_states, value_states)
+        )
+        self._use(0)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values; return all so far, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first = self.get_seq_length()
+        last = first + key_states.shape[2]
+        for reserved, new in zip(self._reserved, (key_states, value_states), strict=True):
+            reserved[:, :, first:last] = new
+        self._use(last)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of these indices."""
+        length = self.get_seq_length()
+        self._reserved = tuple(each[indices] for each in self._reserved)
+        self._use(length)
+
+    def _use(self, length: int) -> None:
+        self.keys, self.values = (each[:, :, :length] for each in self._reserved)
+
+
+@dataclass
+class Rows:
+    """Texts of one batch, as far as the network has read them.
+
+    Attributes:
+        cache: keys and values; None if nothing will be read after the next chunk.
+        is_token: which columns of the cache are tokens and not padding, bool [b, t].
+        has_padding: whether a column is padding.
+    """
+
+    cache: Cache | None
+    is_token: Tensor
+    has_padding: bool = False
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drop all other rows."""
+        indices = torch.tensor(places, device=self.is_token.device)
+        self.is_token = self.is_token[indices]
+        if self.cache is not None:
+            self.cache.batch_select_indices(indices)
+
+
+class BatchedNetwork:
+    """A causal network that reads several texts at a time.
+
+    Texts are padded behind their last token: causal attention does not look there, so that the
+    first chunk of a batch needs no mask. Later chunks mask the padding and number positions by
+    tokens, so that each text is computed as if it were alone.
+
+    Args:
+        network: in evaluation mode.
+        start: a token id of it.
+    """
+
+    def __init__(self, network: PreTrainedModel, start: int) -> None:
+        self._network, self._start = network, start
+
+    @cached_property
+    def keeps_all_tokens(self) -> bool:
+        """Whether its cache holds keys and values of every token, in every layer.
+
+        Padding between tokens then changes nothing once it is masked. It would shift a sliding
+        window, and enter the state of a recurrent layer.
+        """
+        network = self._network
+        layers = DynamicCache(config=network.config).layers
+        return (
+            not getattr(network, "_is_stateful", False)
+            and bool(layers)
+            and all(type(layer) is DynamicLayer for layer in layers)
+            and "position_ids" in signature(network.base_model.forward).parameters
+        )
+
+    def without_cache(self, count: int) -> Rows:
+        """Return rows of which nothing is read yet, and one chunk will be read."""
+        return Rows(None, self._no_columns(count))
+
+    def with_cache(self, count: int, columns: int) -> Rows:
+        """Return rows of which nothing is read yet.
+
+        Args:
+            count: of rows.
+            columns: that all chunks will have together.
+        """
+        return Rows(self._reserved(columns), self._no_columns(count))
+
+    def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
+        """Return rows that begin with what was read of others.
+
+        Args:
+            prefixes: those others, which stay as they are.
+            index: which of them each row begins with.
+            columns: that all chunks after the prefixes will have together.
+        """
+        chosen = torch.tensor(index, device=self._network.device)
+        cache = self._reserved(prefixes.is_token.shape[1] + columns)
+        assert prefixes.cache is not None
+        for number, layer in enumerate(prefixes.cache.layers):
+            cache.update(layer.keys[chosen], layer.values[chosen], number)
+        return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
+
+    def read(
+        self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
+    ) -> Tensor:
+        """Read a chunk of each row, and return what :meth:`logits` makes logits of.
+
+        Args:
+            rows: b of them.
+            chunks: token ids of each.
+            places: row and column within the chunk of each position that is wanted, n of them.
+
+        Returns:
+            [n, hidden] or [n, vocab_size], in the network's dtype.
+        """
+        device = self._network.device
+        lengths = [len(chunk) for chunk in chunks]
+        width = max(lengths)
+        # Padding is a token of its own row: if that is not finite, it spoils no other row.
+        ids = [
+            [*chunk, *[chunk[-1] if chunk else self._start] * (width - len(chunk))]
+            for chunk in chunks
+        ]
+        columns = torch.arange(width, device=device)
+        is_token = torch.cat(
+            (rows.is_token, columns < torch.tensor(lengths, device=device)[:, None]), dim=1
+        )
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor(ids, dtype=torch.int64, device=device),
+            "past_key_values": rows.cache,
+            "use_cache": rows.cache is not None,
+        }
+        if rows.has_padding:
+            inputs["attention_mask"] = is_token.long()
+            inputs["position_ids"] = rows.is_token.sum(1, keepdim=True) + columns
+        rows.is_token = is_token
+        rows.has_padding |= min(lengths) < width
+        wanted = torch.tensor(places, dtype=torch.int64, device=device).reshape(-1, 2)
+        if self._ends_in_projection:
+            step = self._network.base_model(**inputs)
+            found = step.last_hidden_state[wanted[:, 0], wanted[:, 1]]
+        else:
+            first = min((column for _, column in places), default=width - 1)
+            step = self._network(**inputs, logits_to_keep=width - first)
+            found = step.logits[wanted[:, 0], wanted[:, 1] - first]
+        if rows.cache is not None:
+            rows.cache = step.past_key_values
+        return found
+
+    def logits(self, found: Tensor) -> Tensor:
+        """Logits of positions that :meth:`read` returned, float32 [n, vocab_size]."""
+        if self._ends_in_projection:
+            found = self._network.get_output_embeddings()(found)
+        return found.float()
+
+    def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare positions that :meth:`read` returned with the tokens that follow them.
+
+        Logits exist for 1,024 positions at a time.
+
+        Args:
+            found: n positions.
+            wanted: token ids, int64 [n].
+
+        Returns:
+            Negative log-likelihoods in nats, float32 [n], and whether each token is the most
+            likely one, bool [n]; both on the CPU.
+        """
+        nats, likeliest = [], []
+        parts = zip(found.split(_LOGITS_AT_ONCE), wanted.split(_LOGITS_AT_ONCE), strict=True)
+        for part, tokens in parts:
+            logits = self.logits(part)
+            tokens = tokens.to(logits.device)
+            nats.append(torch.nn.functional.cross_entropy(logits, tokens, reduction="none"))
+            likeliest.append(logits.argmax(-1) == tokens)
+        return torch.cat(nats).cpu(), torch.cat(likeliest).cpu()
+
+    @cached_property
+    def _ends_in_projection(self) -> bool:
+        """Whether the logits are the projected hidden states: some families scale or cap them."""
+        project = self._network.get_output_embeddings()
+        if project is None:
+            return False
+        batch = torch.full((1, 4), self._start, dtype=torch.int64, device=self._network.device)
+        hidden = self._network.base_model(batch, use_cache=False).last_hidden_state
+        logits = self._network(batch, use_cache=False).logits
+        return torch.allclose(project(hidden).float(), logits.float(), equal_nan=True)
+
+    def _no_columns(self, count: int) -> Tensor:
+        return torch.ones(count, 0, dtype=torch.bool, device=self._network.device)
+
+    def _reserved(self, columns: int) -> Cache:
+        config = self._network.config
+        growing = DynamicCache(config=config)
+        if not self.keeps_all_tokens:
+            return growing
+        return Cache(layers=[_ReservedLayer(columns) for _ in growing.layers])
