@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.command_line import RESULTS, make_parser
 from diffmegatron.attention import self_attention
-from diffmegatron.attention.context_parallel import attend
+from diffmegatron.attention.context_parallel import whole_sequence
 from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
@@ -223,8 +223,8 @@ def _stand_ins(work: Work) -> Iterator[None]:
     with (
         mock.patch.object(language_model_loss, "_has_kernel", lambda _: True),
         mock.patch.object(cross_entropy_kernel, "cross_entropy", loss),
-        mock.patch.object(attend, "diff_attention", attention),
-        mock.patch.object(attend, "softmax_attention", attention),
+        mock.patch.object(whole_sequence, "diff_attention", attention),
+        mock.patch.object(whole_sequence, "softmax_attention", attention),
         mock.patch.object(api, "subtract_noise", subtraction),
         mock.patch.object(mlp, "bias_swiglu_impl", swiglu),
         mock.patch.object(torch.nn.functional, "rms_norm", norm),

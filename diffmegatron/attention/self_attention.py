@@ -28,7 +28,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from diffmegatron.attention.context_parallel.attend import SequenceContext
+from diffmegatron.attention.context_parallel.whole_sequence import whole_sequence
 from diffmegatron.attention.rotary import rotate
 from diffmegatron.attention.variants.base import (
     QKV_BIAS,
@@ -173,11 +173,15 @@ class SelfAttention(MegatronModule):
         gate = self.variant.gate(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
-        attend = partial(self._attend, documents)
+        context = whole_sequence(self.context_group, self.communication, self.backend, documents)
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        gate = None if gate is None else gate.transpose(0, 1)
+        forward = partial(self.variant.forward, self, context)
         if self.training and self.config.recompute_granularity == "selective":
-            heads = tensor_parallel.checkpoint(attend, False, query, key, value, gate)
+            heads = tensor_parallel.checkpoint(forward, False, query, key, value, gate)
         else:
-            heads = attend(query, key, value, gate)
+            heads = forward(query, key, value, gate)
+        heads = heads.to(query.dtype).transpose(0, 1).flatten(2).contiguous()
         return self.linear_proj(heads)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,18 +197,6 @@ class SelfAttention(MegatronModule):
             taken[kind].append(part)
         query, key, value = (x[0] if len(x) == 1 else torch.cat(x, dim=3) for x in taken.values())
         return query, key, value.flatten(2, 3)
-
-    def _attend(
-        self,
-        documents: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor | None,
-    ) -> Tensor:
-        context = SequenceContext(self.context_group, self.communication, self.backend, documents)
-        heads = self.variant.attend(self, context, query, key, value, gate)
-        return heads.to(query.dtype).flatten(2).contiguous()
 
     def share(self, count: int) -> range:
         """Which of ``count`` things are this tensor-parallel rank's, shared out as the blocks."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.attention.context_parallel.gather import whole_sequence
+from diffmegatron.attention.context_parallel.whole_sequence import sequence_of_all_ranks
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
@@ -152,7 +152,7 @@ def _entropies(
     """Summed over this rank's share of the queries, float64 [heads]."""
     group = layer.context_group
     if group.size() > 1:
-        query, key = (whole_sequence(x, group) for x in (query, key))
+        query, key = (sequence_of_all_ranks(x, group) for x in (query, key))
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
     # Rows end to end [b s, heads, d].

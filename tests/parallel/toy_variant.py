@@ -53,7 +53,7 @@ class Gained(Variant):
         projected, core = self.baseline().kept_bytes(kernels)
         return projected + FLOAT32 * self.heads.output_channels, core
 
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,
@@ -62,7 +62,7 @@ class Gained(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        return context.softmax(query, key, value) * layer.parameter("gains")[:, None]
+        return context.softmax_attention(query, key, value) * layer.parameter("gains")[:, None]
 
     def hugging_face(self, hidden_size: int) -> HuggingFace:
         raise UserError(

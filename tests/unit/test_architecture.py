@@ -128,7 +128,7 @@ def test_no_kind_of_attention_is_known_by_name_outside_its_file():
     """What a kind has its variant says; nobody else asks which one it is."""
     names = re.compile(
         r"""["'](softmax|diff_v1|diff_v2|grouped|diffllama)["']|is_differential"""
-        r"""|\b(DiffV1|DiffV2|Grouped|TwoMaps|Softmax|Dex)\b"""
+        r"""|\b(DiffV1|DiffV2|Grouped|Softmax|Dex)\b"""
     )
     # An operation of the kernels is no kind: several have the same.
     operations = re.compile(r"""operation [!=]= ["']\w+["']""")

@@ -116,6 +116,7 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         ("import no_such_module\n", "at line 1: ModuleNotFoundError: No module named"),
         ("x = 1\nif:\n", "at line 2: SyntaxError"),
         ("\n\n1 / 0\n", "at line 3: ZeroDivisionError"),
+        (EXAMPLE.replace("def forward(", "def attend("), "ValueError: class Gained defines attend"),
         (EXAMPLE.replace('"gained"', '"diff_v1"'), "ValueError: attention kind 'diff_v1' is"),
     ],
 )
@@ -177,8 +178,8 @@ def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, proc
     class Halved(DiffV1):
         kind: str = "halved"
 
-        def attend(self, *args):
-            return 0.5 * super().attend(*args)
+        def forward(self, *args):
+            return 0.5 * super().forward(*args)
 
     class Renamed(Halved):
         kind: str = "renamed"
@@ -190,7 +191,7 @@ def test_an_inherited_export_of_another_computation_is_refused(tiny_recipe, proc
     model = tiny_recipe().model
     sizes = model.attention.model_dump(exclude={"kind"})
     for refused in (Halved, Renamed):
-        with pytest.raises(UserError, match=r"class Halved defines attend and inherits .* DiffV1"):
+        with pytest.raises(UserError, match=r"class Halved defines forward and inherits .* DiffV1"):
             table(model.model_copy(update={"attention": refused(**sizes)}))
     assert table(model.model_copy(update={"attention": Mapped(**sizes)}))
 

@@ -6,8 +6,8 @@ while one part is attended to, the next is on its way. A rank keeps its own keys
 the backward pass they travel again, and their gradients with them.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from diffmegatron.attention.context_parallel.zigzag import rank_chunks
 from diffmegatron.attention.kernels.api import (
     QKV,
+    HeadwiseNorm,
     WholeAttention,
     chunk_attention,
     chunk_gradients,
@@ -25,146 +26,131 @@ from diffmegatron.attention.kernels.api import (
 )
 from diffmegatron.attention.kernels.first_order import first_order
 
-# query [s, b, heads, d], key, value -> the maps, rows first: [b, s, heads, width]
-SplitMaps = Callable[[Tensor, Tensor, Tensor], QKV]
-
 
 @dataclass(frozen=True)
 class Ring:
-    """What ring attention needs to know beside its tensors.
+    """The ranks of a ring, and how each computes its part.
 
     Attributes:
-        group: the context-parallel ranks.
-        split: takes a part of query, key and value apart into maps.
-        softmax_scale: factor of the scores; None for 1/sqrt(d).
-        backend: what computes a pair of chunks, as in `chunk_attention`.
+        group: context-parallel ranks.
+        backend: of a pair of chunks, as in `chunk_attention`.
         documents: boundaries of the sequence's documents, [documents + 1] integers, or None.
     """
 
     group: ProcessGroup
-    split: SplitMaps
-    softmax_scale: float | None
     backend: str
-    documents: Tensor | None
+    documents: Tensor | None = None
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor | None, ring: Ring
+    ring: Ring,
+    *heads: Tensor,
+    lambda_: Tensor | None = None,
+    norm: HeadwiseNorm | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries over the whole sequence.
+    """Return causal attention of this rank's queries over the whole sequence.
 
     Args:
-        query: [s, b, heads, d], this rank's zigzag part.
-        key: [s, b, kv heads, d], likewise; value has the same shape.
-        lambda_: 0-dim; None where there is one map.
-        ring: who takes part, and what the maps are.
+        ring: the ranks.
+        heads: q, k, v or q1, k1, q2, k2, v `[b, s, heads, width]` of this rank's zigzag part.
+        lambda_: 0-dim; None with one map.
+        norm: of the result, or None.
+        cu_seqlens: boundaries of the sequence's documents, or None.
 
     Returns:
-        [b, s, h, e], the first map's values less lambda times the second's, in ``query``'s dtype.
+        `[b, s, h, e]`, the first map's values less lambda times the second's, in the dtype of v.
     """
-    out: Tensor = _RingAttention.apply(query, torch.stack([key, value]), lambda_, ring)
-    return out
+    maps = QKV.of(*heads)
+    # One tensor [s, b, kv heads, channels] travels: a head's keys and value, side by side.
+    pair = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
+    ring = replace(ring, documents=cu_seqlens)
+    out: Tensor = _RingAttention.apply(ring, lambda_, pair, *maps.queries)
+    return out if norm is None else norm.apply_to(out)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, pair: Tensor, lambda_: Tensor | None, ring: Ring
+        ctx: Any, ring: Ring, lambda_: Tensor | None, pair: Tensor, *queries: Tensor
     ) -> Tensor:
         merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source, arrived in _circulate(pair, ring.group):
-            for meeting in _meetings(query, arrived, source, ring.group):
-                parts = chunk_attention(meeting.maps(ring), **meeting.options(ring))
+            for meeting in _meetings(queries, arrived, source, ring):
+                parts = chunk_attention(meeting.maps, **meeting.options)
                 before = merged.get(meeting.half)
                 merged[meeting.half] = parts if before is None else _merge(before, parts)
         outs, lses = _both_halves(merged)
-        second = outs[1].to(query.dtype) if len(outs) > 1 else None
-        whole = WholeAttention(combine_maps(outs, lambda_).to(query.dtype), second, tuple(lses))
-        ctx.save_for_backward(query, pair, lambda_, whole.out, whole.out2, *whole.lses)
+        second = outs[1].to(pair.dtype) if len(outs) > 1 else None
+        whole = WholeAttention(combine_maps(outs, lambda_).to(pair.dtype), second, tuple(lses))
+        ctx.save_for_backward(lambda_, pair, whole.out, whole.out2, *queries, *whole.lses)
         ctx.ring = ring
         return whole.out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, pair, lambda_, out, out2, *lses = ctx.saved_tensors
-        ring, whole = ctx.ring, WholeAttention(out, out2, tuple(lses))
-        query_grad = torch.zeros_like(query, dtype=lses[0].dtype)
+        lambda_, pair, out, out2, *of_maps = ctx.saved_tensors
+        count = len(of_maps) // 2
+        queries, lses = of_maps[:count], tuple(of_maps[count:])
+        ring, whole = ctx.ring, WholeAttention(out, out2, lses)
+        query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
         travelling = _TravellingGradient(ring.group)
         for source, arrived in _circulate(pair, ring.group):
             pair_grad = torch.zeros_like(arrived, dtype=lses[0].dtype)
-            for meeting in _meetings(query, arrived, source, ring.group):
-                dquery, dpair = _meeting_gradient(meeting, grad, lambda_, whole, ring)
-                query_grad.chunk(2)[meeting.half].add_(dquery)
-                pair_grad.chunk(2, dim=1)[meeting.their_half].add_(dpair)
+            for meeting in _meetings(queries, arrived, source, ring):
+                half_grad = grad.chunk(2, dim=1)[meeting.half]
+                half_whole = whole.halves()[meeting.half]
+                found = chunk_gradients(
+                    half_grad, meeting.maps, lambda_, half_whole, **meeting.options
+                )
+                for total, part in zip(query_grads, found.queries, strict=True):
+                    total.chunk(2, dim=1)[meeting.half].add_(part)
+                dpair = torch.cat([*found.keys, found.v], dim=3).transpose(0, 1)
+                pair_grad.chunk(2)[meeting.their_half].add_(dpair)
             travelling.add_and_pass_on(pair_grad)
         dpair = travelling.arrived_home().to(pair.dtype)
         dlambda = None
         if lambda_ is not None:
             dlambda = -whole.deltas(grad, lambda_)[1].sum().to(lambda_.dtype)
-        return query_grad.to(query.dtype), dpair, dlambda, None
+        dqueries = (total.to(q.dtype) for total, q in zip(query_grads, queries, strict=True))
+        return None, dlambda, dpair, *dqueries
 
 
 @dataclass(frozen=True)
 class _Meeting:
-    """A query chunk of this rank with a visible chunk of keys and values, ``pair`` [2, c, ...]."""
+    """A chunk of this rank's queries with a visible chunk of keys and values."""
 
-    query: Tensor
-    pair: Tensor
+    maps: QKV
     half: int
     their_half: int
-    query_start: int
-    key_start: int
-
-    def maps(self, ring: Ring) -> QKV:
-        return ring.split(self.query, *self.pair)
-
-    def options(self, ring: Ring) -> dict[str, Any]:
-        """What the kernels are told of where the two chunks lie."""
-        return {
-            # An earlier chunk has no later keys, and kernels are faster without a mask.
-            "causal": self.query_start == self.key_start,
-            "softmax_scale": ring.softmax_scale,
-            "backend": ring.backend,
-            "cu_seqlens": ring.documents,
-            "query_offset": self.query_start,
-            "key_offset": self.key_start,
-        }
+    # Where the two chunks lie, for `chunk_attention` and `chunk_gradients`.
+    options: dict[str, Any]
 
 
-def _meetings(query: Tensor, pair: Tensor, source: int, group: ProcessGroup) -> Iterator[_Meeting]:
-    """The pairs of chunks, of this rank and of ``source``, that the causal mask does not part."""
-    length = query.shape[0] // 2
-    mine, theirs = (rank_chunks(rank, group.size()) for rank in (group.rank(), source))
-    queries, pairs = query.chunk(2), pair.chunk(2, dim=1)
+def _meetings(
+    queries: Sequence[Tensor], pair: Tensor, source: int, ring: Ring
+) -> Iterator[_Meeting]:
+    """Yield the pairs of chunks, of this rank and of ``source``, that have visible pairs."""
+    size, length = ring.group.size(), pair.shape[0] // 2
+    mine, theirs = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
+    width = queries[0].shape[3]
     for half, number in enumerate(mine):
+        chunks = tuple(q.chunk(2, dim=1)[half] for q in queries)
         for their_half, their_number in enumerate(theirs):
-            if their_number <= number:
-                yield _Meeting(
-                    queries[half], pairs[their_half], half, their_half,
-                    number * length, their_number * length,
-                )  # fmt: skip
-
-
-def _meeting_gradient(
-    meeting: _Meeting, grad: Tensor, lambda_: Tensor | None, whole: WholeAttention, ring: Ring
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a meeting's query chunk and of its keys and values, from the whole's ``grad``.
-
-    Those of the maps go back to where ``ring.split`` took the maps from.
-    """
-    query, pair = (x.detach().requires_grad_() for x in (meeting.query, meeting.pair))
-    with torch.enable_grad():
-        maps = ring.split(query, *pair)
-    half_grad = grad.chunk(2, dim=1)[meeting.half]
-    half_whole = whole.halves()[meeting.half]
-    gradients = chunk_gradients(half_grad, maps, lambda_, half_whole, **meeting.options(ring))
-    dquery, dpair = torch.autograd.grad(
-        [*maps.queries, *maps.keys, maps.v],
-        [query, pair],
-        [*gradients.queries, *gradients.keys, gradients.v],
-    )
-    return dquery, dpair
+            if their_number > number:
+                continue
+            arrived = pair.chunk(2)[their_half].transpose(0, 1)
+            *keys, v = arrived.tensor_split([width * n for n in range(1, len(queries) + 1)], dim=3)
+            options = {
+                # An earlier chunk has no later keys, and kernels are faster without a mask.
+                "causal": number == their_number,
+                "backend": ring.backend,
+                "cu_seqlens": ring.documents,
+                "query_offset": number * length,
+                "key_offset": their_number * length,
+            }
+            yield _Meeting(QKV(chunks, tuple(keys), v), half, their_half, options)
 
 
 def _merge(
@@ -190,9 +176,9 @@ def _both_halves(
 
 
 def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's keys and values and whose they are, this rank's first.
+    """Yield every rank and its keys and values, this rank's first.
 
-    The next are on their way while the present ones are worked on.
+    The next ones are sent while the present ones are worked on.
     """
     size, rank = group.size(), group.rank()
     present = pair.contiguous()

@@ -29,6 +29,17 @@ class QKV(NamedTuple):
     keys: tuple[Tensor, ...]
     v: Tensor
 
+    @classmethod
+    def of(cls, *heads: Tensor) -> "QKV":
+        """Return the maps of ``q, k, v`` or ``q1, k1, q2, k2, v``."""
+        *queries_and_keys, v = heads
+        return cls(tuple(queries_and_keys[::2]), tuple(queries_and_keys[1::2]), v)
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Return the tensors in the order of the attention functions, the inverse of :meth:`of`."""
+        pairs = zip(self.queries, self.keys, strict=True)
+        return (*(x for pair in pairs for x in pair), self.v)
+
 
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
     """`out1 - lambda out2` from each map's own output, or the one map's output.

@@ -22,8 +22,14 @@ def register(variant: type[Variant]) -> type[Variant]:
     """Make a kind of attention known, under the default of its ``kind``; may decorate it.
 
     Raises:
-        ValueError: the kind is another class's already.
+        ValueError: the kind is another class's already, or the class has a method of an earlier
+            interface that no layer calls.
     """
+    if "attend" in vars(variant):
+        raise ValueError(
+            f"class {variant.__name__} defines attend, which no layer calls; define forward, whose "
+            "tensors are [b, s, ...] (docs/variants.md)"
+        )
     kind = variant.model_fields["kind"].default
     if VARIANTS.setdefault(kind, variant) is not variant:
         raise ValueError(f"attention kind {kind!r} is {VARIANTS[kind].__name__}'s; choose another")

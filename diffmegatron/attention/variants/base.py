@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 # The methods of a kind that decide what its layers compute, and those that map it to Hugging Face.
-COMPUTATION = ("normalised", "gate", "attend", "current_lambda")
+COMPUTATION = ("normalised", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
 # The one parameter that a projection holds itself, by the name that a variant declares it under.
 QKV_BIAS = "linear_qkv.bias"
@@ -325,11 +325,15 @@ class Variant(Section, ABC):
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """What the attention takes from the normalised input [s, b, hidden] beside q, k and v."""
+        """Return what :meth:`forward` needs of the normalised input [s, b, hidden].
+
+        Returns:
+            [s, b, ...], or None if q, k and v are enough.
+        """
         return None
 
     @abstractmethod
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,
@@ -338,14 +342,14 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """The heads' outputs [s, b, ...], :attr:`Heads.output_channels` of them per token.
+        """Compute the heads' outputs [b, s, ...], :attr:`Heads.output_channels` of them per token.
 
         Args:
             layer: its parameters.
             context: attention to the whole sequence.
-            query: [s, b, queries, d] of this rank, rotated.
-            key, value: [s, b, keys, d] of this rank, the keys rotated.
-            gate: what :meth:`gate` gave.
+            query: [b, s, queries, d] of this rank, rotated.
+            key, value: [b, s, keys, d] of this rank, the keys rotated.
+            gate: result of :meth:`gate`, [b, s, ...].
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":

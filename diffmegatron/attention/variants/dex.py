@@ -35,7 +35,7 @@ from diffmegatron.attention.variants.base import (
     Parameter,
     Variant,
 )
-from diffmegatron.attention.variants.lambda_init import LambdaInit
+from diffmegatron.attention.variants.diff_v1 import LambdaInit
 from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
@@ -255,7 +255,7 @@ class Dex(Softmax):
         result = 0 if self.headwise_norm else self.heads.query_channels
         return projected, core + kernels.element * (selected + result)
 
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,
@@ -264,22 +264,26 @@ class Dex(Softmax):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """[s, b, num_heads, d].
+        """Return O' = O - lambda O W_D of the selected heads, and O of the others.
 
         The heads are cut into runs instead of gathered by an index, which would have to be copied
         to the device in every layer. A rank without a selected head takes part with none: its share
         of the gradient of W_D is zero, and the others wait for it.
+
+        Returns:
+            [b, s, num_heads, d].
         """
         import torch
 
-        out = super().attend(layer, context, query, key, value, gate)
+        heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        parts = list(out.split(lengths, dim=2))
+        # [s, b, ...]: the gradient of W_D is a sum over the tokens in the sequence's order.
+        parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
-        changed = selected - selected @ projection
-        parts[1::2] = changed.split(lengths[1::2], dim=2)
-        return torch.cat(parts, dim=2)
+        extended = selected - selected @ projection
+        parts[1::2] = extended.split(lengths[1::2], dim=2)
+        return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
         """Lengths of the runs of this rank's heads, others and selected in turn, others first."""

@@ -1,104 +1,161 @@
-"""DIFF V1: the Differential Transformer of Ye et al., ICLR 2025 (arXiv 2410.05258)."""
+"""DIFF V1: the Differential Transformer of Ye et al., ICLR 2025 (arXiv 2410.05258).
 
+    [Q1; Q2] = X W_Q    [K1; K2] = X W_K    V = X W_V
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+    DiffAttn(X) = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
+    head = (1 - lambda_init) RMSNorm(DiffAttn(X))
+
+lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l. Qi and Ki have d channels, V has 2d.
+"""
+
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from pydantic import Field, model_validator
+from typing_extensions import override
+
+from diffmegatron.attention.kernels import costs
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.grouped import Grouped
-from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
+from diffmegatron.attention.variants.base import (
+    FLOAT32,
+    Constant,
+    Context,
+    Kernels,
+    Layer,
+    Parameter,
+    Variant,
+)
+from diffmegatron.attention.variants.projection_heads import Heads, Rows
+from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
+from diffmegatron.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 # The largest models of the paper, and the learning rate that it lowers for them (appendix E).
 LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
-class DiffV1(TwoMaps):
-    """Differential heads: each of ``num_heads`` has a noise head of its own.
+class LambdaInit(Section):
+    """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
 
-    h is half the Transformer's: nobody halves anything by hand, the baseline doubles it.
+    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)) with l the global layer number from 1;
+    ``constant`` is ``value`` in every layer.
+    """
+
+    policy: Literal["exponential", "constant"] = "exponential"
+    value: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _value_belongs_to_constant(self) -> Self:
+        if (self.policy == "constant") != (self.value is not None):
+            raise ValueError(
+                f"model.attention.lambda_init.value is {self.value} with policy {self.policy!r}; "
+                "give a value with 'constant' and none with 'exponential'"
+            )
+        return self
+
+    def of_layer(self, number: int) -> float:
+        """Return lambda_init of a layer by its global number, from 1 over all pipeline stages."""
+        if self.value is not None:
+            return self.value
+        return 0.8 - 0.6 * math.exp(-0.3 * (number - 1))
+
+
+class DiffV1(Variant):
+    """Differential heads: each of ``num_heads`` h has two maps and an output of 2d.
+
+    h is half of the Transformer's: nobody halves anything by hand, the baseline doubles it. Each of
+    ``num_kv_heads`` has two keys and one value of 2d. The four lambda vectors of d, one set for a
+    layer, start at N(0, ``lambda_std``), the reference code's value. ``headwise_norm`` is the
+    RMSNorm over each head's output, whose weight all heads share.
     """
 
     kind: Literal["diff_v1"] = "diff_v1"
+    lambda_init: LambdaInit = LambdaInit()
+    lambda_std: float = Field(default=0.1, ge=0)
+    headwise_norm: bool = True
 
     title: ClassVar[str] = "Diff Transformer"
+    output_width: ClassVar[int] = 2
+    operation: ClassVar[Literal["differential", "softmax"]] = "differential"
+    free_keys: ClassVar[frozenset[str]] = frozenset({"lambda_std"})
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
 
-    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """DiffLlama.
-
-        Raises:
-            UserError: lambda_init is not the paper's, or there is no headwise norm.
-        """
-        if self.lambda_init.policy != "exponential":
-            raise UserError(
-                f"model.attention.lambda_init.policy {self.lambda_init.policy!r} cannot be "
-                "exported: Hugging Face's DiffLlama computes lambda_init by the policy "
-                "'exponential' alone"
-            )
-        if not self.headwise_norm:
-            raise UserError(
-                "model.attention.headwise_norm False with kind 'diff_v1' cannot be exported: "
-                "Hugging Face's DiffLlama always has the headwise norm"
-            )
-        return hf.HuggingFace(
-            "diffllama",
-            "DiffLlamaForCausalLM",
-            {
-                "num_attention_heads": self.heads.queries,
-                "num_key_value_heads": self.heads.keys,
-                "head_dim": self.head_dim,
-                "lambda_std_dev": self.lambda_std,
-            },
-        )
+    @property
+    def noise_heads(self) -> int:
+        """Heads of the second map."""
+        return self.num_heads // self.ratio
 
     @property
-    def beside_others(self) -> Grouped:
-        """Grouped heads of which each noise head serves one signal head."""
-        return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
+    def heads(self) -> Heads:
+        """A block: signal queries, k1 and half of the value; noise queries, k2 and the other half.
 
-    @classmethod
-    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """As :class:`Variant` says; its heads are those of both maps."""
-        return cls(
-            num_heads=config["num_attention_heads"] // 2,
-            num_kv_heads=config["num_key_value_heads"] // 2,
-            head_dim=config["head_dim"],
-            lambda_std=config["lambda_std_dev"],
+        With one noise head per signal head these are two of Megatron-core's groups.
+        """
+        signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
+        rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
+
+    def baseline(self) -> Softmax:
+        """Return the Transformer of 2h heads and 2 h_kv key-value heads of the same d."""
+        # Not validated: twice the most heads that a recipe may have is more than it may have.
+        return Softmax.model_construct(
+            num_heads=2 * self.num_heads,
+            num_kv_heads=2 * self.num_kv_heads,
+            head_dim=self.head_dim,
         )
 
-    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """DiffLlama keeps all heads of the first map before all of the second, values likewise.
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """Return the lambda vectors and the norm's weight, whole on every rank and in float32.
 
-        Its headwise norm has no weight. What it scales goes straight into the output projection,
-        so the weight of channel c multiplies the columns that read channel c, in fp32. Rounding the
-        lambda vectors to bf16 would move lambda itself by up to 5e-3.
+        Rounding the vectors to bf16 would move lambda by 1e-3 to 5e-3.
         """
-
-        def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:
-            return (proj.float() * norm.float().repeat(self.num_heads),)
-
-        def unfold(proj: "Tensor") -> tuple["Tensor", ...]:
-            return proj, proj.new_ones(2 * self.head_dim)
-
-        shape = (hidden_size, self.heads.output_channels)
-        proj_and_norm = {
-            f"{ours}.linear_proj.weight": shape,
-            f"{ours}.head_norm": (2 * self.head_dim,),
-        }
-        return [
-            hf.qkv(ours, theirs, self.heads, hidden_size),
-            hf.WeightRule(proj_and_norm, {f"{theirs}.o_proj.weight": shape}, fold, unfold),
-            *(
-                hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
-                for name in LAMBDA_VECTORS
-            ),
+        vectors = [
+            Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
+            for name in LAMBDA_VECTORS
         ]
+        norm = Parameter("head_norm", (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
+        return (*vectors, norm) if self.headwise_norm else tuple(vectors)
+
+    @override
+    def products(self) -> int:
+        # Scores of d per head of either map, values of 2d for the difference of the maps. Kernels
+        # that keep the maps apart multiply both with the values (paper, appendix A).
+        maps = self.num_heads + self.noise_heads
+        return (maps + 2 * self.num_heads) * self.head_dim
+
+    @override
+    def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
+        heads, sizes = self.heads, self.kernel_sizes(kernels.element, kernels.keys)
+        outputs = heads.output_channels
+        backend = DIFFERENTIAL[kernels.backend]
+        fuses_norm = False
+        if kernels.communication == "ring":
+            core: float = costs.ring_saved(sizes) + kernels.element * outputs
+        else:
+            core = backend.saved(sizes)
+            fuses_norm = backend.fuses_norm and not sizes.is_grouped
+            core += kernels.element * outputs if backend.keeps_result else 0
+        core += kernels.gathered(heads.key_channels, copies=3)
+        if self.headwise_norm and not fuses_norm:
+            # Its float32 input and one float32 per head; on a CPU the normalised input as well.
+            core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
+        projected = heads.query_channels + 2 * heads.key_channels + outputs
+        return kernels.element * projected, core
+
+    @override
+    def kernel_sizes(self, element: int, keys: int) -> costs.Sizes:
+        return costs.Sizes(
+            element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys
+        )
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Where sizes suggest heads halved twice, or leave what the paper tried."""
+        """Warn where sizes suggest heads halved twice, or are outside of what the paper tried."""
         heads = f"model.attention.num_heads {self.num_heads}"
         if self.num_heads < 8:
             yield (
@@ -127,3 +184,137 @@ class DiffV1(TwoMaps):
                 f"optimizer.lr {lr:g} is above the {LARGE_MODEL_LR:g} that the paper takes from "
                 "6.8B on; loss spikes with a rising gradient norm were reported at 7B"
             )
+
+    @override
+    def current_lambda(self, layer: Layer) -> "Tensor":
+        q1, k1, q2, k2 = (layer.parameter(name) for name in LAMBDA_VECTORS)
+        lambda_init = self.lambda_init.of_layer(layer.layer_number)
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init
+
+    @override
+    def forward(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        gate: "Tensor | None",
+    ) -> "Tensor":
+        from diffmegatron.attention.kernels.api import HeadwiseNorm
+
+        # [Q1; Q2] = X W_Q, [K1; K2] = X W_K, V = X W_V
+        q1, k1, q2, k2, v = self._split(query, key, value)
+        # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+        lambda_ = self.current_lambda(layer)
+        # (1 - lambda_init) RMSNorm(head), which fused kernels apply within the call
+        norm = None
+        if self.headwise_norm:
+            scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
+            norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, scale)
+        # head = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
+        return context.diff_attention(q1, k1, q2, k2, v, lambda_=lambda_, norm=norm)
+
+    def _split(self, query: "Tensor", key: "Tensor", value: "Tensor") -> tuple["Tensor", ...]:
+        """Return q1, k1, q2, k2 and v of the blocks, whose rows :attr:`heads` describes.
+
+        Returns:
+            q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d].
+        """
+        blocks = key.shape[2] // 2
+        noise = query.shape[2] // blocks // (self.ratio + 1)
+        q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
+        q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
+        if self.ratio > 1:
+            # A view of the noise heads would keep the signal heads, of which q1 is a copy.
+            q2 = q2.contiguous()
+        k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
+        v = value.unflatten(2, (blocks, 2)).flatten(3)
+        return q1, k1, q2, k2, v
+
+    def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
+        """Return DiffLlama.
+
+        Raises:
+            UserError: lambda_init is not the paper's, or there is no headwise norm.
+        """
+        if self.lambda_init.policy != "exponential":
+            raise UserError(
+                f"model.attention.lambda_init.policy {self.lambda_init.policy!r} cannot be "
+                "exported: Hugging Face's DiffLlama computes lambda_init by the policy "
+                "'exponential' alone"
+            )
+        if not self.headwise_norm:
+            raise UserError(
+                "model.attention.headwise_norm False with kind 'diff_v1' cannot be exported: "
+                "Hugging Face's DiffLlama always has the headwise norm"
+            )
+        return hf.HuggingFace(
+            "diffllama",
+            "DiffLlamaForCausalLM",
+            {
+                "num_attention_heads": self.heads.queries,
+                "num_key_value_heads": self.heads.keys,
+                "head_dim": self.head_dim,
+                "lambda_std_dev": self.lambda_std,
+            },
+        )
+
+    @property
+    def beside_others(self) -> Variant:
+        """Grouped heads of which each noise head serves one signal head."""
+        from diffmegatron.attention.variants.grouped import Grouped
+
+        return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
+
+    @classmethod
+    @override
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        # Its heads are those of both maps.
+        return cls(
+            num_heads=config["num_attention_heads"] // 2,
+            num_kv_heads=config["num_key_value_heads"] // 2,
+            head_dim=config["head_dim"],
+            lambda_std=config["lambda_std_dev"],
+        )
+
+    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
+        """Return the rules to DiffLlama, which has all heads and values of the first map first.
+
+        Its headwise norm has no weight. The norm's output is the input of the output projection, so
+        the weight of channel c multiplies the columns that read channel c, in fp32. Rounding the
+        lambda vectors to bf16 would move lambda itself by up to 5e-3.
+        """
+
+        def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:
+            return (proj.float() * norm.float().repeat(self.num_heads),)
+
+        def unfold(proj: "Tensor") -> tuple["Tensor", ...]:
+            return proj, proj.new_ones(2 * self.head_dim)
+
+        shape = (hidden_size, self.heads.output_channels)
+        proj_and_norm = {
+            f"{ours}.linear_proj.weight": shape,
+            f"{ours}.head_norm": (2 * self.head_dim,),
+        }
+        return [
+            hf.qkv(ours, theirs, self.heads, hidden_size),
+            hf.WeightRule(proj_and_norm, {f"{theirs}.o_proj.weight": shape}, fold, unfold),
+            *(
+                hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
+                for name in LAMBDA_VECTORS
+            ),
+        ]
+
+    @property
+    @override
+    def map_pairs(self) -> tuple[tuple[int, int], ...]:
+        # The classes have all signal heads before all noise heads.
+        return tuple((n, self.num_heads + n // self.ratio) for n in range(self.num_heads))
+
+    @override
+    def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
+        signal, noise = maps.split((self.num_heads, self.noise_heads))
+        q1, k1, q2, k2 = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
+        lambda_ = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + attention.lambda_init
+        return signal - lambda_ * noise.repeat_interleave(self.ratio, dim=0)

@@ -95,7 +95,7 @@ class DiffV2(Variant):
         layer.observe("lambda", lambda_)
         return lambda_
 
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,
@@ -104,11 +104,17 @@ class DiffV2(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """[s, b, num_heads, d]."""
+        """Return O_n = A_signal(n) - lambda_n A_noise(n // r) of every signal head n.
+
+        Returns:
+            [b, s, num_heads, d].
+        """
         from diffmegatron.attention.kernels.api import subtract_noise
 
         assert gate is not None
-        return subtract_noise(context.softmax(query, key, value), gate)
+        lambda_ = gate
+        heads = context.softmax_attention(query, key, value)
+        return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Our own class, which the export brings along."""

@@ -4,22 +4,23 @@ Motif-2-12.7B (32 signal and 8 noise heads, 16 key and 16 value heads of 128) is
 ``signal_per_noise`` 4 and ``num_kv_heads`` 8 here: a key-value head has two keys and two values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
+from typing_extensions import override
+
 from diffmegatron.attention.variants import hugging_face as hf
-from diffmegatron.attention.variants.lambda_init import LambdaInit
-from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
+from diffmegatron.attention.variants.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
 from diffmegatron.section import Size
 
 
-class Grouped(TwoMaps):
+class Grouped(DiffV1):
     """``signal_per_noise`` r of the ``num_heads`` signal heads share a noise head.
 
     r = 1 is DIFF V1; the paper finds 3 and 4 best at equal FLOPs.
     """
 
-    kind: Literal["grouped"] = "grouped"
+    kind: Literal["grouped"] = "grouped"  # type: ignore[assignment]
     signal_per_noise: Size = 4
 
     title: ClassVar[str] = "Grouped Diff Transformer"
@@ -29,6 +30,16 @@ class Grouped(TwoMaps):
     def ratio(self) -> int:
         """Signal heads that share a noise head."""
         return self.signal_per_noise
+
+    @override
+    def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
+        # Those of V1 are about its paper's models.
+        return iter(())
+
+    @property
+    @override
+    def beside_others(self) -> "Grouped":
+        return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Our own class, which the export brings along."""

@@ -30,29 +30,26 @@ class Layer(Protocol):
 
 
 class Context(Protocol):
-    """Attention over the whole sequence, which one device holds or several share.
+    """Causal attention to the whole sequence, on one device or on several ranks.
 
-    Queries [s, b, heads, d], keys and values [s, b, heads, d] come in the order of ``Heads``.
+    The functions are those of :mod:`diffmegatron.attention.kernels.api`, where one device has the
+    sequence; else :mod:`diffmegatron.attention.context_parallel.whole_sequence` puts communication
+    around them. Heads are `[b, s, heads, width]`, of this rank's part of the sequence.
     """
 
-    def softmax(self, query: "Tensor", key: "Tensor", value: "Tensor") -> "Tensor":
-        """Return the output of plain attention per query head, [s, b, heads, d]."""
+    def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
+        """softmax(Q K^T / sqrt(d)) V of every query head: `[b, s, heads, d]`."""
 
-    def differential(
+    def diff_attention(
         self,
-        query: "Tensor",
-        key: "Tensor",
-        value: "Tensor",
-        lambda_: "Tensor",
+        q1: "Tensor",
+        k1: "Tensor",
+        q2: "Tensor",
+        k2: "Tensor",
+        v: "Tensor",
+        /,
         *,
-        signal_per_noise: int,
-        norm: "HeadwiseNorm | None",
+        lambda_: "Tensor",
+        norm: "HeadwiseNorm | None" = None,
     ) -> "Tensor":
-        """QKV of signal heads less lambda times their noise head's, by values of 2d.
-
-        A block has two keys, whose values side by side are its one value; its signal heads come
-        before its noise heads.
-
-        Returns:
-            [s, b, signal heads, 2d], normalised where ``norm`` is given.
-        """
+        """(softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V: `[b, s, h, 2d]`."""

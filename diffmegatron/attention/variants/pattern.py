@@ -266,7 +266,7 @@ class Pattern(Variant):
         """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,

@@ -125,7 +125,7 @@ class Softmax(Variant):
         )
         return next(normed), next(normed)
 
-    def attend(
+    def forward(
         self,
         layer: Layer,
         context: Context,
@@ -134,13 +134,19 @@ class Softmax(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """[s, b, num_heads, d]."""
-        out = context.softmax(query, key, value)
+        """Return softmax(Q K^T / sqrt(d)) V of every head, normalised if so configured.
+
+        Returns:
+            [b, s, num_heads, d].
+        """
+        heads = context.softmax_attention(query, key, value)
         if not self.headwise_norm:
-            return out
+            return heads
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
-        return HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0).apply_to(out)
+        norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
+        # [s, b, ...]: the gradient of the weight is a sum over the tokens in the sequence's order.
+        return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """The class that has what this has: Qwen3, SeedOss, Mistral, or Llama.

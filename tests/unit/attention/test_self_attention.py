@@ -5,12 +5,15 @@ the package.
 """
 
 import math
+from inspect import stack
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import build_module
 
+from diffmegatron.attention.context_parallel import whole_sequence
+from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.layer_specs import layer_spec
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.build import transformer_config
@@ -272,3 +275,52 @@ def test_own_parameters_keep_their_dtype_in_a_bf16_model(build):
         is_projection = name.startswith("linear")
         assert value.dtype == (torch.bfloat16 if is_projection else torch.float32)
         assert is_projection or torch.equal(value, before[name])
+
+
+def calls_above_the_kernel(module, monkeypatch) -> list[str]:
+    """Functions of the package on the stack of a forward pass, from the layer to the kernel."""
+    kernel, found = reference.diff_attention, []
+
+    def look(*args, **options):
+        names = [f"{frame.filename.rpartition('/')[2]}:{frame.function}" for frame in stack()[1:]]
+        found.extend(names[names.index("self_attention.py:forward") :: -1])
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(reference, "diff_attention", look)
+    module(inputs()[0][:6], None, rotary_pos_emb=rotary_angles()[:6])
+    return found
+
+
+def test_three_calls_lead_to_the_kernel(build, monkeypatch):
+    module = build(SECTIONS["diff_v1"])
+    assert calls_above_the_kernel(module, monkeypatch) == [
+        "self_attention.py:forward",
+        "diff_v1.py:forward",
+        "api.py:diff_attention",
+    ]
+
+
+def test_context_parallel_ranks_put_one_call_between(build, monkeypatch):
+    module = build(SECTIONS["diff_v1"])
+    module.context_group, module.communication = TwoRanks(), "all_gather"
+    monkeypatch.setattr(
+        whole_sequence,
+        "gather_from_sequence_parallel_region",
+        lambda local, **_: torch.cat([local, local]),
+    )
+    assert calls_above_the_kernel(module, monkeypatch)[:4] == [
+        "self_attention.py:forward",
+        "diff_v1.py:forward",
+        "whole_sequence.py:gathered_attention",
+        "api.py:diff_attention",
+    ]
+
+
+class TwoRanks:
+    """A process group, of which this is rank 0."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0

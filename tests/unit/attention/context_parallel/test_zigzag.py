@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from diffmegatron.attention.context_parallel.attend import row_boundaries
+from diffmegatron.attention.context_parallel.whole_sequence import row_boundaries
 from diffmegatron.attention.context_parallel.zigzag import (
     rank_chunks,
     shard_sequence,

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.variants.diff_v1 import DiffV1
+from diffmegatron.attention.variants.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
 from diffmegatron.attention.variants.grouped import Grouped
-from diffmegatron.attention.variants.lambda_init import LambdaInit
-from diffmegatron.attention.variants.two_map_variant import LAMBDA_VECTORS, TwoMaps
 
 CONSTANT = LambdaInit(policy="constant", value=0.35)
 
@@ -38,7 +36,7 @@ def test_constant_policy_ignores_the_layer():
 
 
 @pytest.mark.parametrize("variant", [DiffV1, Grouped])
-def test_lambda_is_exact_and_float32_for_any_vectors(variant: type[TwoMaps]):
+def test_lambda_is_exact_and_float32_for_any_vectors(variant: type[DiffV1]):
     vectors = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) * 0.1
     q1, k1, q2, k2 = vectors.double()
     expected = math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.35

@@ -1,0 +1,192 @@
+"""Attention to the whole sequence, whichever ranks hold it: what the forward of a kind calls.
+
+On one device these are the kernels' own functions. For context-parallel ranks, and for rows with
+documents, one function with the same arguments is around each.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from diffmegatron.attention.context_parallel.ring import Ring, ring_attention
+from diffmegatron.attention.context_parallel.zigzag import (
+    rank_chunks,
+    to_rank_order,
+    to_sequence_order,
+)
+from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
+from diffmegatron.attention.variants.base import ContextCommunication
+
+# (q, k, v) or (q1, k1, q2, k2, v) and options, as `softmax_attention` and `diff_attention`.
+Attention = Callable[..., Tensor]
+
+
+class WholeSequence(NamedTuple):
+    """Causal attention of this rank's queries to the whole sequence.
+
+    Attributes:
+        softmax_attention: from q, k, v `[b, s, heads, d]` of this rank to `[b, s, heads, d]`.
+        diff_attention: from q1, k1, q2, k2, v and ``lambda_`` to `[b, s, heads, 2d]`.
+    """
+
+    softmax_attention: Attention
+    diff_attention: Attention
+
+
+def whole_sequence(
+    group: ProcessGroup | None,
+    communication: ContextCommunication,
+    backend: str,
+    documents: Tensor | None,
+) -> WholeSequence:
+    """Return the attention functions of a layer.
+
+    Args:
+        group: ranks that share the sequence; None, or one rank, has all of it.
+        communication: how these ranks communicate.
+        backend: of differential attention, ``auto`` or a name that ``doctor`` lists.
+        documents: None, or the ends of packed documents: [documents + 1] integers on the CPU, in
+            the batch's whole rows laid end to end; attention then stays within one.
+    """
+    size = 1 if group is None else group.size()
+    # The recipe's backend is one of differential attention.
+    backends = ((softmax_attention, "auto"), (diff_attention, backend))
+    functions: list[Attention] = []
+    for kernel, name in backends:
+        attend: Attention = partial(kernel, backend=name)
+        if group is None or size == 1:
+            wrapped = attend if documents is None else partial(in_one_row, attend, documents)
+        elif communication == "ulysses":
+            rows = attend if documents is None else partial(in_one_row, attend, documents)
+            wrapped = partial(ulysses_attention, rows, group)
+        else:
+            wrapped = partial(gathered_attention, attend, group)
+            if communication == "ring":
+                wrapped = partial(ring_attention, Ring(group, name))
+            if documents is not None:
+                wrapped = partial(by_row, wrapped, documents)
+        functions.append(wrapped)
+    return WholeSequence(*functions)
+
+
+def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
+    """Attend within documents: the rows of the batch are laid end to end in one."""
+    out = attend(*(x.flatten(0, 1)[None] for x in heads), cu_seqlens=documents, **options)
+    return out[0].unflatten(0, heads[0].shape[:2])
+
+
+def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
+    """Attend within documents row by row: each row has its own, and its positions begin at 0."""
+    rows = zip(*(x.split(1) for x in heads), strict=True)
+    bounds = row_boundaries(documents, heads[0].shape[0])
+    outs = [
+        attend(*row, cu_seqlens=ends, **options) for row, ends in zip(rows, bounds, strict=True)
+    ]
+    return torch.cat(outs)
+
+
+def ulysses_attention(
+    attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
+) -> Tensor:
+    """Attend with a share of the heads on each rank, over the whole sequence.
+
+    Jacobs et al., arXiv 2309.14509: an all-to-all of a rank's own activations before and one after,
+    and no other change, as the kernels see a plain causal sequence. The key-value heads of a
+    tensor-parallel rank must divide over the context-parallel ranks.
+
+    Args:
+        attend: of whole sequences.
+        group: context-parallel ranks.
+        heads: `[b, s, heads, width]` of this rank's zigzag part. The heads of a contiguous share of
+            the queries must attend to the same share of the keys and values.
+        options: of ``attend``.
+
+    Returns:
+        `[b, s, heads, width]`.
+    """
+    size = group.size()
+    shares = [x.transpose(0, 1).unflatten(2, (size, -1)) for x in heads]
+    by_rank = torch.cat([x.flatten(3) for x in shares], dim=3).permute(2, 0, 1, 3)
+    arrived = to_sequence_order(all_to_all(group, by_rank).flatten(0, 1), size)
+    out = attend(*_unpacked(arrived, [x.shape[3:] for x in shares]), **options)
+    parts = to_rank_order(out.transpose(0, 1), size).unflatten(0, (size, -1))
+    return all_to_all(group, parts).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def gathered_attention(
+    attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
+) -> Tensor:
+    """Gather all keys and values, and attend twice, once for each of this rank's chunks.
+
+    The fewest communication steps and the fastest kernels, for the memory of the whole sequence's
+    keys and values until the backward pass: for short sequences on many ranks.
+
+    Args:
+        attend: of queries at an offset to the keys up to their end.
+        group: context-parallel ranks.
+        heads: `[b, s, heads, width]` of this rank's zigzag part.
+        options: of ``attend``.
+
+    Returns:
+        `[b, s, heads, width]`.
+    """
+    maps = QKV.of(*heads)
+    local = torch.cat([x.transpose(0, 1).flatten(2) for x in (*maps.keys, maps.v)], dim=2)
+    shapes = [x.shape[2:] for x in (*maps.keys, maps.v)]
+    *keys, v = _unpacked(sequence_of_all_ranks(local, group), shapes)
+    length = maps.v.shape[1] // 2
+    outs = []
+    for half, number in enumerate(rank_chunks(group.rank(), group.size())):
+        end = (number + 1) * length
+        chunk = QKV(
+            tuple(q.chunk(2, dim=1)[half] for q in maps.queries),
+            tuple(k[:, :end] for k in keys),
+            v[:, :end],
+        )
+        outs.append(attend(*chunk.arguments(), query_offset=number * length, **options))
+    return torch.cat(outs, dim=1)
+
+
+def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the sequence along the first dimension; the backward sums each rank's part.
+
+    Args:
+        local: this rank's zigzag part.
+        group: the context-parallel ranks.
+    """
+    by_rank = gather_from_sequence_parallel_region(
+        local.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    return to_sequence_order(by_rank, group.size())
+
+
+def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """Split `[s, b, channels]` into heads `[b, s, heads, width]` of each shape."""
+    parts = packed.transpose(0, 1).split([shape.numel() for shape in shapes], dim=2)
+    return [part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
+    """Return the ends of documents of each row on its own.
+
+    Args:
+        documents: [documents + 1] integers from 0 to rows x length, the ends in all rows laid end
+            to end; each row ends one.
+        rows: number of rows.
+
+    Returns:
+        One tensor of integers from 0 to length per row.
+    """
+    length = int(documents[-1]) // rows
+    return [
+        documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
+        for row in range(rows)
+    ]
