@@ -1,1 +1,1 @@
-"""What each start of a job leaves, and the decision after it: requeue the job, or end it."""
+"""Attempts (starts) of a job: the ends of their ranks, the decision after them, and the ledger."""

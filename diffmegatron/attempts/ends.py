@@ -1,8 +1,8 @@
-"""How each rank of an attempt ended: one small file per rank in the attempt's directory.
+"""The ends of an attempt's ranks: one small file per rank in the attempt's directory.
 
-A rank writes its own; for one that cannot any more (SIGKILL, the watchdog) the shell around it
-does (``slurm.sh``), with the status alone. A rank without a file was killed with its shell, or
-with its node.
+A rank writes its own file. If it cannot (after SIGKILL, or when the watchdog ends it), the shell
+around it writes only the status (``slurm.sh``). A rank without a file was killed together with its
+shell or its node.
 """
 
 import logging
@@ -26,16 +26,16 @@ from diffmegatron.section import Section
 log = logging.getLogger(__name__)
 
 ATTEMPT = "DIFFMEGATRON_ATTEMPT"
-"""The variable that tells a rank the directory of its attempt."""
+"""Environment variable with the directory of the rank's attempt."""
 HEARTBEAT = "heartbeat.json"
-# EX_TEMPFAIL of sysexits.h, "try again later": the run has saved and is to be started again.
 EXIT_STOPPED = 75
-# How the reason ends of a rank that was asked to stop when there was nothing to save.
+"""Exit status of a stopped run that has saved and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
+"""Last words of the reason of a rank that was stopped when there was nothing to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# A file server should not be written at every step of milliseconds.
-_BEAT_SECONDS = 5.0
-# A rank is a straggler that was slow in most reports, of so many at least.
+# Steps may take milliseconds. A longer interval limits the load on the file server.
+_HEARTBEAT_SECONDS = 5.0
+# Number of reports before a rank can count as a straggler.
 _MIN_REPORTS = 10
 
 
@@ -44,10 +44,10 @@ class End(Section):
 
     Attributes:
         status: exit status; 128 + N: killed by signal N.
-        reason: a sentence; empty where nothing went wrong or nobody was left to say.
-        step: that the rank had reached; None: none, or not known.
-        host: of the rank.
-        time: in seconds since 1970, by the host's clock.
+        reason: one sentence; empty after success, or if the rank could not write it.
+        step: last step reached; None: no step, or unknown.
+        host: host name of the rank.
+        time: seconds since 1970 by the host's clock.
     """
 
     status: int
@@ -58,15 +58,15 @@ class End(Section):
 
 
 class Heartbeat(Section):
-    """Where rank 0 is, as it wrote last.
+    """The last position that rank 0 wrote.
 
     Attributes:
-        time: of the writing, in seconds since 1970.
-        step: that the run has reached.
-        run_dir: of the run, or of the present stage.
-        first_step: with which the attempt began.
-        reports: of how long the ranks' own work took.
-        slow: ranks that took much longer than most, and in how many of the reports.
+        time: time of writing in seconds since 1970.
+        step: last step reached.
+        run_dir: folder of the run, or of the current stage.
+        first_step: step at which the attempt began this run or stage.
+        reports: number of reports on the ranks' working time.
+        slow: number of reports in which each rank was much slower than most.
     """
 
     time: float
@@ -78,54 +78,58 @@ class Heartbeat(Section):
 
     @property
     def stragglers(self) -> list[int]:
-        """Ranks that were slow most of the time."""
+        """Ranks that were slow in most of the reports."""
         if self.reports < _MIN_REPORTS:
             return []
         return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
 
 
 class RankRecord:
-    """What one rank leaves in the directory of its attempt; entered around all that it does.
+    """The writer of a rank's heartbeat and end, used as a context around everything the rank does.
 
     Args:
-        folder: of the attempt; None: nothing is written.
-        rank: of this process.
+        folder: directory of the attempt; None: nothing is written.
+        rank: rank of this process.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self.folder = folder
         self._rank = rank
         self._step: int | None = None
-        self._first: tuple[str, int] | None = None
-        self._beaten = 0.0
+        self._start: tuple[str, int] | None = None
+        self._last_heartbeat = 0.0
         self._reports, self._slow = 0, Counter[int]()
 
     @classmethod
     def of_environment(cls) -> Self:
-        """That of this process, as the launch script says in ``DIFFMEGATRON_ATTEMPT``."""
+        """Create the record of this process from ``DIFFMEGATRON_ATTEMPT`` and ``RANK``."""
         folder, rank = os.environ.get(ATTEMPT), os.environ.get("RANK", "")
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
-    def at(self, step: int, run_dir: str) -> None:
-        """The run has reached a step; rank 0 writes so, every five seconds at most."""
+    def set_step(self, step: int, run_dir: str) -> None:
+        """Record that the run has reached a step. Rank 0 writes it every five seconds at most."""
         self._step = step
-        if self._first is None or self._first[0] != run_dir:
-            self._first, self._beaten = (run_dir, step), 0.0
+        if self._start is None or self._start[0] != run_dir:
+            self._start, self._last_heartbeat = (run_dir, step), 0.0
         now = time.time()
-        if self.folder is None or self._rank != 0 or now - self._beaten < _BEAT_SECONDS:
+        if (
+            self.folder is None
+            or self._rank != 0
+            or now - self._last_heartbeat < _HEARTBEAT_SECONDS
+        ):
             return
-        self._beaten = now
-        self._beat(now)
+        self._last_heartbeat = now
+        self._write_heartbeat(now)
 
-    def reported(self, slow_ranks: Collection[int]) -> None:
-        """Another report of how long the ranks' own work took, and who was slow in it."""
+    def add_report(self, slow_ranks: Collection[int]) -> None:
+        """Count a report on the ranks' working time, and the ranks that were slow in it."""
         self._reports += 1
         self._slow.update(slow_ranks)
 
-    def _beat(self, now: float) -> None:
-        assert self.folder is not None and self._step is not None and self._first is not None
-        run_dir, first_step = self._first
-        beat = Heartbeat(
+    def _write_heartbeat(self, now: float) -> None:
+        assert self.folder is not None and self._step is not None and self._start is not None
+        run_dir, first_step = self._start
+        heartbeat = Heartbeat(
             time=now,
             step=self._step,
             run_dir=run_dir,
@@ -133,15 +137,15 @@ class RankRecord:
             reports=self._reports,
             slow=dict(self._slow),
         )
-        self._write(HEARTBEAT, beat)
+        self._write(HEARTBEAT, heartbeat)
 
     def end(self, status: int, reason: str = "") -> None:
-        """Write how this rank ends."""
+        """Write the end of this rank."""
         if self.folder is None:
             return
         now = time.time()
         if self._rank == 0 and self._step is not None:
-            self._beat(now)
+            self._write_heartbeat(now)
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         end = End(status=status, reason=clipped(reason), step=self._step, host=host, time=now)
         self._write(end_name(self._rank), end)
@@ -150,12 +154,12 @@ class RankRecord:
         assert self.folder is not None
         try:
             write_durably(self.folder / name, content.model_dump_json().encode())
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # a failed write must not end the run
             log.warning("cannot write %s: %s", shown(self.folder / name), error)
 
     @contextmanager
-    def failures(self) -> Iterator[None]:
-        """Around what comes before the run: it leaves an end only if it fails."""
+    def write_failures(self) -> Iterator[None]:
+        """Write an end only if the body fails. This context is for the time before the run."""
         try:
             yield
         except BaseException as error:
@@ -175,27 +179,27 @@ class RankRecord:
 
 
 def _status_of(error: BaseException | None) -> tuple[int, str]:
-    """The exit status that an exception becomes, and the sentence of it."""
+    """Return the exit status and the reason for an exception."""
     if error is None:
         return 0, ""
     if isinstance(error, UserError):
         return error.exit_status, str(error)
-    code = getattr(error, "exit_code", None)  # of typer's Exit
+    code = getattr(error, "exit_code", None)  # typer.Exit has this attribute
     if isinstance(code, int):
         return code, ""
     return 1, f"{type(error).__name__}: {error}"
 
 
 def end_name(rank: int) -> str:
-    """The file of a rank's end."""
+    """Return the name of the file with a rank's end."""
     return f"rank_{rank:05d}.json"
 
 
 def read_ends(folder: Path) -> dict[int, End]:
-    """The ends that ranks have left in the directory of an attempt, by rank.
+    """Read the ends in the directory of an attempt, by rank.
 
-    A file that cannot be read counts as none: its rank has left no end that says anything. A whole
-    file whose writer was killed before it gave it its name counts.
+    A damaged file is skipped with a warning. A complete file whose writer was killed before it
+    removed the suffix ``.tmp`` is read too.
 
     Raises:
         UserError: the directory cannot be read.
@@ -205,7 +209,7 @@ def read_ends(folder: Path) -> dict[int, End]:
     except OSError as error:
         raise UserError(f"cannot read {shown(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
-    # In this order a file comes before the one that was to become it.
+    # In this order a file precedes the temporary one with the same rank.
     for name in names:
         match = _END_NAME.fullmatch(name)
         if match is None or int(match[1]) in ends:
@@ -213,12 +217,12 @@ def read_ends(folder: Path) -> dict[int, End]:
         try:
             ends[int(match[1])] = read_json(folder / name, End)
         except UserError as error:
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
     return ends
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """The last heartbeat of an attempt; None: no readable one."""
+    """Read the last heartbeat of an attempt; None if there is none or it is damaged."""
     try:
         heartbeat: Heartbeat = read_json(folder / HEARTBEAT, Heartbeat)
     except UserError:

@@ -1,8 +1,8 @@
-"""Every start of a job in one folder, ``run_dir/attempts``: what it ran on and what it came to.
+"""The ledger of a job: one entry for each attempt (start of the job) in ``run_dir/attempts``.
 
-``NNNN.json`` is written when an attempt begins and again when it ends; ``NNNN/`` is its directory,
-in which its ranks leave their ends. The second writing adds nothing that is not known from the
-ends, so that the next attempt does it for one that was killed with its job.
+``NNNN.json`` is written when an attempt begins and again when it ends. ``NNNN/`` is the attempt's
+directory, into which the ranks write their ends. The second version of ``NNNN.json`` follows from
+the ends alone, so that the next attempt can write it if the job was killed.
 """
 
 import logging
@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
-"""Faults in a row, without a checkpoint between them, after which a job ends."""
-# A host is as good as any other after that many attempts without it.
-_REMEMBERED = 10
-# One fault may be anything's.
-_BAD = 2
+"""Number of faults in a row, without a new checkpoint between them, after which a job ends."""
+# Number of recent attempts that count for the suspicion against a host.
+_RECENT_ATTEMPTS = 10
+# Number of faults after which a host is avoided. A single fault may have any cause.
+_MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
 
 class Facts(Section):
-    """What is known of an attempt when it begins.
+    """Facts about an attempt that are known when it begins.
 
     Attributes:
-        job: Slurm's number of it.
+        job: Slurm's number of the job.
         nodes: host names in the order of the ranks.
-        ranks: how many there are.
-        versions: of this package and of the libraries that compute.
-        commit: of the code, where it runs from a git checkout.
+        ranks: number of ranks.
+        versions: versions of this package and its libraries.
+        commit: git commit of this package; None: not a git checkout.
     """
 
     job: str
@@ -51,28 +51,27 @@ class Facts(Section):
 
 
 class Attempt(Section):
-    """One line of the ledger.
+    """One entry of the ledger.
 
     Attributes:
-        number: from 1.
-        facts: of its beginning.
-        stages: every ``run_dir`` of the recipe, and its last step; empty where no recipe could be
-            read yet.
-        startup_seconds: how long the run's watchdog waits for the first step.
-        step_seconds: how long it waits for another one.
-        began: in seconds since 1970.
-        saved_at_start: steps of the newest checkpoint, of all stages together.
-        checkpoint: the newest one; None: there was none.
-        ended: in seconds since 1970; None: not yet, or nobody has written so.
-        cause: of its end.
-        reason: of it, a sentence.
-        hosts: of the ranks that were to blame.
-        unfit: those of them that the checks before the run found no good.
-        stragglers: hosts of ranks that were much slower than most, most of the time.
-        first_step: with which it began, in its last stage.
-        last_step: that it reached, in its last stage.
-        saved: as ``saved_at_start``, at the end.
-        faults: in a row without a checkpoint between them, this one included.
+        number: number of the attempt, from 1.
+        facts: facts known at the beginning.
+        stages: last step of each stage, by its ``run_dir``; empty: no recipe could be read yet.
+        startup_seconds: time that the run's watchdog waits for the first step.
+        step_seconds: time that the watchdog waits for every other step.
+        began: seconds since 1970.
+        saved_at_start: sum over stages of the newest checkpoint's step, at the beginning.
+        checkpoint: newest checkpoint at the beginning; None: none.
+        ended: seconds since 1970; None: not ended, or the end is not recorded yet.
+        cause: cause of the end.
+        reason: one sentence about the end.
+        hosts: hosts of the ranks that caused a fault.
+        unfit: those of ``hosts`` that failed the preflight checks.
+        stragglers: hosts of ranks that were much slower than most in most reports.
+        first_step: first step of the attempt in its last stage.
+        last_step: last step of the attempt in its last stage.
+        saved: like ``saved_at_start``, at the end.
+        faults: number of faults in a row without a new checkpoint, including this one.
     """
 
     number: int
@@ -96,37 +95,37 @@ class Attempt(Section):
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its end, or to now."""
+        """Duration until the end, or until the present."""
         return (self.ended or time.time()) - self.began
 
     @property
     def has_trained(self) -> bool:
-        """Whether it went beyond the step that it began with."""
+        """Whether the attempt went beyond its first step."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
     def is_over(self) -> bool:
-        """Whether no other attempt follows by itself."""
+        """Whether the job has ended, so that no attempt follows."""
         if self.cause == Cause.FAULT:
             return self.faults >= MAX_FAULTS
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
 
     def host_of(self, rank: int) -> str:
-        """The node of a rank, as Slurm lays them out unless told otherwise: node by node."""
+        """Return the node of a rank. Slurm places ranks node by node by default."""
         per_node = -(-self.facts.ranks // max(1, len(self.facts.nodes)))
-        place = rank // per_node
-        return self.facts.nodes[place] if place < len(self.facts.nodes) else ""
+        index = rank // per_node
+        return self.facts.nodes[index] if index < len(self.facts.nodes) else ""
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """The nodes of some ranks."""
+        """Return the nodes of some ranks, sorted."""
         return tuple(sorted({self.host_of(rank) for rank in ranks} - {""}))
 
 
 class Ledger:
-    """The attempts of one job.
+    """The ledger of one job.
 
     Args:
-        run_dir: of the recipe; with stages, the folder that holds theirs.
+        run_dir: ``run_dir`` of the recipe; with stages, the parent folder of theirs.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -134,14 +133,14 @@ class Ledger:
         self.directory = run_dir / ATTEMPTS
 
     def folder(self, number: int) -> Path:
-        """The directory of an attempt."""
+        """Return the directory of an attempt."""
         return self.directory / f"{number:04d}"
 
     def attempts(self) -> list[Attempt]:
-        """All of them, oldest first; one that cannot be read is passed over with a warning.
+        """Read all entries, oldest first. A damaged entry is skipped with a warning.
 
         Raises:
-            UserError: the folder is there and cannot be read.
+            UserError: the folder exists and cannot be read.
         """
         try:
             names = sorted(path.name for path in self.directory.iterdir())
@@ -154,16 +153,16 @@ class Ledger:
             try:
                 found.append(read_json(self.directory / name, Attempt))
             except UserError as error:
-                log.warning("passed over: %s", error)
+                log.warning("skipped: %s", error)
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Write a new attempt, and the ends of those before it that were killed with their job.
+        """Write a new attempt, and first the ends of earlier ones that were killed with their job.
 
         Raises:
-            UserError: nothing can be written in ``run_dir``.
+            UserError: the ledger cannot be written.
         """
-        before = self._all_ended()
+        before = self._end_killed()
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
         try:
@@ -185,16 +184,17 @@ class Ledger:
         return attempt
 
     def refuse(self, facts: Facts, why: str) -> None:
-        """Write an attempt that a mistake ended before any rank was started, where that can be.
+        """Write an attempt that a mistake ended before any rank started.
 
-        What is only in the recipe, which may not be readable now, is that of the attempt before.
+        The recipe may be unreadable, so its values are copied from the previous attempt. An attempt
+        that cannot be written causes only a warning.
 
         Args:
-            facts: of the beginning.
-            why: the sentence of the mistake.
+            facts: facts about the attempt.
+            why: sentence about the mistake.
         """
         try:
-            before = self._all_ended()
+            before = self._end_killed()
             last = before[-1] if before else None
             now = time.time()
             attempt = Attempt(
@@ -213,18 +213,20 @@ class Ledger:
                 faults=0 if last is None else last.faults,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # the mistake is what the job ends with
+        except (OSError, UserError) as error:  # the caller still raises the mistake itself
             log.warning("cannot write in %s: %s", shown(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Decide what an attempt came to, and write that where it can be.
+        """Decide about an attempt from the ends of its ranks, and write the result.
+
+        A result that cannot be written causes only a warning.
 
         Args:
-            attempt: that has begun.
-            was_killed: with its job, so that its ranks could not say how they ended.
+            attempt: an attempt that has begun.
+            was_killed: whether it was killed with its job, so that ends may be missing.
 
         Raises:
-            UserError: its directory cannot be read.
+            UserError: the attempt's directory cannot be read.
         """
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
@@ -236,7 +238,7 @@ class Ledger:
         ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
         try:
             self._write(ended)
-        except OSError as error:  # whether the job is requeued does not depend on it
+        except OSError as error:  # the job can be requeued without the entry
             log.warning("cannot write in %s: %s", shown(self.directory), reason(error))
         return ended
 
@@ -265,12 +267,8 @@ class Ledger:
             }
         return attempt.model_copy(update=changes)
 
-    def _all_ended(self) -> list[Attempt]:
-        """End the attempts that were killed with their job, and return all attempts.
-
-        Raises:
-            UserError: one cannot be read.
-        """
+    def _end_killed(self) -> list[Attempt]:
+        """End the attempts that were killed with their job, and return all attempts."""
         for earlier in self.attempts():
             if earlier.ended is None:
                 self.end(earlier, was_killed=True)
@@ -288,27 +286,30 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Hosts that were to blame for a fault or slow in the last attempts, and in how many."""
-    recent = attempts[-_REMEMBERED:]
+    """Return the number of recent attempts in which each host caused a fault or was slow."""
+    recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
     return dict(Counter(sorted(named)).most_common())
 
 
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
-    """Hosts without which the next attempt shall run: unfit in the last, or a suspect twice."""
+    """Return the hosts that the next attempt must avoid.
+
+    These were unfit in the last attempt, or suspects in at least two recent ones.
+    """
     unfit = set(attempts[-1].unfit) if attempts else set()
-    twice = {host for host, count in suspects(attempts).items() if count >= _BAD}
-    return sorted(unfit | twice)
+    faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
+    return sorted(unfit | faulty)
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
-    """That of a recipe: in its ``run_dir``, of several stages in the folder that holds theirs."""
+    """Return the ledger of a recipe, in its ``run_dir`` or in the parent folder of its stages'."""
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)
 
 
 def _saved(stages: Mapping[str, int]) -> tuple[int, Path | None]:
-    """Steps of the newest checkpoint of every stage, added up, and the newest of the last one."""
+    """Return the sum over stages of the newest checkpoint's step, and the newest checkpoint."""
     total, newest = 0, None
     for run_dir in stages:
         store = CheckpointStore(Path(run_dir))

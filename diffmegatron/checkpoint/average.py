@@ -1,4 +1,4 @@
-"""The mean of the weights of a run's last checkpoints, as a checkpoint that others start from."""
+"""Average the weights of a run's last checkpoints into a checkpoint of weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,30 +21,30 @@ from diffmegatron.files import shown
 
 
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
-    """Write the mean of the newest checkpoints of a run, with the position of the newest.
+    """Write the mean of the newest checkpoints of a run, with the position of the newest one.
 
     The float32 master weights are added in float64, one tensor at a time.
 
     Args:
-        run_dir: of the run; of one with stages the last is taken.
-        last: how many checkpoints.
-        out: the folder whose ``checkpoints`` get the new one; it must have none.
+        run_dir: folder of the run; with stages, the last stage is used.
+        last: number of checkpoints to average.
+        out: folder for the new checkpoint; it must not have checkpoints.
 
     Returns:
-        The checkpoint's directory. It has weights alone: no run goes on from it.
+        The checkpoint's directory. It holds only weights, so that no run can resume from it.
 
     Raises:
-        UserError: there are too few checkpoints, one is damaged or of another network, or ``out``
-            cannot be used.
+        UserError: there are too few checkpoints, one is damaged, they belong to different networks,
+            or ``out`` has checkpoints or cannot be written.
     """
     if (out / CHECKPOINTS).exists():
-        raise UserError(f"{shown(out)} has checkpoints already; give a folder without any")
+        raise UserError(f"{shown(out)} has checkpoints already; give a folder without checkpoints")
     store = last_stage(run_dir).store
     steps = store.complete()
     if len(steps) < last:
         raise UserError(
-            f"{shown(run_dir)} has {len(steps)} complete checkpoints and the mean is asked of the "
-            f"last {last}; give --last {max(1, len(steps))} at most"
+            f"--last is {last} and {shown(run_dir)} has {len(steps)} complete checkpoints; give "
+            f"--last {max(1, len(steps))} at most"
         )
     opened = [open_checkpoint(store.path(step)) for step in steps[-last:]]
     _check_one_network(opened)
@@ -63,8 +63,8 @@ def _check_one_network(checkpoints: Sequence[Checkpoint]) -> None:
             if before.get(key) != now.get(key):
                 raise UserError(
                     f"{shown(other.directory)} has {key} {before.get(key)!r} and "
-                    f"{shown(newest.directory)} {now.get(key)!r}; give a --last that takes "
-                    "checkpoints of one network"
+                    f"{shown(newest.directory)} {now.get(key)!r}; choose --last so that all "
+                    "checkpoints are of one network"
                 )
 
 

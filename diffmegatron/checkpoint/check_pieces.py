@@ -1,4 +1,4 @@
-"""Where the pieces of a checkpoint lie, and whether together they are whole tensors."""
+"""The places of pieces in tensors, and the check that pieces cover a whole tensor."""
 
 import math
 from collections.abc import Iterable
@@ -15,23 +15,23 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Axes = Annotated[tuple[_Count, ...], Field(max_length=8)]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a part of a tensor."""
+"""Offset and shape of a rectangular part of a tensor."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece lies: a range of the elements of a box of a named tensor.
+    """The place of a piece: a range of elements in a flattened box of a named tensor.
 
     Attributes:
-        name: of the whole tensor.
-        global_shape: of the whole tensor.
-        offset: where the box begins in the whole tensor, per axis.
-        shape: of the box.
+        name: name of the whole tensor.
+        global_shape: shape of the whole tensor.
+        offset: first index of the box in the whole tensor, per axis.
+        shape: shape of the box.
         start: first element of the range in the flattened box.
-        numel: elements of the range.
+        numel: number of elements in the range.
 
     Raises:
-        ValueError: the range is not in the box, or the box not in the tensor.
+        ValueError: the range exceeds the box, or the box exceeds the tensor.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -54,22 +54,22 @@ class Place:
 
     @property
     def box(self) -> Box:
-        """The box that the range is of."""
+        """The box that contains the range."""
         return self.offset, self.shape
 
 
 def check_tiling(places: Iterable[Place], owner: str) -> None:
-    """Refuse places of one tensor that overlap, or that leave elements out.
+    """Check that places of one tensor cover every element exactly once.
 
-    The boxes must be the cells of a grid, uneven if need be, as those of every layout are: then to
-    compare each box with the grid's edges is enough, where n boxes have n^2 pairs.
+    The boxes must be the cells of a grid, whose cells may differ in size. The boxes of every layout
+    are. Each box is then compared with the edges of the grid instead of with every other box.
 
     Args:
-        places: of one name, not none.
-        owner: what holds them, for the sentence.
+        places: places of one tensor; at least one.
+        owner: name of the checkpoint for the error.
 
     Raises:
-        UserError: they are not, with the tensor's name.
+        UserError: the places overlap, leave elements out, or disagree about the tensor's shape.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:
@@ -77,19 +77,19 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
     name, shape = place.name, place.global_shape
     places = [place for box in boxes.values() for place in box]
     if any(place.global_shape != shape for place in places):
-        raise UserError(f"{owner} gives {clipped(name)} more than one shape")
+        raise UserError(f"{owner} stores {clipped(name)} with more than one shape")
     held, whole = sum(place.numel for place in places), math.prod(shape)
     if held != whole:
         raise UserError(
             f"{owner} holds {held} of the {whole} elements of {clipped(name)}; a rank's file is "
-            "missing or of another save"
+            "missing or belongs to another save"
         )
     if not _is_grid(list(boxes), shape) or not all(_is_gapless(box) for box in boxes.values()):
         raise UserError(f"{owner} holds pieces of {clipped(name)} that overlap")
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Whether every box reaches from one edge to the next, on every axis."""
+    """Return whether every box extends from one edge of the grid to the next, on every axis."""
     for axis, size in enumerate(shape):
         edges = sorted({offset[axis] for offset, _ in boxes} | {size})
         following = dict(pairwise(edges))
@@ -99,7 +99,7 @@ def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _is_gapless(places: list[Place]) -> bool:
-    """Whether the ranges of one box follow each other from its first element to its last."""
+    """Return whether the ranges of one box cover it from its first element to its last."""
     end = 0
     for place in sorted(places, key=lambda each: each.start):
         if place.start != end:

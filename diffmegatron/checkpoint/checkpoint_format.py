@@ -1,14 +1,14 @@
-"""What a checkpoint of a run contains, for whoever reads it: training, export, evaluation.
+"""The format of a checkpoint, which training, export and evaluation read through this module.
 
-``rank_XXXXX.safetensors`` holds what each rank owned of the float32 master weights and Adam's
-moments, and its random states; ``state.json`` the position in the run and in the data;
-``recipe.yaml`` the resolved recipe. None of it but the random states depends on the layout.
+``rank_XXXXX.safetensors`` holds one rank's share of the float32 master weights and Adam's moments,
+and its random states. ``state.json`` holds the position in the run and in the data, and
+``recipe.yaml`` the resolved recipe. Only the random states depend on the layout.
 
-A checkpoint of weights alone, such as an imported model's, is one that runs start from and none
-goes on from; its files are as many as hold the weights in pieces of bounded size.
+A checkpoint may hold only weights, such as those of an imported model. A run can start from it but
+not resume from it. Its weights are split into as many files as the maximum file size requires.
 
-How tensors are cut into pieces is in ``sharded.py``, the bytes of a file in ``writing.py``, and the
-list of files with their checksums in ``checkpoint_manifest.py``.
+``sharded.py`` splits tensors into pieces, ``writing.py`` writes the bytes of a file, and
+``checkpoint_manifest.py`` lists the files with their checksums.
 """
 
 import hashlib
@@ -42,19 +42,19 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, parse_json, read_bytes, shown
 
 STATE = "state.json"
-# The recipe's list of sources and the state's window of the guard are as long as the user wants.
+# The user decides how long the recipe's list of sources and the guard's window in the state are.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
-_ORDER_OF_SAMPLES = ("seq_length", "global_batch_size", "seed")
+_SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
-# Weights with optimizer and random states, or weights alone.
 Contents = Literal["run", "weights"]
+"""``run``: weights with optimizer and random states. ``weights``: only weights."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """``state.json``; what is in ``data`` and ``guard`` the loader and the guard know."""
+    """The content of ``state.json``. The loader and the guard define ``data`` and ``guard``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,13 +69,13 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is, the same on every rank.
+    """The position of a run, equal on every rank.
 
     Attributes:
-        step: steps done, the skipped ones too.
-        updates: updates applied, as Adam counts them.
-        data: the loader's state; None at the beginning.
-        guard: the guard's state; None at the beginning.
+        step: number of steps done, including skipped ones.
+        updates: number of updates applied, which Adam counts.
+        data: state of the loader; None at the beginning.
+        guard: state of the guard; None at the beginning.
     """
 
     step: int
@@ -89,7 +89,7 @@ BEGINNING = Position(0, 0, None, None)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, found good; its tensors are read when they are asked for."""
+    """An opened and verified checkpoint. Tensors are read on demand."""
 
     directory: Path
     manifest: Manifest
@@ -99,18 +99,19 @@ class Checkpoint:
 
     @property
     def is_weights_only(self) -> bool:
-        """Whether no run can go on from it, since there is no optimizer state."""
+        """Whether the optimizer state is missing, so that no run can resume from it."""
         return self.state["contents"] == "weights"
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole network, tensor by tensor: name and float32 value."""
+        """Yield the name and float32 value of every weight of the network."""
         for name in self.tensors.names():
             yield name, self.tensors.whole(WEIGHT, name)
 
     def fingerprint(self) -> str:
-        """Tells models of one shape apart: a hash of the first row of every layer's linear_qkv.
+        """Return a hash that distinguishes models of one shape.
 
-        The same whatever layout and precision wrote the checkpoint.
+        It covers the first row of every layer's linear_qkv, and does not depend on the layout and
+        precision of the run that wrote the checkpoint.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
@@ -121,25 +122,25 @@ class Checkpoint:
 
 
 def rank_file(rank: int) -> str:
-    """The file a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
-    """Open a checkpoint and verify it: the one way to what is in it.
+    """Open and verify a checkpoint. Every reader of a checkpoint uses this function.
 
-    Every file is an ordinary one that the manifest lists with its size, none is missing or more.
-    The position and the recipe are what they should be, byte by byte. The pieces in the ranks'
-    files are whole tensors of float32, by their headers. And the content of those files, which
-    takes the time, has the manifest's checksums and finite numbers only.
+    It checks four things: the files are exactly those of the manifest, with their sizes; the state
+    and the recipe have their checksums and are valid; the headers of the ranks' files describe
+    pieces that form whole float32 tensors; and the content of those files has the manifest's
+    checksums and only finite numbers. The last check reads every byte.
 
     Args:
-        directory: of the checkpoint.
-        share: (i, n): of the ranks' files read the content of every n-th from the i-th on, where n
-            processes open the checkpoint together and compare what they found.
+        directory: directory of the checkpoint.
+        share: (i, n): check the content of every n-th file from the i-th on, if n processes open
+            the checkpoint together and combine their results.
 
     Raises:
-        UserError: the directory is no checkpoint, or is damaged.
+        UserError: the directory is not a checkpoint, or is damaged.
     """
     manifest = read_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
@@ -148,7 +149,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
     if state.step != manifest.step:
         raise UserError(
             f"{shown(directory / STATE)} is of step {state.step} and the checkpoint's manifest of "
-            f"step {manifest.step}"
+            f"step {manifest.step}; use another checkpoint"
         )
     _read_small(directory, RECIPE, entries)
     recipe = load_resolved(directory / RECIPE)
@@ -161,10 +162,10 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
 
 def read_recipe(directory: Path) -> Recipe:
-    """The recipe of a checkpoint, of which nothing else is read but the manifest.
+    """Read the recipe of a checkpoint. Of the other files only the manifest is read.
 
     Raises:
-        UserError: the directory is no checkpoint, or one of the two files is damaged.
+        UserError: the directory is not a checkpoint, or one of the two files is damaged.
     """
     _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
     return load_resolved(directory / RECIPE)
@@ -177,7 +178,10 @@ def finish_checkpoint(
     entries: list[FileEntry],
     contents: Contents = "run",
 ) -> None:
-    """In one process, when all have written: the small files, the manifest, the new name."""
+    """Write the small files and the manifest of a checkpoint, then rename it to its final name.
+
+    One process calls this after all ranks have written their files.
+    """
     directory = store.unfinished_path(position.step)
     state = asdict(position) | {
         "world_size": len(entries),
@@ -203,12 +207,12 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
 
 
 def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry]) -> list[str]:
-    """The names of the ranks' files, which with the two small ones are all that is listed."""
+    """Return the names of the ranks' files, after a check that no other file is listed."""
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
             f"{shown(directory)} was written by {world_size} ranks and its manifest lists "
-            f"{len(files)} files beside {STATE} and {RECIPE}, which are not theirs"
+            f"{len(files)} files beside {STATE} and {RECIPE}; it must list one file of each rank"
         )
     return files
 
@@ -219,31 +223,31 @@ def _patterns(recipe: Recipe) -> list[str] | None:
 
 
 def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> None:
-    """Refuse to go on from a checkpoint with a recipe that would be another run.
+    """Check that a run may resume from a checkpoint with a possibly edited recipe.
+
+    The network, the tokenizer, the order of the samples and the trained parameters must be equal.
+    Layout, precision, learning rate, number of steps and the mixture's weights may change; the
+    state of the loader records the weights.
 
     Args:
-        directory: of the checkpoint.
-        saved_recipe: that it was saved with.
-        recipe: of the run that would go on.
-
-    The network, the tokenizer, what orders the samples and what is trained must be the same;
-    layout, precision, learning rate, length and the mixture's weights may change (`data` records
-    the latter).
+        directory: directory of the checkpoint.
+        saved_recipe: recipe of the checkpoint.
+        recipe: recipe of the run that resumes.
 
     Raises:
-        UserError: the first key that differs, with both values.
+        UserError: a key that must be equal differs.
     """
-    saved, asked = (
+    saved, wanted = (
         model_keys(each.model, each.model.attention)
-        | {f"training.{key}": getattr(each.training, key) for key in _ORDER_OF_SAMPLES}
+        | {f"training.{key}": getattr(each.training, key) for key in _SAMPLE_ORDER_KEYS}
         | {"data.tokenizer": each.data.tokenizer}
         | {"optimizer.trainable": _patterns(each)}
         for each in (saved_recipe, recipe)
     )
-    for key, now in asked.items():
+    for key, now in wanted.items():
         before = saved.get(key)
         if before != now:
             raise UserError(
-                f"{directory} was trained with {key} {before!r} and the recipe says "
-                f"{now!r}; give the former, or another run_dir to start a new run"
+                f"{directory} was trained with {key} {before!r} and the recipe has {now!r}; "
+                "restore the former, or give another run_dir to start a new run"
             )

@@ -1,11 +1,11 @@
-"""What a complete checkpoint consists of: every file with its size and checksum.
+"""The manifest of a checkpoint, which lists every file with its size and checksum.
 
-The manifest is written last. A directory without one, or whose files differ from it, does not
-count as a checkpoint.
+The manifest is written last. A directory without a manifest, or whose files differ from it, does
+not count as a checkpoint.
 
-:func:`read_manifest` compares names, kinds and sizes, which shows a file that is missing, foreign
-or cut short, and is all that listing needs. What is in the files only
-:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` can tell, for it reads them.
+:func:`read_manifest` compares names, kinds and sizes of the files without reading them. This
+detects files that are missing, truncated or unknown.
+:func:`~diffmegatron.checkpoint.checkpoint_format.open_checkpoint` also checks their content.
 """
 
 import json
@@ -31,7 +31,7 @@ _BUFFER = 1 << 22
 _LISTED = 5
 
 
-def _plain(name: str) -> str:
+def _check_plain(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{clipped(name)!r} is not a plain file name")
     return name
@@ -39,18 +39,18 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its plain name, size in bytes and CRC-32."""
+    """A file of a checkpoint: its name without folders, size in bytes and CRC-32."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    name: Annotated[str, AfterValidator(_plain)]
+    name: Annotated[str, AfterValidator(_check_plain)]
     size: Annotated[int, Field(ge=0, lt=2**63)]
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint and the step it was taken at."""
+    """The files and the step of a checkpoint."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -60,12 +60,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(entry.size for entry in self.files)
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Read a file once for its entry."""
+    """Read a file and return its entry."""
     checksum, size = 0, 0
     with path.open("rb") as stream:
         while block := stream.read(_BUFFER):
@@ -75,16 +75,16 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into a directory whose other files are all there."""
+    """Write ``manifest.json`` into a directory that already has all other files."""
     (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are those that it lists; none of them is read.
+    """Read the manifest of a checkpoint and compare it with the files, without reading them.
 
     Raises:
-        UserError: there is no manifest, it cannot be used, it is of another format or step; or a
-            file is missing, has another size, is no ordinary file, or is not listed.
+        UserError: the manifest is missing, damaged, or of another format or step; or a file is
+            missing, not listed, not an ordinary file, or of another size.
     """
     path = directory / MANIFEST
     status = _status(path)
@@ -104,7 +104,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare a directory with its manifest, as far as that can be told without reading."""
+    """Compare the names, kinds and sizes of a directory's files with its manifest."""
     listed = {MANIFEST}
     for entry in manifest.files:
         path = directory / entry.name
@@ -117,7 +117,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         if status is None or status.st_size != entry.size:
             found = "is missing" if status is None else f"has {status.st_size} bytes"
             raise UserError(
-                f"{shown(path)} {found}; the checkpoint's manifest says {entry.size} bytes"
+                f"{shown(path)} {found}; the checkpoint's manifest lists {entry.size} bytes"
             )
     for name in _names(directory):
         if name not in listed:
@@ -129,12 +129,12 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
-    except OSError as error:  # retention removes checkpoints while somebody lists them
+    except OSError as error:  # a run may remove an old checkpoint while it is listed
         raise UserError(f"cannot read {shown(directory)}: {reason(error)}") from None
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of the file itself, not of what a link leads to; None: there is none."""
+    """Return the status of a file, or of a link itself; None if there is no file."""
     try:
         return path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -145,13 +145,13 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _check_ordinary(path: Path, status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise UserError(f"{shown(path)} is a link; the files of a checkpoint lie in its directory")
+        raise UserError(f"{shown(path)} is a link; replace it by the file itself")
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{shown(path)} is not an ordinary file, as those of a checkpoint are")
+        raise UserError(f"{shown(path)} is not an ordinary file; a checkpoint has only such files")
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """What a path is that is no checkpoint, and where there are some."""
+    """Return the error for a path that is not a checkpoint, with the nearest checkpoints."""
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():
         kind = "it does not exist"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: complete directories ``step_XXXXXXXX``, or nothing."""
+"""The folder of a run's checkpoints, in which a directory ``step_XXXXXXXX`` is always complete."""
 
 import errno
 import logging
@@ -15,7 +15,7 @@ from diffmegatron.files import reason, shown
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-# In a run_dir and in each checkpoint.
+# Name of the resolved recipe, both in a run_dir and in each checkpoint.
 RECIPE = "recipe.yaml"
 _UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
@@ -23,24 +23,24 @@ _LEFT = ".left"
 
 
 class CheckpointStore:
-    """``run_dir/checkpoints``: what is complete there, and how a new one becomes so."""
+    """The folder ``run_dir/checkpoints``: lists, adds and removes checkpoints."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / CHECKPOINTS
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is or will be."""
+        """Return the final path of a step's checkpoint."""
         return self.directory / f"step_{step:08d}"
 
     def unfinished_path(self, step: int) -> Path:
-        """Where the checkpoint of a step is written before it counts."""
+        """Return the path of a step's checkpoint while it is written."""
         return self.directory / f"step_{step:08d}{_UNFINISHED}"
 
     def steps(self) -> list[int]:
-        """Steps that have a finished directory, ascending.
+        """Return the steps of all checkpoints, including damaged ones, in ascending order.
 
         Raises:
-            UserError: the directory is there and cannot be read.
+            UserError: the folder exists and cannot be read.
         """
         try:
             names = [path.name for path in self.directory.iterdir()]
@@ -52,7 +52,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> list[int]:
-        """Steps whose files are all there, ascending; damaged ones are reported and left out."""
+        """Return the steps of all complete checkpoints, ascending, and warn of damaged ones."""
         found = []
         for step in self.steps():
             try:
@@ -64,17 +64,17 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are all there; damaged ones are reported, not used."""
+        """Return the newest complete checkpoint, and warn of damaged ones."""
         complete = self.complete()
         return self.path(complete[-1]) if complete else None
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of a step into.
+        """Create an empty directory for a step's checkpoint.
 
-        What earlier saves and removals left half done is cleared away first.
+        The remains of interrupted saves and removals are deleted first.
 
         Raises:
-            UserError: the directory cannot be made.
+            UserError: the directory cannot be created.
         """
         unfinished = self.unfinished_path(step)
         try:
@@ -89,12 +89,12 @@ class CheckpointStore:
         return unfinished
 
     def commit(self, step: int) -> Path:
-        """Make the written directory count: flush it, put it in place of any older one."""
+        """Flush a written checkpoint to disk and rename it to its final path."""
         unfinished, final = self.unfinished_path(step), self.path(step)
         for path in (*unfinished.iterdir(), unfinished):
             with _opened(path) as descriptor:
                 os.fsync(descriptor)
-        replaced = self._set_aside(step) if final.exists() else None
+        replaced = self._rename_removed(step) if final.exists() else None
         unfinished.rename(final)
         with _opened(self.directory) as descriptor:
             os.fsync(descriptor)
@@ -103,40 +103,41 @@ class CheckpointStore:
         return final
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
+        """Remove the files of a failed save."""
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint; it stops counting before its first file goes.
+        """Rename a checkpoint, so that it no longer counts, then delete its files.
 
         Raises:
-            OSError: it cannot be removed; one whose folder is somebody else's still counts then.
+            OSError: the checkpoint cannot be removed. If another user owns its directory, it keeps
+                its name.
         """
         path = self.path(step)
-        # Its parent may be ours where it is not: it would be renamed and then stay.
+        # A rename needs permission on the parent only, but the deletion needs it on the directory.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        shutil.rmtree(self._set_aside(step))
+        shutil.rmtree(self._rename_removed(step))
 
-    def leave(self, step: int) -> Path:
-        """Keep a checkpoint under a name that does not count: the run could not go on from it."""
+    def set_aside(self, step: int) -> Path:
+        """Rename a checkpoint from which the run could not resume, so that it no longer counts."""
         left = self.directory / f"step_{step:08d}{_LEFT}"
         shutil.rmtree(left, ignore_errors=True)
         return self.path(step).rename(left)
 
-    def _set_aside(self, step: int) -> Path:
-        aside = self.directory / f"step_{step:08d}{_REMOVED}"
-        shutil.rmtree(aside, ignore_errors=True)
-        return self.path(step).rename(aside)
+    def _rename_removed(self, step: int) -> Path:
+        removed = self.directory / f"step_{step:08d}{_REMOVED}"
+        shutil.rmtree(removed, ignore_errors=True)
+        return self.path(step).rename(removed)
 
 
 def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Those of ascending steps whose checkpoints a retention policy does not keep.
+    """Return the steps whose checkpoints a retention policy removes.
 
     Args:
-        steps: of complete checkpoints.
-        keep_last: how many of the newest stay.
-        keep_every: multiples of this step are never removed; None: no others are kept.
+        steps: steps of complete checkpoints, ascending.
+        keep_last: number of newest checkpoints to keep; at least 1.
+        keep_every: multiples of this step are also kept; None: no other checkpoint is kept.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 

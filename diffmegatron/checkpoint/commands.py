@@ -1,4 +1,4 @@
-"""``diffmegatron checkpoint``: look at, verify, average and remove the checkpoints of a run."""
+"""``diffmegatron checkpoint``: list, verify, inspect, average and remove a run's checkpoints."""
 
 import json
 from pathlib import Path
@@ -20,24 +20,24 @@ app = typer.Typer(
 )
 RunDir = Annotated[
     Path,
-    typer.Argument(metavar="RUN_DIR", help="Such as runs/quickstart/diff_v1; with stages, of all"),
+    typer.Argument(metavar="RUN_DIR", help="run_dir of a recipe, such as runs/quickstart/diff_v1"),
 ]
 
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """Every checkpoint with its size, and whether it is complete."""
+    """List all checkpoints with their sizes, and whether they are complete."""
     from rich.console import Console
     from rich.table import Table
 
     from diffmegatron.checkpoint.stage_folders import stage_folders
 
     folders = stage_folders(run_dir)
-    with_stages = folders[0].name is not None
-    table = Table(*(["stage"] if with_stages else []), "step", "GiB", "files", "state")
+    has_stages = folders[0].name is not None
+    table = Table(*(["stage"] if has_stages else []), "step", "GiB", "files", "state")
     for folder in folders:
         for step in folder.store.steps():
-            table.add_row(*([folder.name] if with_stages else []), *_row(folder, step))
+            table.add_row(*([folder.name] if has_stages else []), *_row(folder, step))
     Console().print(table)
 
 
@@ -57,18 +57,18 @@ def _row(folder: "StageFolder", step: int) -> "list[str | Text]":
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
-    """Read every byte, as a start does, and say what is wrong. Exit status 1 if anything is."""
+    """Read every byte, as a start of the run does, and report damage (exit status 1)."""
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-    from diffmegatron.checkpoint.stage_folders import is_no_run, stage_folders
+    from diffmegatron.checkpoint.stage_folders import has_run, stage_folders
 
     if not _is_folder(path):
-        raise UserError(f"{shown(path)} is no folder; give a checkpoint or a run_dir")
+        raise UserError(f"{shown(path)} is not a folder; give a checkpoint or a run_dir")
     checkpoints = [path]
-    if not is_no_run(path):
+    if has_run(path):
         stores = [folder.store for folder in stage_folders(path)]
         checkpoints = [store.path(step) for store in stores for step in store.steps()]
         if not checkpoints:
-            raise UserError(f"{shown(path)} has no checkpoint yet; train first, or give another")
+            raise UserError(f"{shown(path)} has no checkpoint yet; give another run_dir")
     damaged = 0
     for directory in checkpoints:
         try:
@@ -83,15 +83,17 @@ def verify(
 @app.command()
 def prune(
     run_dir: RunDir,
-    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay")],
+    keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Never remove multiples of this step")
+        int | None, typer.Option(min=1, help="Also keep multiples of this step")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, do nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the paths and remove nothing")
+    ] = False,
 ) -> None:
-    """Remove the complete checkpoints that the options do not keep. Damaged ones are left.
+    """Remove the complete checkpoints that the options do not keep, and no damaged ones.
 
-    With stages the options hold for each of them.
+    The options apply to each stage of a recipe.
     """
     from diffmegatron.checkpoint.checkpoint_store import prunable
     from diffmegatron.checkpoint.stage_folders import stage_folders
@@ -106,7 +108,7 @@ def prune(
             print(f"{'would remove' if dry_run else 'removed'} {store.path(step)}")
         if not steps:
             stage = "" if folder.name is None else f" of stage {folder.name}"
-            print(f"nothing to remove of {len(complete)} complete checkpoints{stage}")
+            print(f"nothing to remove among {len(complete)} complete checkpoints{stage}")
 
 
 @app.command()
@@ -115,27 +117,25 @@ def inspect(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="Such as RUN_DIR/checkpoints/step_00001000; of a RUN_DIR its newest",
+            help="RUN_DIR/checkpoints/step_00001000, or a RUN_DIR for its newest checkpoint",
         ),
     ],
 ) -> None:
-    """What a checkpoint holds. Position, versions, every tensor with its shape.
-
-    All of it is read and verified first.
-    """
+    """Verify a checkpoint, then print its position, versions and tensor shapes."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-    from diffmegatron.checkpoint.stage_folders import is_no_run, newest_checkpoint
+    from diffmegatron.checkpoint.stage_folders import has_run, newest_checkpoint
 
     directory = checkpoint
-    if not is_no_run(checkpoint):
+    if has_run(checkpoint):
         newest = newest_checkpoint(checkpoint)
         if newest is None:
             raise UserError(
-                f"{shown(checkpoint)} has no whole checkpoint; see diffmegatron checkpoint verify"
+                f"{shown(checkpoint)} has no complete checkpoint; run diffmegatron checkpoint "
+                "verify to see the damage"
             )
         directory = newest
     opened = open_checkpoint(directory)
@@ -150,12 +150,12 @@ def inspect(
 @app.command()
 def average(
     run_dir: RunDir,
-    last: Annotated[int, typer.Option(min=2, help="How many of the newest checkpoints")],
-    out: Annotated[Path, typer.Option(help="Folder that gets checkpoints/ with the mean")],
+    last: Annotated[int, typer.Option(min=2, help="Number of newest checkpoints to average")],
+    out: Annotated[Path, typer.Option(help="Folder in which checkpoints/ is created")],
 ) -> None:
-    """Write the mean of the weights of the last checkpoints.
+    """Average the weights of the newest checkpoints of a run, or of its last stage.
 
-    For export, evaluate and checkpoint.start_from. With stages it is that of the last one.
+    The result can be used by export, evaluate and checkpoint.start_from.
     """
     from diffmegatron.checkpoint.average import average_checkpoints
 
@@ -165,7 +165,7 @@ def average(
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, say
+    except OSError:  # for example, the name is too long
         return False
 
 

@@ -1,11 +1,11 @@
-"""One safetensors file, as :mod:`~diffmegatron.checkpoint.writing` writes it, read and checked.
+"""Reader of one safetensors file that :mod:`~diffmegatron.checkpoint.writing` wrote.
 
-The header is checked when the file is opened: vectors of float32, then vectors of bytes, one after
-the other to the end of the file. The content is checked when that is asked for, in one pass for
-the checksum and for numbers that are not finite.
+Opening a file checks its header, which must describe vectors of float32, then vectors of bytes,
+without gaps up to the end of the file. :meth:`TensorFile.check_content` checks the checksum and the
+finiteness of the numbers in one pass.
 
-Why not ``safetensors.safe_open``: it does not say where in the file a tensor stands, so that the
-two checks would each read all of it.
+``safetensors.safe_open`` does not return the position of a tensor in the file, so each of the two
+checks would have to read the whole file.
 """
 
 import zlib
@@ -23,8 +23,8 @@ from diffmegatron.files import MAX_BYTES, parse_json, reason, shown
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _LENGTH_BYTES = 8
 _BUFFER = 1 << 22
-# How a pickle of protocol 2 to 5 begins, and a zip archive, which is what torch.save writes.
-# A safetensors file begins with the length of its header, which neither can be.
+# First bytes of a pickle of protocols 2 to 5, and of a zip archive, which torch.save writes. As the
+# header length at the start of a safetensors file they would exceed the file.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -32,7 +32,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A vector as the header describes it; offsets in bytes from the end of the header."""
+    """The header's description of a vector. Offsets are bytes from the end of the header."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 class _Header(BaseModel):
-    """A file's header: every key but one is a tensor's name."""
+    """The header of a file. Every key except ``__metadata__`` is the name of a tensor."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, StoredTensor]
@@ -55,15 +55,15 @@ class _Header(BaseModel):
 
 
 class TensorFile:
-    """An opened file.
+    """An opened safetensors file.
 
     Attributes:
-        path: of the file.
-        metadata: strings that the header holds beside the tensors.
-        tensors: descriptions by name.
+        path: path of the file.
+        metadata: strings of the header's ``__metadata__``.
+        tensors: descriptions of the tensors by name.
 
     Raises:
-        UserError: the file cannot be read, or is not of the format.
+        UserError: the file cannot be read, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,67 +80,67 @@ class TensorFile:
         self._float_bytes = self._check_order(size - self._begin)
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor's values [n], float32 or uint8, in the mapped file: not to be written."""
+        """Return a read-only view [n] of a tensor in the mapped file, float32 or uint8."""
         tensor = self.tensors[name]
         first, last = (self._begin + offset for offset in tensor.data_offsets)
         return self._content[first:last].view(_DTYPES[tensor.dtype])
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read every byte once.
+        """Read the whole file once and check its checksum and numbers.
 
         Raises:
-            UserError: the checksum is not the entry's, a number is not finite, or it cannot be
-                read.
+            UserError: the checksum differs from the entry's, a number is not finite, or the file
+                cannot be read.
         """
         try:
-            checksum, finite = self._scan()
+            checksum, is_finite = self._scan()
         except OSError as error:
             raise UserError(f"cannot read {shown(self.path)}: {reason(error)}") from None
         if checksum != entry.crc32:
             raise UserError(f"{shown(self.path)} is damaged: its checksum is not the manifest's")
-        if not finite:
+        if not is_finite:
             raise UserError(
-                f"{shown(self.path)} holds numbers that are not finite; no training goes on from it"
+                f"{shown(self.path)} holds numbers that are not finite; use an older checkpoint"
             )
 
     def _scan(self) -> tuple[int, bool]:
         with self.path.open("rb") as stream:
             checksum = zlib.crc32(stream.read(self._begin))
-            floats, finite = self._float_bytes, True
+            float_bytes, is_finite = self._float_bytes, True
             while block := stream.read(_BUFFER):
                 checksum = zlib.crc32(block, checksum)
-                numbers = np.frombuffer(block[:floats], _DTYPES["F32"])
-                finite = finite and bool(np.isfinite(numbers).all())
-                floats -= numbers.nbytes
-        return checksum, finite
+                numbers = np.frombuffer(block[:float_bytes], _DTYPES["F32"])
+                is_finite = is_finite and bool(np.isfinite(numbers).all())
+                float_bytes -= numbers.nbytes
+        return checksum, is_finite
 
     def _read_header(self) -> tuple[bytes, int]:
-        """The header's JSON, and the size of the file."""
+        """Return the JSON of the header, and the size of the file in bytes."""
         size = self.path.stat().st_size
         with self.path.open("rb") as stream:
             beginning = stream.read(_LENGTH_BYTES)
             if beginning[:2] in _PICKLES:
                 raise UserError(
                     f"{shown(self.path)} is a pickle, which can run any program when it is read; "
-                    "checkpoints consist of safetensors and JSON only"
+                    "checkpoints consist only of safetensors, JSON and YAML"
                 )
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
-                raise self._unreadable("its header is cut short")
+                raise self._unreadable("its header is truncated")
             return stream.read(length), size
 
     def _check_order(self, content_bytes: int) -> int:
-        """Refuse gaps and overlaps; returns how many bytes of float32 the content begins with."""
+        """Check for gaps and overlaps, and return how many leading bytes of the content are F32."""
         end = float_bytes = 0
         ordered = sorted(self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets))
         for tensor in ordered:
             begin, end = end, end + tensor.shape[0] * _DTYPES[tensor.dtype].itemsize
             if tensor.data_offsets != (begin, end):
-                raise self._unreadable("its tensors do not follow each other")
+                raise self._unreadable("its tensors have gaps or overlaps")
             if tensor.dtype == "F32":
                 float_bytes = end
         if end != content_bytes:
-            raise self._unreadable(f"it has {content_bytes} bytes of tensors in place of {end}")
+            raise self._unreadable(f"it has {content_bytes} bytes of tensors instead of {end}")
         return float_bytes
 
     def _unreadable(self, problem: str) -> UserError:

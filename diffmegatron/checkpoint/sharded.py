@@ -1,12 +1,13 @@
-"""Named tensors in pieces: each rank writes what it owns, any layout reads what it needs.
+"""Sharded storage of named tensors, which a run with any layout can read.
 
-Every rank writes one safetensors file of flat float32 pieces. A piece is a range of elements of a
-box of a named tensor (:class:`~diffmegatron.model.parameter_shards.Shard`), which is what a ZeRO
-partition of a tensor-parallel shard is; the file's header says which. A reader joins pieces to any
-box, so tensor, pipeline and data-parallel sizes may differ between saving and loading, and no rank
-ever holds more than one tensor more than its own.
+Each rank writes the pieces that it owns into one safetensors file. A piece is a flat float32 range
+of elements from a box of a named tensor (:class:`~diffmegatron.model.parameter_shards.Shard`),
+because a rank owns a ZeRO partition of a tensor-parallel shard. The file's header lists the places
+of its pieces. A reader joins pieces to any box, so tensor, pipeline and data-parallel sizes may
+differ between saving and loading. While reading, a rank holds at most one whole tensor beside its
+own shards.
 
-Why not ``torch.distributed.checkpoint``: its metadata is a pickle, which executes code when read.
+``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
 
 import json
@@ -27,17 +28,16 @@ from diffmegatron.files import clipped, parse_json, shown
 from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
-# What is saved of every element that is trained: the float32 master weight and Adam's moments. Of
-# the others it is the weight alone.
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-# What the names begin with of a rank's own tensors, each a vector of bytes.
+"""The float32 master weight and Adam's moments. A parameter that is not trained has no moments."""
 OWN = "random."
+"""Prefix of the names of a rank's random states, each a vector of bytes."""
 _PIECES = "pieces"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a box's elements: where it lies, and its tensors by kind, each [n] float32."""
+    """A range of elements of a box: its place, and its values by kind, each [n] float32."""
 
     shard: Shard
     start: int
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece in a file; ``index`` numbers it there."""
+    """A piece in a file, with its index there."""
 
     place: Place
     file: TensorFile
@@ -54,12 +54,12 @@ class _Stored:
 
 
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """The pieces that a range of a flattened parameter is made of.
+    """Split a range of a flattened parameter into pieces of its shards.
 
     Args:
-        shards: the parameter's boxes.
+        shards: shards of the parameter.
         start: first element of the range in the flattened parameter.
-        tensors: the range's values by kind, each [n].
+        tensors: values of the range by kind, each [n].
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -75,11 +75,11 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """A rank's pieces, and tensors of its own under plain names, as its file will hold them.
+    """Name a rank's pieces, and the extra tensors that only this rank has, for its file.
 
     Returns:
-        The tensors by the names they have in the file (views, nothing is copied), and the
-        description of the pieces for :func:`write_pieces`.
+        The tensors by their names in the file, as views, and the description of the pieces for
+        :func:`write_pieces`.
     """
     tensors: dict[str, Tensor] = {}
     described = []
@@ -93,20 +93,20 @@ def named_tensors(
 
 
 def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
-    """Write what :func:`named_tensors` gave, on the CPU by now; returns the file's entry."""
+    """Write the results of :func:`named_tensors`, moved to the CPU, and return the file's entry."""
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
-    """Reads boxes of named tensors from the files of a checkpoint, which are checked by headers.
+    """A reader of boxes of named tensors from the files of a checkpoint.
 
     Args:
-        directory: of the checkpoint.
-        files: the names of its ranks' files.
+        directory: directory of the checkpoint.
+        files: names of the ranks' files.
 
     Raises:
-        UserError: a file cannot be read as what :func:`write_pieces` writes, or the pieces of all
-            files are not whole tensors.
+        UserError: the header of a file is damaged, or the pieces of all files do not cover every
+            tensor exactly once.
     """
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
@@ -122,45 +122,40 @@ class ShardedReader:
             check_tiling(places, shown(directory))
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read one of the files whole.
-
-        Raises:
-            UserError: its checksum is not the entry's, or a number in it is not finite.
-        """
+        """Read a whole file and check its checksum and numbers."""
         self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:
-        """Every named tensor."""
+        """Return the names of all tensors."""
         return list(self._boxes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole named tensor."""
+        """Return the shape of a whole tensor."""
         return next(iter(self._boxes_of(name).values()))[0].place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """What is there of a named tensor: the weight alone where it was not trained."""
+        """Return the stored kinds of a tensor: only the weight if it was not trained."""
         stored = next(iter(self._boxes_of(name).values()))[0]
         return _kinds(stored.file, stored.index)
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """A whole named tensor, float32."""
+        """Return a whole tensor, float32."""
         shape = self.shape(name)
         return self.box(kind, name, (0,) * len(shape), shape)
 
     def box(self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A box of a named tensor, float32.
+        """Return a box of a tensor, float32.
 
         Raises:
-            UserError: the tensor is not in the files, or not of that kind, or has another shape
-                than the box is of.
+            UserError: the tensor or its kind is missing, or the box exceeds the tensor.
         """
         whole = self.shape(name)
         if len(shape) != len(whole) or any(
             first + size > end for first, size, end in zip(offset, shape, whole, strict=True)
         ):
             raise UserError(
-                f"{shown(self._directory)} has {name} in the shape {list(whole)}, which does not "
-                f"hold {list(shape)} elements from {list(offset)} on; it is of another model"
+                f"{shown(self._directory)} has {name} with shape {list(whole)}, which does not "
+                f"contain a box {list(shape)} at {list(offset)}; give a checkpoint of this model"
             )
         wanted = torch.empty(shape)
         for (box_offset, box_shape), pieces in self._boxes_of(name).items():
@@ -176,7 +171,7 @@ class ShardedReader:
         return wanted
 
     def extra(self, file: str, name: str) -> Tensor | None:
-        """A tensor that a rank wrote under a plain name, or None."""
+        """Return an extra tensor of a rank's file, or None."""
         if file not in self._files or name not in self._files[file].tensors:
             return None
         return torch.tensor(self._files[file].array(name))
@@ -184,16 +179,16 @@ class ShardedReader:
     def _boxes_of(self, name: str) -> dict[Box, list[_Stored]]:
         if name not in self._boxes:
             raise UserError(
-                f"{shown(self._directory)} has no tensor {name}; it is of another model"
+                f"{shown(self._directory)} has no tensor {name}; give a checkpoint of this model"
             )
         return self._boxes[name]
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """What a file's header says of its pieces, every tensor of which is there and as it should be.
+    """Return the places of a file's pieces, after a check that exactly their tensors are there.
 
     Raises:
-        UserError: it is not.
+        UserError: the description is damaged, or a tensor is missing, unknown or of another shape.
     """
     path = shown(file.path)
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
@@ -207,21 +202,21 @@ def _places(file: TensorFile) -> list[Place]:
         if not own and wanted.get(name) != (tensor.dtype, tensor.shape):
             raise UserError(
                 f"{path} holds {clipped(name)}, {tensor.shape[0]} elements of {tensor.dtype}, "
-                "which is no tensor that its pieces have"
+                "which is not a tensor of its pieces; use another checkpoint"
             )
     if missing := wanted.keys() - file.tensors.keys():
-        raise UserError(f"{path} lacks {min(missing)}, a tensor that its pieces have")
+        raise UserError(f"{path} lacks {min(missing)} of its pieces; use another checkpoint")
     return places
 
 
 def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
-    """What a piece has: all kinds if it has any but the weight."""
+    """Return the kinds of a piece: all if it has any beside the weight."""
     is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
     return KINDS if is_trained else (WEIGHT,)
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """The box that the pieces are the ranges of."""
+    """Return the box of which the pieces are the ranges."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:
@@ -236,7 +231,7 @@ def _overlap(
     other_offset: tuple[int, ...],
     other_shape: tuple[int, ...],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where two boxes meet, as indices into the one and into the other; None if nowhere."""
+    """Return the intersection of two boxes as indices into each of them; None if it is empty."""
     mine, theirs = [], []
     for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
         first, last = max(a, b), min(a + n, b + m)

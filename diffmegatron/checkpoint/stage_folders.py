@@ -1,4 +1,4 @@
-"""The folders of a recipe's stages in its ``run_dir``, for whoever is given that ``run_dir``."""
+"""The folders of a recipe's stages within its ``run_dir``."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ class StageFolder:
     """A run within a ``run_dir``.
 
     Attributes:
-        name: of the stage; None: the ``run_dir`` is one run, without stages.
-        run_dir: its own, ``RUN_DIR/NAME``.
+        name: name of the stage; None: the ``run_dir`` is one run without stages.
+        run_dir: folder of the stage, ``RUN_DIR/NAME``.
     """
 
     name: str | None
@@ -26,25 +26,25 @@ class StageFolder:
 
     @property
     def store(self) -> CheckpointStore:
-        """Its checkpoints."""
+        """The checkpoints of the stage."""
         return CheckpointStore(self.run_dir)
 
 
 def stage_folders(
     run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """The runs of a ``run_dir``: each stage after the one that it started from, or the one run.
+    """Return the stages of a ``run_dir`` in the order of training, or its only run.
 
-    The order is that of ``checkpoint.start_from`` in the stages' own recipes, and of their names
-    where several started from one.
+    Each stage comes after the one that its ``checkpoint.start_from`` names. Stages that started
+    from the same one are sorted by name.
 
     Args:
-        run_dir: of a recipe.
-        having: what each run has in its folder to be one.
-        recipe: file in its folder with its resolved recipe.
+        run_dir: ``run_dir`` of a recipe.
+        having: name of a file or folder by which the folder of a run is recognized.
+        recipe: name of the file with the resolved recipe of a run.
 
     Raises:
-        UserError: there is no run in it.
+        UserError: ``run_dir`` has no run.
     """
     try:
         if (run_dir / having).exists():
@@ -61,19 +61,19 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """The stage with a checkpoint from which none with one has started, or the one run.
+    """Return the last stage that has a checkpoint, or the only run.
 
     Raises:
-        UserError: there is no run in it, or several such stages.
+        UserError: ``run_dir`` has no checkpoint, or several last stages.
     """
     begun = [folder for folder in stage_folders(run_dir) if folder.store.steps()]
     if not begun:
         raise UserError(f"{shown(run_dir)} has no finished checkpoint yet")
-    return one_end(begun)
+    return only_last(begun)
 
 
-def one_end(folders: Sequence[StageFolder]) -> StageFolder:
-    """The one of some stages of a ``run_dir`` from which none of them has started.
+def only_last(folders: Sequence[StageFolder]) -> StageFolder:
+    """Return the only stage from which no other one of ``folders`` has started.
 
     Raises:
         UserError: there are several.
@@ -88,45 +88,45 @@ def one_end(folders: Sequence[StageFolder]) -> StageFolder:
     return ends[0]
 
 
-def is_no_run(path: Path) -> bool:
-    """Whether there is no run in a folder, as in that of a checkpoint.
+def has_run(path: Path) -> bool:
+    """Return whether a folder is the ``run_dir`` of a run. The folder of a checkpoint is not.
 
     Raises:
-        NotImportedError: the stages of one cannot be read without the code that they name.
+        NotImportedError: a stage's recipe names code of the user that was not imported.
     """
     try:
         stage_folders(path)
     except NotImportedError:
         raise
     except UserError:
-        return True
-    return False
+        return False
+    return True
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest whole checkpoint of a ``run_dir``, with stages that of the last one.
+    """Return the newest complete checkpoint of a ``run_dir``, or of its last stage.
 
     Returns:
-        None where ``path`` is the ``run_dir`` of no run.
+        None if ``path`` is not a ``run_dir``, or has only damaged checkpoints.
 
     Raises:
-        UserError: as :func:`last_stage`.
+        UserError: ``path`` is a ``run_dir`` without checkpoints or with several last stages.
     """
-    return None if is_no_run(path) else last_stage(path).store.latest()
+    return last_stage(path).store.latest() if has_run(path) else None
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """The name of the stage beside it that a stage started from."""
+    """Return the name of the stage from which a stage started, if it is in the same ``run_dir``."""
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:
         raise
-    except UserError:  # of a run whose disk was full, or by hand
+    except UserError:  # the recipe may be truncated by a full disk, or edited
         return None
     if start_from is None:
         return None
     start = Path(os.path.normpath(start_from))
-    # The folder may have been moved as a whole.
+    # Compare names instead of paths, because the whole run_dir may have been moved.
     is_beside = start.parent.name == run_dir.resolve().parent.name
     return start.name if is_beside and start.name != run_dir.name else None
 
@@ -135,7 +135,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # Recipes by hand may start from each other.
+        # Recipes that users wrote may start from each other in a circle.
         for name in ready or list(left):
             del left[name]
             yield name

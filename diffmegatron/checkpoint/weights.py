@@ -1,4 +1,4 @@
-"""Weights without a run: into a checkpoint, and from any checkpoint into a network."""
+"""Write a checkpoint from weights, and load the weights of a checkpoint into a network."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,28 +36,28 @@ def write_checkpoint(
     position: Position = BEGINNING,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write whole weights as the checkpoint of a run, which others start from.
+    """Write whole weights as a checkpoint from which runs can start.
 
-    It needs no process group and no engine, and holds one file's weights at a time.
+    Neither a process group nor an engine is needed. The memory holds one file's weights at a time.
 
     Args:
         weights: name and value of every tensor of the network; stored in float32.
-        recipe: of the network.
-        run_dir: where its ``checkpoints`` stand.
-        position: of a run that has trained them; otherwise step 0.
-        max_file_bytes: of a file, unless one tensor is larger.
+        recipe: recipe of the network.
+        run_dir: folder in which ``checkpoints`` is created.
+        position: position of the run that trained the weights.
+        max_file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the checkpoint cannot be written.
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)
     try:
         entries: list[FileEntry] = []
-        for pieces in _filled(weights, max_file_bytes):
+        for pieces in _split_into_files(weights, max_file_bytes):
             path = directory / rank_file(len(entries))
             entries.append(write_pieces(path, *named_tensors(pieces, {})))
         finish_checkpoint(store, position, recipe, entries, "weights")
@@ -66,30 +66,32 @@ def write_checkpoint(
     return store.path(position.step)
 
 
-def _filled(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[Piece]]:
-    """The tensors, as many together as a file may hold."""
+def _split_into_files(
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[list[Piece]]:
+    """Yield the pieces of each file."""
     pieces: list[Piece] = []
-    held = 0
+    num_bytes = 0
     for name, tensor in weights:
         values = tensor.detach().to("cpu", torch.float32).contiguous()
-        if pieces and held + values.nbytes > most:
+        if pieces and num_bytes + values.nbytes > max_bytes:
             yield pieces
-            pieces, held = [], 0
+            pieces, num_bytes = [], 0
         shape = tuple(values.shape)
         whole = Shard(name, shape, (0,) * len(shape), shape, start=0, is_primary=True)
         pieces.append(Piece(whole, 0, {WEIGHT: values.flatten()}))
-        held += values.nbytes
+        num_bytes += values.nbytes
     yield pieces
 
 
 @torch.no_grad()
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
-    """A checkpoint's weights as a network that is not trained, on this rank's stage of any layout.
+    """Build this rank's part of a network for inference, with the weights of a checkpoint.
 
     Args:
-        checkpoint: its weights are rounded to the precision of its run.
-        recipe: whose layout, and precision of the arithmetic, the network has.
-        parallel_state: where this rank stands.
+        checkpoint: checkpoint whose weights are rounded to the precision of its run.
+        recipe: recipe with the layout and the precision of the arithmetic.
+        parallel_state: process groups and coordinates of this rank.
 
     Raises:
         UserError: the checkpoint is of another network.

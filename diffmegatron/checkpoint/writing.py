@@ -1,8 +1,8 @@
-"""One safetensors file, streamed to the disk with its checksum.
+"""Writer of one safetensors file, which streams it to the disk and computes its checksum.
 
-Why not ``safetensors.torch.save_file``: it holds Python's lock while it writes, which would stop
-the training that a background save is there to let run; and the checksum would cost a second
-reading of the file. The format is eight bytes of length, a JSON header, and the tensors' bytes
+``safetensors.torch.save_file`` holds Python's global lock while it writes, which would stop the
+training during a background save, and the checksum would need a second pass over the file. The
+format is eight bytes of length, a JSON header, and the tensors' bytes
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -27,10 +27,10 @@ def write_safetensors(
     """Write contiguous CPU tensors, float32 or uint8, and flush them to the disk.
 
     Returns:
-        FileEntry: the checksum is that of the bytes in memory, so that it also tells of damage on
+        The file's entry. Its checksum covers the bytes in memory, so that it also detects damage on
         the way to the disk.
     """
-    # Four-byte elements first, so that every tensor lies at a multiple of its element size.
+    # Put four-byte elements first, so that every tensor starts at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     checksum, size, advised = 0, 0, 0
     with path.open("wb") as stream:
@@ -39,8 +39,8 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # Makes Linux write the pages back at once, while the next block's checksum is
-                # computed, instead of all at the end.
+                # This makes Linux write the pages now, while the next checksum is computed, instead
+                # of writing all of them at the end.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()

@@ -1,1 +1,1 @@
-"""The heads that DEX extends, chosen by their scores on text."""
+"""Scores of a pretrained model's attention heads, and the selection of heads that DEX extends."""

@@ -1,4 +1,4 @@
-"""``diffmegatron dex``: choose the heads that DEX extends."""
+"""``diffmegatron dex``: select the heads that DEX extends."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 app = typer.Typer(
-    help="Choose the heads of a pretrained model that DEX extends.", no_args_is_help=True
+    help="Select the heads of a pretrained model that DEX extends.", no_args_is_help=True
 )
 
 
@@ -17,8 +17,8 @@ def _group() -> None:
 
 @app.command()
 def select(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint, or a RUN_DIR")],
-    data: Annotated[Path, typer.Option(metavar="PREFIX", help="Prepared text to calibrate on")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint or RUN_DIR")],
+    data: Annotated[Path, typer.Option(metavar="PREFIX", help="Prepared text for calibration")],
     out: Annotated[Path, typer.Option(help="File to write, such as heads.yaml")],
     overrides: Annotated[
         list[str] | None,
@@ -26,17 +26,19 @@ def select(
     ] = None,
     method: Annotated[
         Literal["entropy", "gradient"],
-        typer.Option(help="Heads of the highest attention entropy, or of the least importance"),
+        typer.Option(help="Select heads of high attention entropy, or of low importance"),
     ] = "entropy",
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of each layer's heads, at least one head")
+        float, typer.Option(min=0, max=1, help="Share of each layer's heads (at least one head)")
     ] = 0.5,
-    sequences: Annotated[int, typer.Option(min=1, help="Of training.seq_length tokens")] = 64,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Number of sequences of training.seq_length tokens")
+    ] = 64,
 ) -> None:
-    """Score every head of a model and write those that DEX extends.
+    """Score every head of a model and write the selected heads to OUT.
 
-    Alone or under torchrun; the layout is one process unless overrides say another. Beside OUT
-    are every head's score (.scores.json) and a picture (.png).
+    Run it alone, or under torchrun with overrides of the layout. The scores of all heads
+    (.scores.json) and a picture (.png) are written beside OUT.
     """
     from diffmegatron.parallel.launcher import read_launch
 

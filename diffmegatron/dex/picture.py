@@ -17,13 +17,13 @@ _NAMES = {
 def draw_scores(
     path: Path, scores: Sequence[Sequence[float]], heads: Sequence[Sequence[int]], method: str
 ) -> None:
-    """Draw every head's score by layer, and a dot on those that were chosen.
+    """Draw the scores of all heads by layer, with a dot on each selected head.
 
     Args:
-        path: PNG to write.
-        scores: of the layers' heads.
-        heads: chosen, by layer.
-        method: what scored them.
+        path: PNG file to write.
+        scores: scores by layer and head.
+        heads: indices of the selected heads by layer.
+        method: key of the scoring method.
     """
     figure = Figure(
         figsize=(2.5 + 0.25 * len(scores[0]), 1.5 + 0.25 * len(scores)), layout="constrained"
@@ -32,9 +32,9 @@ def draw_scores(
     axes = figure.subplots()
     image = axes.imshow(scores, aspect="auto", cmap="viridis")
     figure.colorbar(image, ax=axes, label=_NAMES[method])
-    marked = [(head, layer) for layer, chosen in enumerate(heads) for head in chosen]
+    marked = [(head, layer) for layer, selected in enumerate(heads) for head in selected]
     axes.plot(
-        *zip(*marked, strict=True), "o", color="white", markeredgecolor="black", label="chosen"
+        *zip(*marked, strict=True), "o", color="white", markeredgecolor="black", label="selected"
     )
     axes.set(xlabel="head", ylabel="layer", title="Heads that DEX extends (dots)")
     axes.set_yticks(range(len(scores)), [str(layer + 1) for layer in range(len(scores))])

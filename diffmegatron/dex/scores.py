@@ -1,4 +1,4 @@
-"""Scores of a network's heads on text: entropy of their attention, importance by gradient."""
+"""Scores of attention heads on text: the entropy of their attention, or their importance."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,60 +18,67 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only
 
-_QUERIES = 256  # whose attention exists at once
+# Number of queries whose attention is in memory at once.
+_QUERIES = 256
 
-# Per global layer number, float64 [heads of this rank]: sums over what this rank has seen.
 Sums = dict[int, Tensor]
+"""Sums over this rank's text by global layer number, each float64 [heads of this rank]."""
 
 
 class Score(ABC):
-    """A way to score heads."""
+    """A method to score heads.
 
-    # Whether heads with high scores are chosen.
+    Attributes:
+        highest: whether the heads with the highest scores are selected.
+    """
+
     highest: bool
 
     @abstractmethod
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """What is to be summed over data and context-parallel ranks, and what that is divided by.
+        """Return this rank's sums and its weight.
+
+        The score of a head is the total of the sums over data- and context-parallel ranks, divided
+        by the total of the weights.
 
         Args:
-            network: this rank's.
-            microbatches: of this rank.
-            parallel_state: where it stands.
+            network: this rank's part of the network.
+            microbatches: microbatches of this rank.
+            parallel_state: process groups and coordinates of this rank.
         """
 
 
 class Entropy(Score):
-    """Entropy in nats of a head's attention, the mean over all queries."""
+    """The entropy in nats of a head's attention, averaged over all queries."""
 
     highest = True
 
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """As :class:`Score` says; the number of queries.
+        """Return the sums of the entropies, and the number of queries.
 
-        Ranks that share sequences gather their queries and keys, and take blocks of them in turn.
+        Context-parallel ranks gather queries and keys, and each takes a share of the query blocks.
         """
-        found: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
+        total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
         def observe(layer: SelfAttention, query: Tensor, key: Tensor, ends: Tensor | None) -> None:
-            found[layer.layer_number] = found[layer.layer_number] + _entropies(
+            total[layer.layer_number] = total[layer.layer_number] + _entropy_sums(
                 query, key, ends, layer
             )
 
-        with _watched(network, lambda layer: _observed(layer, partial(observe, layer))):
+        with _hooked(network, lambda layer: _set_observer(layer, partial(observe, layer))):
             forward_only(network, microbatches, parallel_state)
-        return dict(found), sum(batch.tokens.numel() for batch in microbatches)
+        return dict(total), sum(batch.tokens.numel() for batch in microbatches)
 
 
 class Gradient(Score):
-    """Importance |dL/dxi| of a head, whose output a factor xi at 1 multiplies.
+    """The importance |dL/dxi| of a head (Michel et al., 2019).
 
-    L is the mean loss of a sequence, and the score the mean over sequences (Michel et al., 2019).
-    The weights' gradients come along, and need their memory.
+    The factor xi = 1 multiplies the head's output, and L is the mean loss of a sequence. The score
+    is the mean over sequences. The gradients of the weights are computed too and need memory.
     """
 
     highest = False
@@ -79,30 +86,30 @@ class Gradient(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """As :class:`Score` says; the gradients count every sequence once, over all ranks."""
-        found: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
+        """Return the sums of the importances; the weights of all ranks add up to one."""
+        total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
         def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:
             by_head = (heads.double() * gradient.double()).unflatten(
                 2, (-1, layer.variant.heads.head_dim)
             )
-            of_sequences = by_head.sum((0, 3))
-            # The sign is that of the whole sequence.
-            distributed.all_reduce(of_sequences, group=layer.context_group)
-            found[layer.layer_number] = found[layer.layer_number] + of_sequences.abs().sum(0).cpu()
+            by_sequence = by_head.sum((0, 3))
+            # Sum over the whole sequence before the absolute value is taken.
+            distributed.all_reduce(by_sequence, group=layer.context_group)
+            total[layer.layer_number] = total[layer.layer_number] + by_sequence.abs().sum(0).cpu()
 
-        with _watched(network, lambda layer: _differentiated(layer, partial(add, layer))):
-            forward_backward(_Plain(network), microbatches, parallel_state)
+        with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
+            forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # forward_backward multiplies the loss by the ranks over which DeepSpeed would average, and
-        # each of those that share a sequence has found all of it.
+        # forward_backward multiplies the loss by the number of ranks, over which DeepSpeed would
+        # average. Every context-parallel rank has the sum over its whole sequence.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
-        return {layer: value * scale for layer, value in found.items()}, 1 / ranks
+        return {layer: value * scale for layer, value in total.items()}, 1 / ranks
 
 
-class _Plain:
-    """The network instead of the ZeRO engine: gradients and no optimizer."""
+class _EngineWithoutOptimizer:
+    """A replacement of the ZeRO engine that computes gradients and has no optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -115,47 +122,47 @@ class _Plain:
 
 
 @contextmanager
-def _watched(
-    network: Network, watch: Callable[[SelfAttention], Callable[[], object]]
+def _hooked(
+    network: Network, add_hook: Callable[[SelfAttention], Callable[[], object]]
 ) -> Iterator[None]:
-    """Watches every layer of attention; ``watch`` gives what ends it."""
+    """Add a hook to every attention layer; ``add_hook`` returns the function that removes it."""
     with ExitStack() as stack:
         for module in network.modules():
             if isinstance(module, SelfAttention):
-                stack.callback(watch(module))
+                stack.callback(add_hook(module))
         yield
 
 
-def _observed(
+def _set_observer(
     layer: SelfAttention, observer: Callable[[Tensor, Tensor, Tensor | None], None]
 ) -> Callable[[], object]:
     layer.observer = observer
     return lambda: setattr(layer, "observer", None)
 
 
-def _differentiated(
+def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Calls ``add`` with the heads' outputs [s, b, heads * d] and their gradient."""
+    """Call ``add`` in each backward pass with the heads' outputs [s, b, heads * d] and gradient."""
 
-    def watch(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads = inputs[0]
         heads.register_hook(partial(add, heads.detach()))
 
-    return layer.linear_proj.register_forward_pre_hook(watch).remove
+    return layer.linear_proj.register_forward_pre_hook(hook).remove
 
 
 @torch.no_grad()
-def _entropies(
+def _entropy_sums(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Summed over this rank's share of the queries, float64 [heads]."""
+    """Sum the entropies over this rank's share of the queries; float64 [heads]."""
     group = layer.context_group
     if group.size() > 1:
         query, key = (sequence_of_all_ranks(x, group) for x in (query, key))
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # Rows end to end [b s, heads, d].
+    # Concatenate the sequences of the batch: [b s, heads, d].
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     queries = queries / math.sqrt(query.shape[3])
     blocks = [

@@ -1,4 +1,4 @@
-"""Which heads DEX extends: every head's score on text, and the share of each layer to extend."""
+"""Selection of the heads that DEX extends, by their scores on text."""
 
 import json
 from collections.abc import Sequence
@@ -44,28 +44,29 @@ def select_heads(
     """Score every head of a checkpoint and write the file that ``selected_heads`` reads.
 
     Args:
-        model: a checkpoint, or a run, whose newest it is then.
-        data: prefix of the text, of the model's tokenizer.
+        model: checkpoint, or ``run_dir`` for its newest checkpoint.
+        data: prefix of prepared text that was tokenized for the model.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
-        overrides: of the checkpoint's recipe, whose layout is one process.
-        method: what scores them.
-        share: of a layer's heads that are chosen, the nearest number of heads and at least one.
-        sequences: of ``training.seq_length`` tokens.
+        overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe; without them the layout is
+            one process.
+        method: key of the scoring method.
+        share: share of each layer's heads to select, rounded, and at least one head.
+        sequences: number of sequences of ``training.seq_length`` tokens.
 
     Returns:
-        What was chosen, in words, on the first rank; None on the others.
+        A summary of the selection on the first rank; None on the others.
 
     Raises:
         UserError: the checkpoint, the text, the layout or ``out`` does not fit.
     """
     if not out.name:
-        raise UserError(f"--out {shown(out)} is a folder; give a name in it, such as heads.yaml")
-    for path in (out, *_beside(out)):
+        raise UserError(f"--out {shown(out)} is a folder; give a file, such as heads.yaml")
+    for path in (out, *_files_beside(out)):
         if path.exists():
-            raise UserError(f"{shown(path)} exists already; give an --out that is new")
+            raise UserError(f"{shown(path)} exists already; give another --out")
     directory = CheckpointStore(model).latest() or model
     step = read_manifest(directory).step
-    recipe = _calibration(directory / RECIPE, data, sequences, overrides)
+    recipe = _calibration_recipe(directory / RECIPE, data, sequences, overrides)
     recipe.data_parallel(read_launch().ranks)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         checkpoint = open_together(directory, parallel_state)
@@ -75,12 +76,12 @@ def select_heads(
         measured = METHODS[method].sums(
             network, on_this_rank(batches, parallel_state), parallel_state
         )
-        scores = _gathered(*measured, parallel_state)
+        scores = _gather_scores(*measured, parallel_state)
         if not parallel_state.is_main:
             return None
         fingerprint = checkpoint.fingerprint()
     highest = METHODS[method].highest
-    heads = [chosen(of_layer, share, highest=highest) for of_layer in scores]
+    heads = [select_layer_heads(of_layer, share, highest=highest) for of_layer in scores]
     made_on = SelectedOn(num_layers=len(scores), num_heads=len(scores[0]), fingerprint=fingerprint)
     file = HeadsFile.model_validate(
         {"model": made_on, "method": method, "share": share, "heads": heads}
@@ -89,23 +90,25 @@ def select_heads(
     return f"{sum(map(len, heads))} of {sum(map(len, scores))} heads by {method}"
 
 
-def chosen(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """The heads of a layer with the highest, or lowest, scores; of equal ones the first."""
+def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
+    """Return the heads of a layer with the highest or lowest scores; ties go to the first heads."""
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
     return tuple(sorted(order[:count]))
 
 
-def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[str]) -> Recipe:
-    """A recipe whose first global batch is the text: a checkpoint's, in one process."""
+def _calibration_recipe(
+    saved: Path, data: Path, sequences: int, overrides: Sequence[str]
+) -> Recipe:
+    """Change a checkpoint's recipe to one process and a first global batch of the given text."""
     recipe = load_resolved(saved)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
         heads = kind.heads
         if kind.operation != "softmax" or heads.queries * heads.head_dim != heads.output_channels:
             raise UserError(
-                f"model.attention.kind {kind.kind!r} is differential already; DEX extends heads "
-                "of ordinary attention"
+                f"model.attention.kind is {kind.kind!r}, which is differential already; give a "
+                "model with ordinary attention, whose heads DEX can extend"
             )
     values = recipe.model_dump(mode="json")
     values["parallel"] = ParallelConfig().model_dump(mode="json")
@@ -129,12 +132,12 @@ def _calibration(saved: Path, data: Path, sequences: int, overrides: Sequence[st
     return check_recipe(values, shown(saved), overrides)
 
 
-def _gathered(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
-    """The scores of all layers and heads, on every rank, summed in the order of the ranks."""
-    place = (parallel_state.data_rank, parallel_state.tensor_rank)
-    mine = {layer: value.tolist() for layer, value in sums.items()}
+def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
+    """Return the scores of all layers and heads on every rank, summed in the order of the ranks."""
+    coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
+    own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
-    distributed.all_gather_object(ranks, (place, mine, weight))
+    distributed.all_gather_object(ranks, (coordinates, own, weight))
     parts: dict[tuple[int, int], torch.Tensor] = {}
     weights: dict[tuple[int, int], float] = {}
     for (_, tensor), of_layers, count in sorted(ranks, key=lambda each: each[0]):
@@ -148,14 +151,14 @@ def _gathered(sums: Sums, weight: float, parallel_state: ParallelState) -> Score
     return list(scores.values())
 
 
-def _beside(out: Path) -> tuple[Path, Path]:
+def _files_beside(out: Path) -> tuple[Path, Path]:
     return out.with_suffix(".scores.json"), out.with_suffix(".png")
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """The file of heads last: where it exists, all do."""
+    """Write the three files, the file of heads last, so that it exists only if all of them do."""
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
-    table, picture = _beside(out)
+    table, picture = _files_beside(out)
     try:
         draw_scores(picture, scores, file.heads, file.method)
         write_durably(table, (json.dumps(described, indent=1) + "\n").encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.checkpoint.checkpoint_store import RECIPE
-from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
+from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -111,7 +111,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         UserError: one of them is missing or cannot be read, or several stages are last.
     """
     folders = stage_folders(run_dir, RECIPE)
-    one_end(folders)
+    only_last(folders)
     stages = [_read_stage(folder.run_dir) for folder in folders]
     if not any(stage.entries for stage in stages):
         raise UserError(

@@ -201,7 +201,7 @@ def preflight(
     from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
 
     record = RankRecord.of_environment()
-    with record.failures(), stopping_at_once(record):
+    with record.write_failures(), stopping_at_once(record):
         from diffmegatron.config.load import load_stages
         from diffmegatron.operations.preflight import check_nodes
 

@@ -15,7 +15,7 @@ from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
-from diffmegatron.checkpoint.stage_folders import one_end, stage_folders
+from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
@@ -166,7 +166,7 @@ def _status_of_chain(run_dir: Path) -> Status | None:
 
 def _status_without_ledger(run_dir: Path) -> Status:
     """Return the status of a run that plain ``train`` started, or of its last stage."""
-    stage = one_end(stage_folders(run_dir, RECIPE))
+    stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
     recipe = load_resolved(folder / RECIPE)

@@ -120,7 +120,7 @@ class Run:
         """Record that a step is done, or loaded from a checkpoint."""
         self.step = step
         self.network.at_step(step)
-        self.rank_record.at(step, self.recipe.run_dir)
+        self.rank_record.set_step(step, self.recipe.run_dir)
 
     def position(self) -> Position:
         """Return the position of the run, for a checkpoint."""

@@ -56,7 +56,7 @@ def train_stages(
         unfinished = _unfinished(recipes, names) if len(recipes) > 1 else list(recipes)
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
-            record.at(recipes[-1].training.total_steps, recipes[-1].run_dir)
+            record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
         # One request for all stages: a signal at the end of a stage also stops the stages after it.
         with StopRequest(launch, record.folder if record else None) as stop:
             for recipe, each in zip(unfinished, evaluators, strict=True):

@@ -25,8 +25,8 @@ def test_an_attempt_is_written_when_it_begins_and_when_it_ends(ledger, attempt):
     assert (begun.number, begun.facts, begun.stages) == (1, FACTS, {str(ledger.run_dir): 20})
     for rank in range(4):
         record = RankRecord(ledger.folder(1), rank)
-        record.at(5, "run")
-        record.at(6, "run")
+        record.set_step(5, "run")
+        record.set_step(6, "run")
         record.end(EXIT_STOPPED, "")
     checkpoint(ledger.run_dir, 6)
     ended, status, _ = end(ledger.folder(1))
@@ -59,9 +59,9 @@ def test_the_last_fault_that_a_job_may_have(attempt):
 def test_a_fault_goes_on_at_once_if_it_was_training_and_no_host_is_bad(ledger, attempt):
     begun = attempt(None)
     record = RankRecord(ledger.folder(1))
-    record.at(3, "run")
+    record.set_step(3, "run")
     assert exit_status(ledger.end(begun)) == EXIT_STOPPED, "it had not got beyond its first step"
-    record.at(4, "run")
+    record.set_step(4, "run")
     record.end(1, "so")
     fault = ledger.end(begun)
     assert (fault.cause, exit_status(fault), exit_status(fault, ["n1"])) == ("fault", 69, 75)
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_ends_no_run(ledger, attempt, monkeypatch, caplog):
     monkeypatch.setattr("diffmegatron.attempts.ends.write_durably", full)
     monkeypatch.setattr("diffmegatron.attempts.ledger.write_durably", full)
     record = RankRecord(ledger.folder(1), 0)
-    record.at(1, "run")
+    record.set_step(1, "run")
     record.end(0)
     assert ledger.end(begun).cause == "fault"
     assert caplog.text.count("cannot write") == 4
@@ -138,7 +138,7 @@ def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
     record = RankRecord(tmp_path, 0)
     seen = []
     for step in range(13):
-        record.at(step, "run/a" if step < 8 else "run/b")
+        record.set_step(step, "run/a" if step < 8 else "run/b")
         beat = read_heartbeat(tmp_path)
         seen.append((beat.step, beat.first_step, beat.run_dir))
         now[0] += 1.0
@@ -146,7 +146,7 @@ def test_a_heartbeat_every_five_seconds_and_at_the_end(tmp_path, monkeypatch):
     assert seen[7:9] == [(5, 0, "run/a"), (8, 8, "run/b")]
     record.end(0)
     assert read_heartbeat(tmp_path).step == 12
-    RankRecord(tmp_path, 1).at(99, "run/b")
+    RankRecord(tmp_path, 1).set_step(99, "run/b")
     assert read_heartbeat(tmp_path).step == 12, "rank 0 alone writes it"
 
 
@@ -207,9 +207,9 @@ def test_a_straggler_is_a_rank_that_takes_half_as_long_again_as_most():
 def test_a_host_is_slow_if_its_rank_was_most_of_the_time(reports, slow_in, hosts, ledger, attempt):
     begun = attempt(None)
     record = RankRecord(ledger.folder(begun.number))
-    record.at(3, "run")
+    record.set_step(3, "run")
     for number in range(reports):
-        record.reported((3,) if number < slow_in else ())
+        record.add_report((3,) if number < slow_in else ())
     record.end(EXIT_STOPPED)
     assert ledger.end(begun).stragglers == hosts
 
@@ -219,9 +219,9 @@ def test_a_host_that_was_slow_and_then_to_blame_is_left_out(ledger, attempt, mon
         begun = attempt(None)
         for rank in range(4):
             record = RankRecord(ledger.folder(begun.number), rank)
-            record.at(3, "run")
+            record.set_step(3, "run")
             for _ in range(10):
-                record.reported((3,) if status == EXIT_STOPPED else ())
+                record.add_report((3,) if status == EXIT_STOPPED else ())
             monkeypatch.setenv("SLURMD_NODENAME", f"n{rank // 2}")
             record.end(status if rank == 3 or status == EXIT_STOPPED else 143)
         ledger.end(begun)
@@ -239,9 +239,9 @@ def test_a_spare_node_takes_the_place_of_one_that_is_to_blame(
     for rank in range(4):
         monkeypatch.setenv("SLURMD_NODENAME", f"n{rank // 2}")
         record = RankRecord(ledger.folder(begun.number), rank)
-        record.at(3, "run")
+        record.set_step(3, "run")
         if trained:
-            record.at(4, "run")
+            record.set_step(4, "run")
         record.end(137 if rank == 3 else 143)
     ended, found, without = end(ledger.folder(begun.number), spares)
     assert (ended.hosts, found, without) == (("n1",), status, hosts)

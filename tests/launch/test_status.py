@@ -90,7 +90,7 @@ def test_a_job_that_starts_runs_and_hangs(attempt, ledger, monkeypatch):
         found = examine(ledger.run_dir)
         said.append((found.exit_status, found.state))
     record = RankRecord(ledger.folder(1))
-    record.at(5, str(ledger.run_dir))
+    record.set_step(5, str(ledger.run_dir))
     for passed[0] in (3601.0 + 599.0, 3601.0 + 601.0):
         found = examine(ledger.run_dir)
         said.append((found.exit_status, found.state))
@@ -224,7 +224,7 @@ def test_a_chain_is_told_by_its_first_stage_that_is_not_finished(tmp_path, tiny_
 def test_progress_speed_loss_and_checkpoint(attempt, ledger, capsys):
     attempt(1, save=3)
     begun = attempt(None)
-    RankRecord(ledger.folder(begun.number)).at(8, str(ledger.run_dir))
+    RankRecord(ledger.folder(begun.number)).set_step(8, str(ledger.run_dir))
     # Two seconds a step, and a requeue of two minutes between steps 3 and 4.
     metrics(ledger.run_dir, {1: 100, 2: 102, 3: 104, 4: 224, 5: 226, 6: 228, 7: 230, 8: 232})
     found = examine(ledger.run_dir)
@@ -289,8 +289,8 @@ def test_a_slow_host(attempt, ledger, capsys):
     begun = attempt(None)
     record = RankRecord(ledger.folder(begun.number))
     for _ in range(10):
-        record.reported((2,))
-    record.at(3, str(ledger.run_dir))
+        record.add_report((2,))
+    record.set_step(3, str(ledger.run_dir))
     assert "slow hosts      n1\n" in text(ledger.run_dir, capsys)
 
 
@@ -307,7 +307,7 @@ def test_a_second_stage(ledger, tiny_recipe, capsys):
     ledger.begin(stages, FACTS)
     checkpoint(ledger.run_dir / "a", 20)
     assert examine(ledger.run_dir).run_dir == f"{ledger.run_dir}/a"
-    RankRecord(ledger.folder(1)).at(2, f"{ledger.run_dir}/b")
+    RankRecord(ledger.folder(1)).set_step(2, f"{ledger.run_dir}/b")
     found = examine(ledger.run_dir)
     assert (found.run_dir, found.step, found.checkpoint) == (f"{ledger.run_dir}/b", 2, None)
     assert "stage           b, 2 of 2\n" in text(ledger.run_dir, capsys)

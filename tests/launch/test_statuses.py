@@ -127,7 +127,7 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
             "fault",
             1,
             ("127.0.0.2",),
-            "rank 2 on 127.0.0.2: ended with status 1 and could not say why, as the watchdog ends "
+            "rank 2 on 127.0.0.2: ended with status 1 without a message, as the watchdog ends "
             "a hung rank",
         ),
         (

@@ -14,7 +14,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.sampling.samples import open_samples
-from diffmegatron.dex.select_heads import METHODS, chosen, select_heads
+from diffmegatron.dex.select_heads import METHODS, select_heads, select_layer_heads
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.training.trainer import train
@@ -154,16 +154,16 @@ def open_fingerprint(run: Path) -> str:
 
 
 def test_of_equal_scores_the_first_are_chosen():
-    assert chosen([1.0, 2.0, 2.0, 1.0], 0.5, highest=True) == (1, 2)
-    assert chosen([1.0, 1.0, 1.0], 0.5, highest=False) == (0, 1)
-    assert chosen([3.0, 1.0, 2.0], 0.01, highest=True) == (0,)
-    assert chosen([3.0, 1.0, 2.0], 1.0, highest=True) == (0, 1, 2)
+    assert select_layer_heads([1.0, 2.0, 2.0, 1.0], 0.5, highest=True) == (1, 2)
+    assert select_layer_heads([1.0, 1.0, 1.0], 0.5, highest=False) == (0, 1)
+    assert select_layer_heads([3.0, 1.0, 2.0], 0.01, highest=True) == (0,)
+    assert select_layer_heads([3.0, 1.0, 2.0], 1.0, highest=True) == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--out", "{folder}/one_entropy.yaml"], "exists already; give an --out that is new"),
+        (["--out", "{folder}/one_entropy.yaml"], "exists already; give another --out"),
         (["parallel.tensor=3"], "parallel.tensor"),
         (["training.seq_lengh=2"], "did you mean 'seq_length'"),
         (["--data", "{folder}/nothing"], "nothing"),

@@ -101,15 +101,15 @@ def test_a_finished_run_has_nothing_left_to_do(tiny_recipe):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("model.num_layers=3", "model.num_layers 2 and the recipe says 3"),
+        ("model.num_layers=3", "model.num_layers 2 and the recipe has 3"),
         (
             "model.attention.kind=diff_v2",
-            "model.attention.*'diff_v1'.* the recipe says .*'diff_v2'",
+            "model.attention.*'diff_v1'.* the recipe has .*'diff_v2'",
         ),
-        ("training.seed=7", "training.seed 1234 and the recipe says 7"),
+        ("training.seed=7", "training.seed 1234 and the recipe has 7"),
         ("training.global_batch_size=4", "training.global_batch_size 8"),
         ("optimizer.trainable=['*.mlp.*']", r"optimizer.trainable None and .* \['\*.mlp.\*'\];"),
-        ("model.lora={rank: 2, alpha: 2}", "model.lora None and the recipe says"),
+        ("model.lora={rank: 2, alpha: 2}", "model.lora None and the recipe has"),
         ("training.steps=3", "is at step 4 and the recipe ends at step 3"),
         ("checkpoint.resume=false", "checkpoint.resume is false"),
     ],

@@ -163,7 +163,7 @@ class MetricsHook(Hook):
             | run.clock.report(run.parallel_state)
             | run.source_losses.report()
         )
-        run.rank_record.reported(run.clock.slow_ranks)
+        run.rank_record.add_report(run.clock.slow_ranks)
         run.write_metrics(values | others)
         if run.parallel_state.is_main:
             run.progress.print_step(run.step, values)
@@ -218,7 +218,7 @@ def _should_continue(run: Run) -> bool:
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
     run.stopping = agreed.stop and run.unsound is None
     run.watchdog.progress()
-    run.rank_record.at(run.step, run.recipe.run_dir)
+    run.rank_record.set_step(run.step, run.recipe.run_dir)
     return not run.stopping
 
 

@@ -145,7 +145,7 @@ def rollback_checkpoint(
     if older is None:
         return newest
     if parallel_state.is_main:
-        left = store.leave(newest.state["step"])
+        left = store.set_aside(newest.state["step"])
         log.warning("no step could be applied after a checkpoint: it is now %s", left)
     return older
 

@@ -7,7 +7,7 @@ from torch import distributed
 from diffmegatron.attention.variants import Variant
 from diffmegatron.checkpoint.checkpoint_format import WEIGHT, Checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.stage_folders import is_no_run, last_stage
+from diffmegatron.checkpoint.stage_folders import has_run, last_stage
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import check_follows
 from diffmegatron.config.trainable_patterns import is_lora
@@ -50,7 +50,7 @@ def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
     found, problem = [start], None
     if parallel_state.is_main:
         try:
-            found = [start if is_no_run(start) else last_stage(start).run_dir]
+            found = [last_stage(start).run_dir if has_run(start) else start]
         except UserError as error:
             problem = str(error)
     fail_together(problem)

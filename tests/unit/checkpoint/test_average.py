@@ -48,13 +48,17 @@ def test_the_mean_is_of_the_last_ones_in_float64(tiny_recipe, tmp_path):
 def test_what_cannot_be_averaged_is_one_sentence(tmp_path):
     for step in (10, 20):
         write_checkpoint(tmp_path / "run", step)
-    with pytest.raises(UserError, match=r"has 2 complete checkpoints .* last 3; give --last 2"):
+    with pytest.raises(
+        UserError, match=r"--last is 3 and .* has 2 complete checkpoints; give --last 2"
+    ):
         average_checkpoints(tmp_path / "run", 3, tmp_path / "out")
-    with pytest.raises(UserError, match="has checkpoints already; give a folder without any"):
+    with pytest.raises(
+        UserError, match="has checkpoints already; give a folder without checkpoints"
+    ):
         average_checkpoints(tmp_path / "run", 2, tmp_path / "run")
     recipe = tmp_path / "run/checkpoints/step_00000010/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("ffn_hidden_size: 96", "ffn_hidden_size: 128"))
     sign(recipe.parent)
-    with pytest.raises(UserError, match=r"model.ffn_hidden_size 128 and .*step_00000020 96; give"):
+    with pytest.raises(UserError, match=r"model.ffn_hidden_size 128 and .*step_00000020 96; "):
         average_checkpoints(tmp_path / "run", 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()

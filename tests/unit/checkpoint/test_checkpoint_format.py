@@ -184,7 +184,7 @@ SIGNED = {
     ),
     "a rank's file is listed and foreign": (
         lambda directory: (directory / "rank_00001.safetensors").rename(directory / "rank_x"),
-        "lists 2 files .* not theirs",
+        "lists 2 files .* one file of each rank",
     ),
     "pieces overlap": (
         set_piece(1, 0, offset=[0, 0]),
@@ -196,7 +196,7 @@ SIGNED = {
     ),
     "a gap": (
         set_piece(1, 0, global_shape=[7, 4], offset=[4, 0]),
-        "gives .*linear_fc1.weight more than one shape",
+        "stores .*linear_fc1.weight with more than one shape",
     ),
     "elements missing": (set_piece(1, 1, global_shape=[5]), "holds 4 of the 5 elements"),
     "a piece of another box": (set_piece(1, 0, offset=[4, 0]), "box is not within the tensor"),
@@ -213,35 +213,35 @@ SIGNED = {
         set_piece(0, 0, shape=[1] * 100_000, offset=[0] * 100_000),
         "at most 8 items",
     ),
-    "a piece of another length": (set_piece(1, 1, numel=3), "is no tensor that its pieces have"),
+    "a piece of another length": (set_piece(1, 1, numel=3), "is not a tensor of its pieces"),
     "a name without end": (set_piece(1, 1, name="n" * 5000), "at most 1000 characters"),
     "no moment": (
         lambda directory: change_header(directory / "rank_00000.safetensors", drop_moment),
-        "holds other.0, 12 elements of F32, which is no tensor",
+        "holds other.0, 12 elements of F32, which is not a tensor",
     ),
     "a piece without tensors": (
         lambda directory: change_header(
             directory / "rank_00000.safetensors", lambda header, pieces: pieces.append(pieces[0])
         ),
-        "rank_00000.safetensors lacks weight.1, a tensor that its pieces have",
+        "rank_00000.safetensors lacks weight.1 of its pieces",
     ),
     "another dtype": (set_tensor("weight.0", dtype="BF16", shape=[24]), "'F32' or 'U8'"),
-    "bytes for numbers": (set_tensor("weight.0", dtype="U8", shape=[48]), "do not follow"),
+    "bytes for numbers": (set_tensor("weight.0", dtype="U8", shape=[48]), "gaps or overlaps"),
     "a matrix": (set_tensor("weight.0", shape=[3, 4]), "at most 1 item"),
-    "tensors overlap": (set_tensor("exp_avg.0", data_offsets=[0, 48]), "do not follow"),
+    "tensors overlap": (set_tensor("exp_avg.0", data_offsets=[0, 48]), "gaps or overlaps"),
     "NaN in a weight": (set_number("weight", math.nan), "numbers that are not finite"),
     "infinity in a moment": (set_number("exp_avg_sq", math.inf), "numbers that are not finite"),
     "an empty file": (
         lambda directory: (directory / "rank_00000.safetensors").write_bytes(b""),
-        "header is cut short",
+        "header is truncated",
     ),
     "a header without end": (
         lambda directory: (directory / "rank_00000.safetensors").write_bytes(b"\xff" * 64),
-        "header is cut short",
+        "header is truncated",
     ),
     "more bytes than tensors": (
         lambda directory: (directory / "rank_00000.safetensors").open("ab").write(b"more"),
-        "bytes of tensors in place of",
+        "bytes of tensors instead of",
     ),
 }
 

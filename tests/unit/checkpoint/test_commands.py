@@ -101,7 +101,7 @@ def test_inspect_of_a_run_dir_without_a_whole_one_names_no_damaged_one(run_dir):
     for state in run_dir.glob("checkpoints/*/state.json"):
         state.unlink()
     error = str(invoke("inspect", run_dir).exception)
-    assert error == f"{run_dir} has no whole checkpoint; see diffmegatron checkpoint verify"
+    assert error.startswith(f"{run_dir} has no complete checkpoint; run diffmegatron checkpoint ")
 
 
 def test_prune_says_what_it_would_do_and_does_it(run_dir):
@@ -111,14 +111,14 @@ def test_prune_says_what_it_would_do_and_does_it(run_dir):
     assert invoke("prune", run_dir, "--keep-last", 1, "--keep-every", 20).exit_code == 0
     assert CheckpointStore(run_dir).steps() == [20, 30]
     again = invoke("prune", run_dir, "--keep-last", 2)
-    assert "nothing to remove of 2 complete checkpoints" in again.output
+    assert "nothing to remove among 2 complete checkpoints" in again.output
 
 
 def test_verifying_what_is_not_there_is_a_sentence(tmp_path):
     for name in ("nope", "n" * 5000):
         result = invoke("verify", tmp_path / name)
         assert isinstance(result.exception, UserError)
-        assert "is no folder" in str(result.exception)
+        assert "is not a folder" in str(result.exception)
 
 
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path):

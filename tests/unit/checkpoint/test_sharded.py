@@ -92,7 +92,7 @@ def test_a_box_of_another_model_is_an_error(tmp_path):
     with pytest.raises(UserError, match="has no tensor output_layer"):
         reader.whole("weight", "output_layer.weight")
     for offset, shape in (((0, 0), (3, 2)), ((1, 0), (2, 2)), ((0,), (2,))):
-        with pytest.raises(UserError, match=r"in the shape \[2, 2\], .* of another model"):
+        with pytest.raises(UserError, match=r"with shape \[2, 2\], .* of this model"):
             reader.box("weight", NAME, offset, shape)
 
 

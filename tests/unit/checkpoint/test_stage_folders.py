@@ -67,6 +67,6 @@ def test_commands_name_the_stage(run: Path) -> None:
     assert invoke("verify", run).count(": good, ") == 5
     said = invoke("prune", run, "--keep-last", 1)
     assert said.count("removed ") == 3
-    assert "nothing to remove of 0 complete checkpoints of stage chat" in said
+    assert "nothing to remove among 0 complete checkpoints of stage chat" in said
     assert CheckpointStore(run / "pretrain").steps() == [20]
     assert CheckpointStore(run / "extend").steps() == [6]
