@@ -47,7 +47,7 @@ BASELINE = "Transformer"
 MEGATRON = "Transformer, Megatron-core's own"
 ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
-# Modules by part of a layer.
+# Part of a layer by the name of the module.
 PARTS = {
     "input_layernorm": "norms",
     "pre_mlp_layernorm": "norms",
@@ -155,7 +155,7 @@ class Work(TorchDispatchMode):
 
 
 def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None = None) -> Work:
-    """Count the work of one layer between others and of the loss, forward and backward.
+    """Count the work of the loss and of one inner layer, forward and backward.
 
     Args:
         recipe: recipe of the layer.

@@ -109,7 +109,7 @@ class Runner:
         return self._has_evaluation(run, line)
 
     def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
-        """Return the line of the same run in another study, with this study's names.
+        """Return another study's line of the same run, renamed for this study.
 
         Args:
             run: run that is not finished.

@@ -20,7 +20,7 @@ _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """What the run does after a step."""
+    """The next action of a run after a step."""
 
     GO_ON = auto()
     ROLL_BACK = auto()

@@ -37,17 +37,17 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """True if this rank holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer and sees the loss."""
+        """True if this rank holds the output layer and computes the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the log, the metrics and the progress line."""
+        """True on rank 0, which writes the log, the metrics and the progress line."""
         return self.rank == 0
 
     @property

@@ -125,7 +125,7 @@ def test_a_full_disk_loses_nothing_of_the_metrics_and_ends_nothing(
     make_room = (run / "filling").unlink
     interrupted(monkeypatch, call_2=lambda: fill(run), call_12=make_room)
     assert train(tiny_recipe(*SHORT, f"run_dir={run}"))
-    said = f"cannot write {run}/metrics.jsonl: No space left on device; the run goes on"
+    said = f"cannot write {run}/metrics.jsonl: No space left on device; the run continues"
     assert caplog.text.count(said) == 1
     assert f"{run}/metrics.jsonl is written again; 0 records lost" in caplog.text
     assert losses(run) == losses(finished / "run")
@@ -221,7 +221,7 @@ def test_an_event_that_cannot_be_written(tiny_recipe, tmp_path, caplog, monkeypa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").write_text("")
     assert train(tiny_recipe(*SHORT))
-    assert f"cannot write {tmp_path}/run/events: File exists; the run goes on" in caplog.text
+    assert f"cannot write {tmp_path}/run/events: File exists; the run continues" in caplog.text
     assert "step 3 skipped" in caplog.text
 
 

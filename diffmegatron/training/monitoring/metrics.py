@@ -180,7 +180,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     aside = _set_aside(path)
     repaired.rename(path)
     log.warning(
-        "%s had %d damaged lines: it is kept as %s, and the run goes on with the %d whole ones",
+        "%s had %d damaged lines: it is kept as %s, and the run continues with the %d whole ones",
         shown(path),
         damaged,
         shown(aside),

@@ -26,7 +26,7 @@ def log_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.error("cannot write %s: %s; the run goes on", shown(path), reason(error))
+        log.error("cannot write %s: %s; the run continues", shown(path), reason(error))
 
 
 class Records:
@@ -82,7 +82,7 @@ class Records:
     def _failed(self, error: OSError) -> None:
         if not self._failing:
             log.error(
-                "cannot write %s: %s; the run goes on and tries again",
+                "cannot write %s: %s; the run continues and tries again",
                 shown(self._path),
                 reason(error),
             )

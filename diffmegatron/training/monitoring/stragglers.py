@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# Number of leading phases in which a rank does not wait for others, as it does in "update".
+# The first two phases are a rank's own work; in "update" it waits for other ranks.
 _OWN = 2
 # Machines of one kind differ by less than this factor.
 _SLOWER = 1.5
@@ -22,8 +22,8 @@ _SLOWER = 1.5
 class PhaseClock:
     """Sums of this rank's seconds in each phase, by the host's clock.
 
-    On a GPU a phase lasts as long as enqueuing its work. The wait for the device is part of the
-    phase that reads a value, ``update``.
+    On a GPU the first phases only enqueue work. The phase ``update`` reads a value, so it includes
+    the wait for the device.
 
     Attributes:
         slow_ranks: ranks of the last report whose own work took more than 1.5 times the median.
@@ -43,7 +43,7 @@ class PhaseClock:
         self._seconds[phase] += time.perf_counter() - started
 
     def step_done(self) -> None:
-        """Count a step of the sums."""
+        """Count a step; the report divides the sums by the number of steps."""
         self._steps += 1
 
     def report(self, parallel_state: ParallelState) -> dict[str, float]:

@@ -62,7 +62,7 @@ class WandbWriter:
         try:
             self._run.log({"step": step, **values})
         except Exception as error:
-            self._give_up("go on", error)
+            self._give_up("continue", error)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._run is None:
@@ -74,7 +74,7 @@ class WandbWriter:
 
     def _give_up(self, doing: str, error: Exception) -> None:
         self._run = None
-        log.error("W&B could not %s: %s; the run goes on without it", doing, error)
+        log.error("W&B could not %s: %s; the run continues without it", doing, error)
 
 
 def _run_id(run_dir: Path) -> str:

@@ -81,12 +81,12 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's thread still writes."""
+        """True while this rank's thread writes."""
         return self._write is not None and self._write.is_alive()
 
     @property
     def is_open(self) -> bool:
-        """Whether a save has begun that is neither a checkpoint yet nor failed."""
+        """True from the start of a save until it is complete or has failed."""
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
@@ -95,12 +95,12 @@ class Saver:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the open save becomes a checkpoint as soon as all ranks have written."""
+        """True if the open save becomes a checkpoint as soon as all ranks have written."""
         return self.is_open and self._sound
 
     @property
     def should_retry(self) -> bool:
-        """Whether the last save failed and should be tried again."""
+        """True if the last save failed and should be tried again."""
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:

@@ -117,7 +117,7 @@ def test_damaged_lines_are_set_aside_and_the_run_goes_on(name, place, recorded, 
     if place == 5 and name == "a step that has grown":
         return  # an entry of a later step, as any run leaves that goes back
     assert "had 1 damaged lines: it is kept as" in caplog.text
-    assert "goes on with the 5 whole ones" in caplog.text
+    assert "continues with the 5 whole ones" in caplog.text
     assert (recorded / f"{METRICS}.damaged_1").read_bytes() == damaged
 
 
@@ -188,7 +188,7 @@ def test_after_a_full_disk_the_lines_are_complete_and_the_board_continues_with_t
         assert steps(disk)[-1] < 200
         failures = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
         assert len(failures) == 2
-        assert all("No space left on device; the run goes on" in said for said in failures)
+        assert all("No space left on device; the run continues" in said for said in failures)
         assert METRICS in failures[0] + failures[1] and TENSORBOARD in failures[0] + failures[1]
         filling.unlink()
         metrics.write(201, {"train/loss": 1 / 201})

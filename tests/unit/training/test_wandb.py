@@ -66,7 +66,7 @@ def test_it_gets_every_metric_with_its_step_and_goes_on_after_a_resume(tiny_reci
     assert first.defined == [("*", "step")] and first.ended == second.ended == [0]
 
 
-@pytest.mark.parametrize(("fails_at", "told"), [(0, "could not begin"), (2, "could not go on")])
+@pytest.mark.parametrize(("fails_at", "told"), [(0, "could not begin"), (2, "could not continue")])
 def test_no_failure_of_it_ends_a_run(fails_at, told, tiny_recipe, wandb, caplog):
     wandb.fails_at = fails_at
     recipe = tiny_recipe(*SHORT, TOLD)

@@ -94,7 +94,7 @@ def test_stacks_go_to_standard_error_where_no_file_can_be_made(tmp_path):
     (tmp_path / "stacks").write_text("")
     status, _, said = run(tmp_path, startup=1, step=50)
     assert status == 1
-    assert f"cannot write {tmp_path}/stacks/rank_00000.txt: File exists; the run goes on" in said
+    assert f"cannot write {tmp_path}/stacks/rank_00000.txt: File exists; the run continues" in said
     assert "a_step_that_hangs" in said
 
 
