@@ -61,8 +61,8 @@ class Place:
 def check_tiling(places: Iterable[Place], owner: str) -> None:
     """Check that places of one tensor cover every element exactly once.
 
-    The boxes must be the cells of a grid, whose cells may differ in size. The boxes of every layout
-    are. Each box is then compared with the edges of the grid instead of with every other box.
+    The boxes must form a grid, whose cells may differ in size, as the boxes of every layout do. It
+    is then enough to compare each box with the edges of the grid instead of with every other box.
 
     Args:
         places: places of one tensor; at least one.

@@ -75,7 +75,11 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Name a rank's pieces, and the extra tensors that only this rank has, for its file.
+    """Return a rank's tensors under the names that they have in its file.
+
+    Args:
+        pieces: pieces that the rank owns.
+        extra: additional tensors of this rank by name, such as its random states.
 
     Returns:
         The tensors by their names in the file, as views, and the description of the pieces for
@@ -93,7 +97,13 @@ def named_tensors(
 
 
 def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) -> FileEntry:
-    """Write the results of :func:`named_tensors`, moved to the CPU, and return the file's entry."""
+    """Write a rank's file and return its entry for the manifest.
+
+    Args:
+        path: file to write.
+        tensors: tensors of :func:`named_tensors`, on the CPU.
+        description: description of the pieces from :func:`named_tensors`.
+    """
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
@@ -210,13 +220,13 @@ def _places(file: TensorFile) -> list[Place]:
 
 
 def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
-    """Return the kinds of a piece: all if it has any beside the weight."""
+    """Return the kinds that a piece has in its file: all of them, or only the weight."""
     is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
     return KINDS if is_trained else (WEIGHT,)
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """Return the box of which the pieces are the ranges."""
+    """Assemble a box from the pieces that cover it; float32."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:

@@ -81,7 +81,8 @@ def status(
 
     Exit status 0: the job runs, or is finished.
 
-    1: the job waits for its next attempt, or has disappeared. A run without a launcher: unfinished.
+    1: the job waits for its next attempt, or has disappeared; or a run that no launcher started is
+    unfinished.
 
     2: the job has ended unfinished, or there is no job.
     """
