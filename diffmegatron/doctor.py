@@ -30,7 +30,7 @@ OPTIONAL = {
     "flex-head-fa": "FlashAttention with values wider than queries, the paper's",
     "nvidia-cudnn-frontend": "cuDNN's attention with values wider than queries; "
     "pip install -e '.[cudnn]'",
-    "lm-eval": "suite lm_eval; pip install -e '.[evaluation]'",
+    "lm-eval": "suite lm-eval; pip install -e '.[evaluation]'",
     "math-verify": "suite math; pip install -e '.[evaluation]'",
     "wandb": "training.wandb; pip install -e '.[wandb]'",
 }

@@ -1,107 +1,282 @@
-"""EleutherAI's lm-eval as a library: its tasks on rows of ours, its requests to a network of ours.
+"""EleutherAI's lm-eval as a library: its tasks by name, their requests, filters and metrics.
 
-What imports this imports lm-eval (the extra ``evaluation``).
+Importing this module imports lm-eval (the extra ``evaluation``).
 """
 
+import difflib
 import io
+import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal
 
-import lm_eval.tasks
-from datasets import Dataset
+import numpy as np
+from jinja2 import TemplateError
+from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean, stderr_for_metric
 from lm_eval.api.model import TemplateLM
-from lm_eval.defaults import DEFAULT_OTHER_SEED
-from lm_eval.models.utils import resolve_max_length
+from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoTokenizer
 
 from diffmegatron.errors import NotFiniteError, UserError
-from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.multiple_choice import Row
-from diffmegatron.evaluation.requests import Scored, Scoring
+from diffmegatron.evaluation.requests import Generation, Request, Scored, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 
-# Folders of the library that hold the tasks: reading all it has takes seconds.
-_FOLDERS = ("arc", "hellaswag", "openbookqa", "piqa", "super_glue/boolq", "winogrande")
+# Resamples for standard errors that have no formula. lm-eval draws 100,000 by default, which takes
+# minutes; 1,000 give the standard error to about 2%.
+_BOOTSTRAP_ITERATIONS = 1000
+# lm-eval itself draws no more than 100 for these.
+_SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
+
+ChatTemplate = Callable[..., str]
+Results = dict[str, dict[str, Any]]
 
 
-class Question(NamedTuple):
-    """What lm-eval asks about one row.
-
-    Attributes:
-        requests: contexts and continuations, whose likelihoods it wants.
-        row: as its task takes it.
-    """
-
-    requests: list[tuple[str, str]]
-    row: Row
-
-
-class Task:
-    """A task of lm-eval's on local rows, with its own prompts, metrics and draws of examples.
-
-    Args:
-        name: of the task.
-        rows: that are asked.
-        examples: that ``shots`` are drawn from.
-        shots: examples before a question.
-    """
-
-    def __init__(self, name: str, rows: Sequence[Row], examples: Sequence[Row], shots: int) -> None:
-        asked = Dataset.from_list(list(rows))
-        drawn = Dataset.from_list(list(examples)) if examples else asked.select([])
-        splits = {"train": drawn, "validation": asked, "test": asked}
-
-        def load(**_: object) -> dict[str, Dataset]:
-            return splits
-
-        root = Path(lm_eval.tasks.__file__).parent
-        with _quiet():
-            manager = TaskManager(
-                include_defaults=False, include_path=[root / each for each in _FOLDERS]
-            )
-            task = {"task": name, "custom_dataset": load}
-            self._task = manager.load({"group": "local", "task": [task]})["tasks"][name]
-            self._task.set_config("num_fewshot", shots)
-            # As simple_evaluate and the command do.
-            self._task.set_fewshot_seed(DEFAULT_OTHER_SEED)
-
-    def questions(self, number: int) -> list[Question]:
-        """The first rows as they are asked: examples are drawn for one after the other."""
-        with _quiet():
-            self._task.build_all_requests(limit=number)
-        found: dict[int, Question] = {}
-        for request in self._task.instances:
-            question = found.setdefault(request.doc_id, Question([], request.doc))
-            question.requests.append(request.args)
-        return list(found.values())
-
-    def metrics(self, row: Row, likelihoods: Sequence[tuple[float, bool]]) -> dict[str, float]:
-        """What the answers to a row's requests come to, such as ``acc`` and ``acc_norm``."""
-        found = self._task.process_results(row, list(likelihoods))
-        return {name: float(value) for name, value in found.items()}
-
-
-class Network(TemplateLM):
-    """A target as lm-eval asks it: its tokenizer with the special tokens that it adds by itself.
-
-    Args:
-        model: whose network computes the likelihoods.
-        tokenizer: of :func:`load_tokenizer`.
+@dataclass(frozen=True)
+class Question:
+    """A document of a task with lm-eval's requests about it.
 
     Attributes:
-        cut: requests so far that were longer than the context, and lost their beginning.
+        task: name of the task.
+        shots: number of examples before the question.
+        number: position of the document within the task, from 0.
+        arguments: prompts and continuations, texts, or prompts and settings of decoding.
+        instances: the requests as lm-eval's objects.
     """
 
-    def __init__(self, model: Model, tokenizer: Any) -> None:
+    task: str
+    shots: int
+    number: int
+    arguments: list[tuple[Any, ...]]
+    instances: list[Instance] = field(repr=False)
+
+
+class Tasks:
+    """Tasks of lm-eval by name, and the groups among the names.
+
+    Args:
+        names: names of tasks, groups and tags.
+        include_path: folder with further task configs; None for the library's own.
+        data_dir: folder in which relative paths of task configs begin. A folder in it that has the
+            name of a dataset's repository replaces the repository on Hugging Face's hub.
+
+    Attributes:
+        tasks: tasks by name.
+        groups: groups by name.
+
+    Raises:
+        UserError: a name is unknown, or a task does not load.
+    """
+
+    def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
+        for path in (data_dir, include_path):
+            if path is not None and not path.is_dir():
+                raise UserError(
+                    f"{shown(path)} is not a folder; give the folder of the tasks' files"
+                )
+        self.tasks: dict[str, Task] = {}
+        self.groups: dict[str, Group] = {}
+        index = _index(names, include_path)
+        # Some tasks draw their documents from Python's and numpy's own generators.
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        for name in names:
+            try:
+                with _quiet(), chdir(data_dir):
+                    loaded = index.load(name)
+            except Exception as error:  # lm-eval and datasets raise whatever occurs to them
+                raise UserError(
+                    f"lm-eval does not load task {name!r}: {_described(error)}; its dataset must "
+                    "be on Hugging Face's hub and in reach, or below --data-dir, or in the "
+                    "data_files of a task config in lm-eval.include_path"
+                ) from None
+            if twice := self.tasks.keys() & loaded["tasks"].keys():
+                raise UserError(
+                    f"lm-eval.tasks {list(names)} contain {sorted(twice)[0]!r} twice; give each "
+                    "task once"
+                )
+            self.tasks |= loaded["tasks"]
+            self.groups |= loaded["groups"]
+        for name, task in self.tasks.items():
+            _check_supported(name, task)
+        self._own_shots = {
+            name: task.get_config("num_fewshot") for name, task in self.tasks.items()
+        }
+
+    def questions(
+        self, shots: int | None, samples: int | None, chat_template: ChatTemplate | None
+    ) -> list[Question]:
+        """Return the first documents of every task with their prompts.
+
+        Args:
+            shots: number of examples before each question; None for each task's own number.
+            samples: documents of each task; None for all.
+            chat_template: function that renders messages as a prompt; None for plain prompts.
+
+        Raises:
+            UserError: a task has a fixed number of examples, or too few to draw from.
+        """
+        found: list[Question] = []
+        for name, task in self.tasks.items():
+            own = self._own_shots[name]
+            if own == 0 and shots:
+                raise UserError(
+                    f"task {name!r} has num_fewshot 0 in its config, which lm-eval keeps; leave "
+                    "lm-eval.shots out for it"
+                )
+            task.set_config("num_fewshot", shots if shots is not None else own or 0)
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+            try:
+                with _quiet():
+                    task.build_all_requests(
+                        limit=samples,
+                        apply_chat_template=chat_template is not None,
+                        fewshot_as_multiturn=chat_template is not None,
+                        chat_template=chat_template,
+                    )
+            except Exception as error:  # whatever a task's own functions raise
+                raise UserError(
+                    f"lm-eval does not build the prompts of task {name!r} with "
+                    f"{task.get_config('num_fewshot')} examples: {_described(error)}"
+                ) from None
+            questions: dict[int, Question] = {}
+            for instance in task.instances:
+                question = questions.setdefault(
+                    instance.doc_id,
+                    Question(name, task.get_config("num_fewshot"), instance.doc_id, [], []),
+                )
+                question.arguments.append(instance.args)
+                question.instances.append(instance)
+            found += questions.values()
+        return found
+
+    def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
+        """Return the metrics of a question by metric and filter, such as ``acc,none``.
+
+        Args:
+            question: a question of :meth:`questions`.
+            answers: answer to each request, as lm-eval's models return it.
+
+        Returns:
+            Values as JSON holds them: numbers, or lists where a metric aggregates more.
+
+        Raises:
+            NotFiniteError: a value is not finite.
+        """
+        task = self.tasks[question.task]
+        for instance, answer in zip(question.instances, answers, strict=True):
+            instance.resps = [answer] * instance.repeats
+        for ensemble in task._filters:
+            ensemble.apply(question.instances)
+        doc = question.instances[0].doc
+        found = {}
+        for name in question.instances[0].filtered_resps:
+            filtered = [each.filtered_resps[name] for each in question.instances]
+            for metric, value in task.process_results(doc, filtered).items():
+                found[f"{metric},{name}"] = _plain(value, metric)
+        return found
+
+    def is_mean(self, task: str, key: str) -> bool:
+        """Return whether a metric of a task is the mean over its documents."""
+        return self._aggregation(task, key) is mean
+
+    def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
+        """Return which values of a task's or group's metric are better, where lm-eval has it."""
+        tasks = self.groups[name].get_all_tasks() if name in self.groups else [self.tasks[name]]
+        directions = {task.higher_is_better().get(metric) for task in tasks} - {None}
+        return None if len(directions) != 1 else "higher" if directions.pop() else "lower"
+
+    def version(self, name: str) -> str:
+        """Return the version of a task or group."""
+        group = self.groups.get(name)
+        return str(self.tasks[name].VERSION if group is None else group.version)
+
+    def aggregate(self, values: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
+        """Return the results of tasks, and of groups of them, as lm-eval computes them.
+
+        Args:
+            values: metrics of every question, by task.
+
+        Returns:
+            For every task, and every group that aggregates its tasks, ``acc,none`` and
+            ``acc_stderr,none`` (None where there is none) of each metric and filter, and
+            ``sample_len``.
+        """
+        found: Results = {}
+        for name, metrics in values.items():
+            found[name] = {"sample_len": len(metrics)}
+            for key in dict.fromkeys(chain.from_iterable(metrics)):
+                known = [each[key] for each in metrics if key in each]
+                metric, filter_name = key.split(",", 1)
+                aggregation = self._aggregation(name, key)
+                found[name][key] = float(aggregation(known))
+                iterations = 100 if metric in _SLOW_METRICS else _BOOTSTRAP_ITERATIONS
+                found[name][f"{metric}_stderr,{filter_name}"] = _stderr(
+                    aggregation, known, iterations
+                )
+        for name, group in self.groups.items():
+            if group.has_aggregation:
+                with _quiet():
+                    of_group = group.aggregate(found)
+                numbers = {key: each for key, each in of_group.items() if "," in key}
+                found[name] = {"sample_len": of_group["sample_len"]} | {
+                    key: None if isinstance(each, str) else float(each)
+                    for key, each in numbers.items()
+                }
+        return found
+
+    def _aggregation(self, task: str, key: str) -> Callable[[Sequence[Any]], float]:
+        found: Callable[[Sequence[Any]], float] = (
+            self.tasks[task].aggregation().get(key.split(",", 1)[0], mean)
+        )
+        return found
+
+
+class Encoder(TemplateLM):
+    """The requests of lm-eval in the tokens of a target; it computes nothing itself.
+
+    Args:
+        target: model whose tokenizer encodes, as ``transformers`` makes it and lm-eval's own
+            command uses it.
+
+    Attributes:
+        context: number of tokens of the target's longest text.
+
+    Raises:
+        UserError: ``transformers`` cannot make the tokenizer.
+    """
+
+    def __init__(self, target: Target) -> None:
         super().__init__()
-        self._model, self.tokenizer, self.cut = model, tokenizer, 0
-        self._max_length = resolve_max_length(model.target.config, self.tokenizer)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                target.folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # transformers has no narrower one for what it does not like
+            raise UserError(
+                f"{shown(target.folder)} has no tokenizer that transformers can load: "
+                f"{clipped(str(error))}"
+            ) from None
+        self.context = resolve_max_length(target.config, self.tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -110,116 +285,227 @@ class Network(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """The ids of a text, by default with the tokens that the tokenizer adds."""
+        """Return the ids of a text, by default with the tokens that the tokenizer adds."""
+        if add_special_tokens is None and has_bos_prefix(
+            string, self.tokenizer.decode(self.prefix_token_id)
+        ):
+            # Chat templates begin with the start token.
+            add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids: list[int] = self.tokenizer.encode(string, verbose=False, **chosen)
         return ids
 
-    def likelihoods(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations of contexts, and whether each is the likeliest.
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return messages as the prompt that the tokenizer's chat template makes of them."""
 
-        Raises:
-            UserError: a continuation is longer than the context of the target.
-            NotFiniteError: a log-likelihood is not.
+        def render(messages: list[dict[str, str]]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+            return text
+
+        try:
+            return render(chat_history)
+        except TemplateError:
+            # Some templates refuse a system message; lm-eval leaves it out then.
+            return render([each for each in chat_history if each["role"] != "system"])
+
+    def length(self, question: Question) -> int:
+        """Return the shortest context that a question needs; 0 if the target's is long enough.
+
+        A prompt can lose its beginning and a text is cut into windows, but a choice and the
+        space for an answer cannot be shortened.
         """
-        asked = [Instance("loglikelihood", {}, each, 0) for each in requests]
-        found: list[tuple[float, bool]] = self.loglikelihood(asked, disable_tqdm=True)
-        return found
+        if question.instances[0].request_type == "generate_until":
+            needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
+        elif question.instances[0].request_type == "loglikelihood":
+            needed = 0
+            for prompt, choice in question.arguments:
+                # A token has one byte or more, so that short choices need not be encoded.
+                if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
+                    self.context
+                ):
+                    needed = max(needed, len(self._pairs([(prompt, choice)])[0][1]))
+        else:
+            needed = 0
+        return needed if needed > self.context else 0
+
+    def requests(self, question: Question) -> tuple[list[Request], bool]:
+        """Return what a network computes for a question, and whether a prompt lost its beginning.
+
+        Choices after the same context are one request, and so is each window of a text.
+        """
+        kind = question.instances[0].request_type
+        if kind == "generate_until":
+            return self._generations(question)
+        if kind == "loglikelihood":
+            pairs = self._pairs(question.arguments)
+        else:
+            pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
+        # The network reads all but the last token.
+        most = [self.context + 1 - len(after) for _, after in pairs]
+        cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
+        fitting = [
+            (before[-limit:], after) for (before, after), limit in zip(pairs, most, strict=True)
+        ]
+        return [
+            Scoring(context, [after for _, after in group])
+            for context, group in groupby(fitting, key=itemgetter(0))
+        ], cut
+
+    def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
+        """Return answers of a network to :meth:`requests` as lm-eval's models return them."""
+        kind = question.instances[0].request_type
+        if kind == "generate_until":
+            return [
+                self._text(instance, tokens)
+                for instance, tokens in zip(question.instances, found, strict=True)
+            ]
+        likelihoods = [_likelihood(scored) for scored in chain.from_iterable(found)]
+        if kind == "loglikelihood":
+            return likelihoods
+        left = iter(likelihoods)
+        return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
+
+    def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
+        """Return contexts and continuations in tokens, split by the rules of the library."""
+        instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
+        found: Any = self.loglikelihood(instances, disable_tqdm=True)
+        return list(found)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
-    ) -> list[tuple[float, bool]]:
-        """Of continuations: the logarithm, and whether the likeliest token is always the next."""
-        by_context: dict[tuple[int, ...], list[int]] = {}
-        for number, request in enumerate(requests):
-            by_context.setdefault(self._shortened(*request), []).append(number)
-        asked = [
-            Scoring(context, [requests[number][2] for number in numbers])
-            for context, numbers in by_context.items()
-        ]
-        found: dict[int, tuple[float, bool]] = {}
-        places = list(by_context.values())
-        for place, answer in self._model.answers(asked):
-            if isinstance(answer, NotFiniteError):
-                raise answer
-            scored = cast(list[Scored], answer)
-            for number, (nats, likeliest) in zip(places[place], scored, strict=True):
-                found[number] = (-float(nats.double().sum()), bool(likeliest.all()))
-        return [found[number] for number in range(len(requests))]
+    ) -> Any:
+        return [(before, after) for _, before, after in requests]
 
-    def _shortened(
-        self, strings: tuple[str, str], before: list[int], after: list[int]
-    ) -> tuple[int, ...]:
-        """Return the end of a context that fits into the network beside a continuation."""
-        if len(after) > self._max_length:
-            raise UserError(
-                f"the choice {clipped(repr(strings[1]))} has {len(after)} tokens of "
-                f"{self._model.target.name}, whose context is {self._max_length:,}"
-            )
-        # Nothing follows the last token, which the network does not read.
-        room = self._max_length + 1 - len(after)
-        self.cut += len(before) > room
-        return (*before[-room:],)
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        windows = get_rolling_token_windows(
+            self.tok_encode(text), self.prefix_token_id, self.context, 1
+        )
+        return map(make_disjoint_window, windows)
+
+    def _generations(self, question: Question) -> tuple[list[Request], bool]:
+        requests: list[Request] = []
+        cut = False
+        for instance in question.instances:
+            decoding = _decoding(instance)
+            limit = decoding["max_gen_toks"]
+            ids = self.tok_encode(instance.args[0])
+            most = self.context - limit
+            cut = cut or len(ids) > most
+            requests.append(Generation(ids[-most:], limit, self._stops(instance)))
+        return requests, cut
+
+    def _stops(self, instance: Instance) -> tuple[str, ...]:
+        eos = self.tokenizer.decode(self.eot_token_id)
+        return tuple(filter(None, handle_stop_sequences(_decoding(instance)["until"], eos)))
+
+    def _text(self, instance: Instance, tokens: Sequence[int]) -> str:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
+        return found
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Not asked by any task of multiple choice."""
-        raise NotImplementedError("tasks of multiple choice ask for likelihoods of choices alone")
+        """Raise an error: the network is asked elsewhere."""
+        raise NotImplementedError("an encoder computes nothing")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Not asked by any task of multiple choice."""
-        raise NotImplementedError("tasks of multiple choice ask for likelihoods of choices alone")
+        """Raise an error: the network is asked elsewhere."""
+        raise NotImplementedError("an encoder computes nothing")
 
 
-def longest_choice(requests: Sequence[tuple[str, str]], tokenizer: Any, context: float) -> int:
-    """Return the most tokens of a choice among ``requests`` if ``context`` is shorter, else 0.
+def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Return lm-eval's index of tasks, all of whose names are known.
 
-    A token has one byte or more, so that short choices need not be tokenised. The tokens of a
-    choice are those that lm-eval counts: what the choice, with the space before it, adds to the
-    tokens of its prompt.
+    The library's own 14,000 take many seconds to read, so they are left out if ``include_path`` has
+    all that is asked for.
     """
-    longest = 0
-    for prompt, choice in requests:
-        before = prompt.rstrip()
-        if len((prompt[len(before) :] + choice).encode()) > context:
-            whole, start = (
-                tokenizer.encode(text, verbose=False) for text in (prompt + choice, before)
-            )
-            longest = max(longest, len(whole) - len(start))
-    return longest if longest > context else 0
+    folder = None if include_path is None else str(include_path.resolve())
+    with _quiet():
+        if folder is not None:
+            index = TaskManager(include_path=folder, include_defaults=False)
+            # Groups and tags may have tasks of the library.
+            if set(names) <= set(index.all_subtasks):
+                return index
+        index = TaskManager(include_path=folder)
+    for name in names:
+        if name not in index.task_index:
+            near = difflib.get_close_matches(name, index.all_tasks, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"lm-eval has no task, group or tag {clipped(repr(name))}{hint}")
+    return index
 
 
-def load_tokenizer(target: Target) -> Any:
-    """As ``transformers`` makes it, which lm-eval's own command uses too.
+def _check_supported(name: str, task: Task) -> None:
+    """Raise an error for tasks that need more than a network of text."""
+    wrong = None
+    if getattr(task, "UNSAFE_CODE", False):
+        wrong = "runs code that the model writes"
+    elif getattr(task, "MULTIMODAL", False):
+        wrong = "shows pictures or sound to the model"
+    elif task.OUTPUT_TYPE == "generate_until":
+        settings = task.get_config("generation_kwargs") or {}
+        if normalize_gen_kwargs(settings, DEFAULT_MAX_GEN_TOKS)["do_sample"]:
+            wrong = "draws tokens at random, and decoding is greedy here"
+    if wrong is not None:
+        raise UserError(f"task {name!r} of lm-eval {wrong}; leave it out")
 
-    Raises:
-        UserError: it cannot be made.
-    """
+
+def _decoding(instance: Instance) -> Any:
+    return normalize_gen_kwargs(instance.args[1], DEFAULT_MAX_GEN_TOKS)
+
+
+def _likelihood(scored: Scored) -> tuple[float, bool]:
+    """Return the logarithm of a continuation's likelihood, and whether it is the likeliest."""
+    return -float(scored.nats.double().sum()), bool(scored.likeliest.all())
+
+
+def _stderr(
+    aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
+) -> float | None:
+    # lm-eval would fork this process, which has threads and maybe a GPU.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
+    with _quiet():
+        return None if compute is None else float(compute(values))
+
+
+def _plain(value: Any, metric: str) -> Any:
+    """Return a value of a metric as JSON holds it."""
     try:
-        return AutoTokenizer.from_pretrained(
-            target.folder, local_files_only=True, trust_remote_code=False
+        return json.loads(
+            json.dumps(value, allow_nan=False, default=lambda number: number.tolist())
         )
-    except Exception as error:  # transformers has no narrower one for what it does not like
-        raise UserError(
-            f"{shown(target.folder)} has no tokenizer that transformers can load: "
-            f"{clipped(str(error))}"
-        ) from None
+    except ValueError:
+        raise NotFiniteError(f"{metric} is not finite") from None
+
+
+def _described(error: Exception) -> str:
+    return clipped(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the library says of settings that are meant so, and its lines of progress."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence lm-eval's progress and its warnings of settings that are meant so."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

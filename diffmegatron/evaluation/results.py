@@ -158,6 +158,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
         "better": {name: each for name, each in better.items() if each is not None},
         "totals": totals,
         "across": dict(suite.across(records)) if records else {},
+        "details": dict(suite.details(records)),
         "published": [each._asdict() for each in suite.published],
         "not_run": left_out,
     }

@@ -201,6 +201,10 @@ class Suite(Section, ABC):
         """Numbers of all targets together, from their records by name."""
         return {}
 
+    def details(self, records: Mapping[str, Records]) -> Mapping[str, Any]:
+        """Return what programs read in ``results.json`` beside the measures of all targets."""
+        return {}
+
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
         """What could not be made of the records of all targets and why, one sentence each."""
         return ()

@@ -34,7 +34,6 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classification_datasets import TASKS
 from diffmegatron.evaluation.document_datasets import read_passages
 from diffmegatron.evaluation.math_datasets import BENCHMARKS
-from diffmegatron.evaluation.multiple_choice import QUESTIONS
 from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json
@@ -406,17 +405,6 @@ READERS = [
         '{"1": {"question": "Which?", "choices": ["a", "b"], "answer": "a", "table_title": null, '
         '"table": "x | 1"}}',
         lambda folder: BENCHMARKS["tabmwp"].problems(folder),
-    ),
-    data_set(
-        "winogrande/winogrande_xl/validation.jsonl",
-        '{"sentence": "As _ was.", "option1": "he", "option2": "she", "answer": "2"}\n' * 5,
-        lambda folder: QUESTIONS["winogrande"].read(folder, "winogrande"),
-    ),
-    data_set(
-        "arc_easy_test.json",
-        '[{"instruction": "Please choose the correct answer to the question: What?\\n\\nAnswer1: a '
-        'Answer2: b\\n\\nAnswer format: answer1/answer2", "answer": "answer2"}]',
-        lambda folder: QUESTIONS["arc_easy"].read(folder, "arc_easy"),
     ),
     data_set(
         "qasper.jsonl",

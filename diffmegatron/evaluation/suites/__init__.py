@@ -12,7 +12,7 @@ from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
 from diffmegatron.evaluation.suites.attention_analysis import AttentionAnalysis
 from diffmegatron.evaluation.suites.hallucination import Hallucination
-from diffmegatron.evaluation.suites.lm_eval import MultipleChoice
+from diffmegatron.evaluation.suites.lm_eval import LmEval
 from diffmegatron.evaluation.suites.loss import Loss
 from diffmegatron.evaluation.suites.many_shot import ManyShot
 from diffmegatron.evaluation.suites.math import Mathematics
@@ -31,7 +31,7 @@ MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
     for each in (
-        MultipleChoice,
+        LmEval,
         Loss,
         Recall,
         AssociativeRecall,

@@ -1,30 +1,30 @@
-"""Multiple choice as EleutherAI's lm-eval asks and counts it, on local data.
+"""Tasks of EleutherAI's lm-eval, with its prompts, filters and metrics.
 
 Needs lm-eval (the extra ``evaluation``).
 """
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import estimate_measures, plot_bars
-from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.multiple_choice import QUESTIONS
-from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
-from diffmegatron.evaluation.suites.many_shot import DATA_DIR
+from diffmegatron.evaluation.requests import Asking
+from diffmegatron.evaluation.suite import Estimate, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
+from diffmegatron.files import shown
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from diffmegatron.evaluation.harness import Question, Task
+    from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
 # Of HellaSwag models of that size reach it only by the length of the choices.
@@ -37,25 +37,22 @@ _PAPER = {
     "piqa": ("acc", 0.768),
     "winogrande": ("acc", 0.671),
 }
-_NO_PASSAGE = "boolq without passages"
+# Standard errors on either side of a number that 95% of normal ones have.
+_ERRORS_OF_95 = 1.96
 
 
-class _Asked(NamedTuple):
-    task: "Task"
-    questions: "list[Question]"
-
-
-class MultipleChoice(Suite):
-    """Tasks of lm-eval with its prompts, its draws of examples, and its metrics.
+class LmEval(Suite):
+    """Tasks of the installed lm-eval by name, on local files or those of Hugging Face's hub.
 
     As in lm-eval a prompt that is longer than the context loses its beginning.
     """
 
     name: ClassVar[str] = "lm-eval"
-    title: ClassVar[str] = "LM Eval Harness, accuracy"
+    title: ClassVar[str] = "LM Eval Harness"
     description: ClassVar[str] = (
-        "Each item is a question with choices. The model takes the choice with the highest "
-        "likelihood: acc by the likelihood itself, acc_norm by the likelihood per byte."
+        "Tasks of EleutherAI's lm-eval. In a task of multiple choice the model takes the choice "
+        "with the highest likelihood: acc by the likelihood itself, acc_norm by the likelihood per "
+        "byte. A filter that finds the answer in a text stands in brackets."
     )
     published: ClassVar[tuple[Published, ...]] = (
         *(
@@ -66,81 +63,106 @@ class MultipleChoice(Suite):
         Published("average, 5 shots", 0.58, 0.564, "3B, 350B tokens"),
     )
 
-    data_dir: Path = DATA_DIR
-    tasks: tuple[str, ...] = Field(default=tuple(QUESTIONS), min_length=1)
-    shots: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 5), min_length=1)
+    data_dir: Path = Field(default=Path(), description="the folder that data files lie in")
+    include_path: Path | None = Field(default=None, description="a folder with task configs")
+    tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
+    shots: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="examples before a question; each task's own without",
+    )
     samples: Count | None = Field(default=None, description="the first of a task; all without")
+    apply_chat_template: bool = False
 
     def check(self, target: Target) -> None:
-        """The library, the data and the tokenizer are there."""
+        """Check that the library, the tasks' data and the tokenizer are there."""
         _harness()
-        if len({*self.tasks}) < len(self.tasks) or len({*self.shots}) < len(self.shots):
+        if self.shots is not None and len({*self.shots}) < len(self.shots):
+            raise UserError(f"lm-eval.shots {list(self.shots)} name one twice; give each once")
+        encoder = _encoder(target)
+        if self.apply_chat_template and not encoder.tokenizer.chat_template:
             raise UserError(
-                f"lm-eval.tasks {list(self.tasks)} or lm-eval.shots {list(self.shots)} name one "
-                "twice; give each once"
+                f"the tokenizer of {shown(target.folder)} has no chat template; leave out "
+                "lm-eval.apply_chat_template"
             )
-        for name in self.tasks:
-            if name not in QUESTIONS:
-                raise UserError(f"task {name!r} is unknown; give some of {', '.join(QUESTIONS)}")
-            for shots in self.shots:
-                self._asked(name, shots)
-        _tokenizer(target)
+        self._questions(target)
 
     def items(self, target: Target) -> list[Item]:
         """Return the questions of each task after each number of examples.
 
         The beginning of a prompt can be cut off but a choice cannot: an item needs a context that
-        holds its longest choice.
+        holds its longest choice, or the text that it may be answered with.
         """
-        tokenizer = _tokenizer(target)
-
-        def longest(requests: Sequence[tuple[str, str]]) -> int:
-            return _harness().longest_choice(requests, tokenizer, target.context)
-
+        encoder = _encoder(target)
         return [
-            Item(
-                f"{name}/{shots}/{number}",
-                longest(question.requests),
-                (name, shots, number, question.requests),
-            )
-            for name in self.tasks
-            for shots in self.shots
-            for number, question in enumerate(self._asked(name, shots).questions)
+            Item(f"{each.task}/{each.shots}/{each.number}", encoder.length(each), each)
+            for each in self._questions(target)
         ]
 
-    def score(self, model: Model, item: Item) -> Record:
-        """Log-likelihoods of the choices, and the metrics that lm-eval makes of them."""
-        name, shots, number, requests = item.content
-        network = _harness().Network(model, _tokenizer(model.target))
-        found = network.likelihoods(requests)
-        asked = self._asked(name, shots)
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Ask for likelihoods or texts; record them with the metrics that lm-eval makes of them."""
+        question: Question = item.content
+        encoder = _encoder(target)
+        requests, cut = encoder.requests(question)
+        found = yield requests
+        answers = encoder.answers(question, found)
         return {
-            "task": self._called(name),
-            "shots": shots,
-            "likelihoods": [likelihood for likelihood, _ in found],
-            "metrics": asked.task.metrics(asked.questions[number].row, found),
-            "cut": network.cut,
+            "task": question.task,
+            "shots": question.shots,
+            "answers": answers,
+            "metrics": self._library.metrics(question, answers),
+            "cut": cut,
         }
 
     def means(self, record: Record) -> dict[str, Mean]:
-        """By task, shots and metric."""
+        """Return the metrics that are means over the questions."""
         return {
-            f"{record['task']}, {record['shots']} shots, {metric}": Mean(value)
-            for metric, value in record["metrics"].items()
+            _measure(record["task"], record["shots"], key): Mean(value)
+            for key, value in record["metrics"].items()
+            if self._library.is_mean(record["task"], key)
         }
 
-    def totals(self, records: Records) -> dict[str, float]:
-        """The average of all seven tasks, where they were asked."""
-        found: dict[str, float] = {}
-        for shots in self.shots:
-            each = [_accuracy(records, name, shots, _PAPER[name][0]) for name in _PAPER]
+    def totals(self, records: Records) -> dict[str, float | Estimate]:
+        """Return all other metrics, those of groups, and the average of the paper's seven tasks."""
+        found: dict[str, float | Estimate] = {}
+        for name, shots, key, value, stderr in self._results(records):
+            if name in self._library.groups or not self._library.is_mean(name, key):
+                error = None if stderr is None else _ERRORS_OF_95 * stderr
+                found[_measure(name, shots, key)] = Estimate(
+                    value,
+                    None if error is None else value - error,
+                    None if error is None else value + error,
+                    None,
+                )
+        for shots in dict.fromkeys(record["shots"] for record in records):
+            each = [_accuracy(records, name, shots, metric) for name, (metric, _) in _PAPER.items()]
             values = [value for value in each if value is not None]
             if len(values) == len(_PAPER):
                 found[f"average, {shots} shots"] = float(np.mean(values))
         return found
 
+    def details(self, records: Mapping[str, Records]) -> dict[str, Any]:
+        """Return lm-eval's own results: values, standard errors, filters and versions."""
+        return {
+            "lm_eval": version("lm_eval"),
+            "results": {
+                target: [
+                    {
+                        "task": name,
+                        "version": self._library.version(name),
+                        "shots": shots,
+                        "metric,filter": key,
+                        "value": value,
+                        "stderr": stderr,
+                    }
+                    for name, shots, key, value, stderr in self._results(of_target)
+                ]
+                for target, of_target in records.items()
+            },
+        }
+
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Prompts that were cut, and questions that are not what the task asks."""
+        """Return how many prompts lost their beginning."""
         found = []
         for target, of_target in records.items():
             if cut := sum(bool(record["cut"]) for record in of_target):
@@ -148,41 +170,97 @@ class MultipleChoice(Suite):
                     f"{target}: {cut} of {len(of_target)} items were longer than its context and "
                     "lost the beginning of the prompt, as in lm-eval"
                 )
-        if any(record["task"] == _NO_PASSAGE for each in records.values() for record in each):
-            found.append("boolq: its file has no passages, so that the questions stand alone")
         return found
 
     def better(self, measure: str) -> Literal["higher", "lower"] | None:
         """Return which values are better."""
-        return "higher"
+        name, _, rest = measure.partition(", ")
+        if name == "average":
+            return "higher"
+        metric = rest.partition(", ")[2].partition(" (")[0]
+        return self._library.better(name, metric)
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars by task, a panel for every number of shots."""
-        names = [self._called(name) for name in self.tasks]
-        figure.set_size_inches(7.5, 3.4 * len(self.shots))
-        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
-        panels = figure.subplots(len(self.shots), 1, squeeze=False)[:, 0]
-        for axes, shots in zip(panels, self.shots, strict=True):
-            bars = {
-                target: [own.get(f"{name}, {shots} shots, acc") for name in names]
-                for target, own in estimates.items()
-            }
-            plot_bars(axes, [name.replace(" ", "\n") for name in names], bars, "accuracy (acc)")
-            axes.set(title=f"{shots} shots", ylim=(0, 1))
-        return True
+        """Draw bars by task, or by the group that it is in, a panel for every number of shots."""
+        found = {target: self._bars(each) for target, each in records.items()}
+        panels: dict[str, list[str]] = {}
+        for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
+            panels.setdefault(shots, []).append(name)
+        figure.set_size_inches(max(7.5, 0.9 * max(map(len, panels.values()))), 3.4 * len(panels))
+        grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (shots, names) in zip(grid, panels.items(), strict=True):
+            bars = {target: [own.get((shots, n)) for n in names] for target, own in found.items()}
+            plot_bars(axes, [n.replace("_", "\n") for n in names], bars, "first metric of the task")
+            axes.set(title=shots)
+        return bool(panels)
 
-    def _asked(self, name: str, shots: int) -> _Asked:
-        return _opened(name, self.data_dir, shots, self.samples)
+    def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
+        """Return the first mean of each task or group, by shots and name."""
+        groups = [each for each in self._library.groups.values() if each.has_aggregation]
+        in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
+        totals = {
+            measure: each
+            for measure, each in self.totals(records).items()
+            if isinstance(each, Estimate) and measure.partition(", ")[0] in self._library.groups
+        }
+        found: dict[tuple[str, str], Estimate] = {}
+        for measure, each in (totals | estimate_measures(self, records)).items():
+            name, shots, _ = measure.split(", ", 2)
+            if name not in in_groups:
+                found.setdefault((shots, name), each)
+        return found
 
-    def _called(self, name: str) -> str:
-        """The task's name, or what is asked in its place."""
-        whole = QUESTIONS[name].is_repository(self.data_dir, QUESTIONS[name].split)
-        return name if name != "boolq" or whole else _NO_PASSAGE
+    def _results(
+        self, records: Records
+    ) -> Iterator[tuple[str, str | int, str, float, float | None]]:
+        """Yield name, shots, metric with filter, value and standard error of tasks and groups."""
+        passes: dict[int | None, list[Record]] = {}
+        for record in records:
+            passes.setdefault(record["shots"] if self.shots else None, []).append(record)
+        for of_pass in passes.values():
+            by_task: dict[str, list[Mapping[str, Any]]] = {}
+            shots: dict[str, int] = {}
+            for record in of_pass:
+                by_task.setdefault(record["task"], []).append(record["metrics"])
+                shots[record["task"]] = record["shots"]
+            common = {*shots.values()}
+            of_group: str | int = common.pop() if len(common) == 1 else "own"
+            for name, values in self._library.aggregate(by_task).items():
+                for key in (each for each in values if "," in each and "_stderr," not in each):
+                    stderr = values.get(key.replace(",", "_stderr,", 1))
+                    yield name, shots.get(name, of_group), key, values[key], stderr
+
+    @cached_property
+    def _library(self) -> "Tasks":
+        tasks: Tasks = _harness().Tasks(self.tasks, self.include_path, self.data_dir)
+        return tasks
+
+    def _questions(self, target: Target) -> "Sequence[Question]":
+        """Return the questions, which depend on the target by its chat template alone."""
+        key = target.name if self.apply_chat_template else None
+        if key not in self._built:
+            template = _encoder(target).apply_chat_template if self.apply_chat_template else None
+            self._built[key] = [
+                question
+                for shots in self.shots or (None,)
+                for question in self._library.questions(shots, self.samples, template)
+            ]
+        return self._built[key]
+
+    @cached_property
+    def _built(self) -> "dict[str | None, list[Question]]":
+        return {}
+
+
+def _measure(name: str, shots: str | int, key: str) -> str:
+    metric, filter_name = key.split(",", 1)
+    filtered = "" if filter_name == "none" else f" ({filter_name})"
+    return f"{name}, {shots} shots, {metric}{filtered}"
 
 
 def _accuracy(records: Records, name: str, shots: int, metric: str) -> float | None:
     values = [
-        record["metrics"][metric]
+        record["metrics"][f"{metric},none"]
         for record in records
         if record["task"] == name and record["shots"] == shots
     ]
@@ -200,20 +278,7 @@ def _harness() -> ModuleType:
     return harness
 
 
-@lru_cache(maxsize=2 * len(QUESTIONS))
-def _opened(name: str, data_dir: Path, shots: int, samples: int | None) -> _Asked:
-    """A task and its questions, made once for all items and targets."""
-    rows = QUESTIONS[name].read(data_dir, name)
-    examples = QUESTIONS[name].read(data_dir, name, train=True) if shots else []
-    if len(examples) <= shots and shots:
-        raise UserError(
-            f"{shots} shots of {name} are drawn from more than {shots} examples, and the training "
-            f"files have {len(examples)}; give fewer shots"
-        )
-    task = _harness().Task(name, rows, examples, shots)
-    return _Asked(task, task.questions(samples or len(rows)))
-
-
 @lru_cache(maxsize=1)
-def _tokenizer(target: Target) -> Any:
-    return _harness().load_tokenizer(target)
+def _encoder(target: Target) -> "Encoder":
+    encoder: Encoder = _harness().Encoder(target)
+    return encoder

@@ -8,34 +8,19 @@ from pathlib import Path
 
 import lm_eval
 import lm_eval.tasks
-import pyarrow
-import pyarrow.parquet
 import pytest
 from lm_eval.tasks import TaskManager
 
-from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation import harness
 from diffmegatron.evaluation.evaluate import evaluate
-from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.multiple_choice import QUESTIONS
+from diffmegatron.evaluation.suites.lm_eval import LmEval
 from tests.pretrained import write_pretrained
-from tests.unit.evaluation.stand_ins import answering
 
-WORDS = [
-    "sun",
-    "moon",
-    "rain",
-    "wind",
-    "tree",
-    "stone",
-    "river",
-    "cloud",
-    "fire",
-    "snow",
-    "leaf",
-    "root",
-]
-# Where the library keeps the tasks' prompts.
-YAML = {
+LIBRARY = Path(lm_eval.tasks.__file__).parent
+WORDS = ("sun", "moon", "rain", "wind", "tree", "stone", "river", "cloud", "fire", "snow", "leaf")
+# The seven tasks of the paper's table, where the library keeps their configs.
+PAPER = {
     "arc_challenge": "arc/arc_challenge.yaml",
     "arc_easy": "arc/arc_easy.yaml",
     "boolq": "super_glue/boolq/default.yaml",
@@ -44,7 +29,46 @@ YAML = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
 }
-SPLITS = {"train": 8, "validation": 4, "test": 4}
+# One task for each other kind of request, with metrics that are no means, and filters.
+CONFIGS = {
+    "lambada_openai": {"include": str(LIBRARY / "lambada/lambada_openai.yaml")},
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            {"metric": "word_perplexity"},
+            {"metric": "bits_per_byte"},
+        ],
+        "metadata": {"version": 7},
+    },
+    "sums": {
+        "output_type": "generate_until",
+        "training_split": "train",
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{number}}",
+        "num_fewshot": 1,
+        "generation_kwargs": {"until": ["a", "\n\n"], "max_gen_toks": 12, "do_sample": False},
+        "filter_list": [
+            {"name": "letters", "filter": [{"function": "take_first"}]},
+            {
+                "name": "first",
+                "filter": [
+                    {"function": "regex", "regex_pattern": "(.)"},
+                    {"function": "take_first"},
+                ],
+            },
+        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}
+TASKS = (*PAPER, *CONFIGS)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def row(task: str, number: int) -> dict:
@@ -80,284 +104,315 @@ def row(task: str, number: int) -> dict:
             "option2": f"the {two}",
             "answer": str(1 + number % 2),
         },
+        "lambada_openai": {"text": f"The {one} met {two} and " * number + f"the {three}"},
+        # Some are longer than the context, which is cut into windows.
+        "rolling": {"text": f"{one} {two} {three}. " * (1 + 5 * number)},
+        "sums": {"text": f"{one} and {two} are", "number": str(number)},
     }[task]
+
+
+def write_config(folder: Path, task: str, **changes: object) -> None:
+    """Write a task's config, whose data files lie in the working directory or ``--data-dir``."""
+    config = {"include": str(LIBRARY / PAPER[task])} if task in PAPER else dict(CONFIGS[task])
+    config |= {"task": task, "dataset_path": "json", "dataset_name": None}
+    config["dataset_kwargs"] = {
+        "data_files": {split: f"{task}/{split}.jsonl" for split in ("train", "validation", "test")}
+    }
+    (folder / f"{task}.yaml").write_text(json.dumps(config | changes))
+
+
+def write_rows(path: Path, task: str, numbers: range) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row(task, number)) + "\n" for number in numbers))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose context many prompts with examples exceed, and all sets, some in Parquet."""
+    """A model whose context many prompts with examples exceed, and all tasks with their data."""
     found = tmp_path_factory.mktemp("lm_eval")
     write_pretrained(found / "diff", "diffllama", max_position_embeddings=180)
-    for task, questions in QUESTIONS.items():
-        place = found / "data" / questions.folder / ("plain_text" if task == "piqa" else "")
-        place.mkdir(parents=True)
-        for split, count in SPLITS.items():
-            rows = [row(task, number + 20 * (split == "train")) for number in range(count)]
-            if task in ("boolq", "arc_easy"):
-                table = pyarrow.Table.from_pylist(rows)
-                pyarrow.parquet.write_table(table, place / f"{split}-00000-of-00001.parquet")
-            else:
-                lines = "".join(json.dumps(each) + "\n" for each in rows)
-                (place / f"{split}.jsonl").write_text(lines)
+    (found / "diff/chat_template.jinja").write_text(TEMPLATE)
+    (found / "configs").mkdir()
+    for task in TASKS:
+        write_config(found / "configs", task)
+        write_rows(found / "data" / task / "train.jsonl", task, range(20, 28))
+        write_rows(found / "data" / task / "validation.jsonl", task, range(4))
+        write_rows(found / "data" / task / "test.jsonl", task, range(4))
     return found
 
 
-def measured(folder: Path, out: Path, *settings: str) -> dict:
-    options = {"data_dir": folder / "data"}
-    evaluate([folder / "diff"], ["lm-eval"], out, options, [f"lm-eval.{each}" for each in settings])
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def measured(folder: Path, out: Path, *settings: str, data: Path | None = None) -> dict:
+    options = {"data_dir": data or folder / "data"}
+    given = [f"lm-eval.{each}" for each in (f"include_path={folder / 'configs'}", *settings)]
+    evaluate([folder / "diff"], ["lm-eval"], out, options, given)
     return json.loads((out / "results.json").read_text())["suites"]["lm-eval"]
 
 
-@pytest.fixture(scope="module")
-def out(folder, tmp_path_factory) -> Path:
-    """Of all tasks after 0 and 2 examples."""
-    found = tmp_path_factory.mktemp("out")
-    measured(folder, found, "shots=[0,2]")
-    return found
+@pytest.mark.parametrize("way", ["2 shots", "own shots", "chat template"])
+def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkeypatch):
+    """Of every kind of request; of prompts that lose their beginning too; errors and versions."""
+    shots = 2 if way == "2 shots" else None
+    chat = way == "chat template"
+    tasks = (*PAPER, "sums") if shots else TASKS
+    found = measured(
+        folder,
+        tmp_path,
+        f"tasks=[{','.join(tasks)}]",
+        *(["shots=[2]"] if shots else []),
+        f"apply_chat_template={str(chat).lower()}",
+    )
+    lines = (tmp_path / "lm-eval/diff.jsonl").read_text().splitlines()[1:]
+    records = {each["item"]: each for each in map(json.loads, lines)}
+    cut = [each["cut"] for each in records.values()]
+    assert any(cut) or shots is None
+    assert not all(cut)
 
-
-@pytest.fixture
-def found(out) -> dict:
-    return json.loads((out / "results.json").read_text())["suites"]["lm-eval"]
-
-
-@pytest.fixture
-def library_tasks(folder, tmp_path, monkeypatch) -> Path:
-    """The tasks as the library itself reads them from the files."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    root = Path(lm_eval.tasks.__file__).parent
-    for task, questions in QUESTIONS.items():
-        files = sorted((folder / "data" / questions.folder).rglob("*.*"))
-        of_split = {path.name.split(".")[0].split("-")[0]: str(path) for path in files}
-        config = {
-            "include": str(root / YAML[task]),
-            "task": task,
-            "dataset_path": "parquet" if files[0].suffix == ".parquet" else "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": of_split, "cache_dir": str(tmp_path / "cache")},
-        }
-        (tmp_path / f"{task}.yaml").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.parametrize("shots", [0, 2])
-def test_the_library_itself_gives_the_same_numbers(
-    shots, folder, out, found, library_tasks, monkeypatch
-):
-    """Of prompts that lose their beginning too, and choices that one prediction has in common."""
     # Which a run of another test may have set; accelerate takes it for a launcher.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    lines = (out / "lm-eval/diff.jsonl").read_text().splitlines()[1:]
-    records = {each["item"]: each for each in map(json.loads, lines)}
-    cut = [each["cut"] > 0 for each in records.values() if each["shots"] == shots]
-    assert any(cut) == (shots == 2)
-    assert not all(cut)
+    monkeypatch.chdir(folder / "data")
     theirs = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder / "diff"), "dtype": "float32"},
-        tasks=list(QUESTIONS),
+        tasks=list(tasks),
         num_fewshot=shots,
         device="cpu",
-        task_manager=TaskManager(include_defaults=False, include_path=library_tasks),
-        bootstrap_iters=0,
+        task_manager=TaskManager(include_defaults=False, include_path=folder / "configs"),
+        bootstrap_iters=1000,
+        apply_chat_template=chat,
     )
     for task, samples in theirs["samples"].items():
         for sample in samples:
-            expected = [float(response[0][0]) for response in sample["resps"]]
-            given = records[f"{task}/{shots}/{sample['doc_id']}"]["likelihoods"]
-            assert given == pytest.approx(expected, rel=1e-5)
+            expected = [response[0] for response in sample["resps"]]
+            given = records[f"{task}/{theirs['n-shot'][task]}/{sample['doc_id']}"]["answers"]
+            if not isinstance(expected[0], str):
+                # Of rolling likelihoods there is no second value.
+                expected, given = (
+                    [each[0] if isinstance(each, tuple | list) else each for each in of]
+                    for of in (expected, given)
+                )
+                expected = pytest.approx(expected, rel=1e-5)
+            assert given == expected
     values = {
-        f"{task}, {shots} shots, {metric}": of_task[f"{metric},none"]
+        (task, key): value
         for task, of_task in theirs["results"].items()
-        for metric in ("acc", "acc_norm")
-        if f"{metric},none" in of_task
+        for key, value in of_task.items()
+        if "," in key and "_stderr" not in key
     }
-    # BoolQ and WinoGrande have no acc_norm.
-    assert len(values) == 12
-    for measure, value in values.items():
-        assert found["measures"][measure]["targets"]["diff"]["value"] == value, measure
+    details = {
+        (each["task"], each["metric,filter"]): each for each in found["details"]["results"]["diff"]
+    }
+    assert details.keys() == values.keys()
+    for (task, key), each in details.items():
+        assert each["value"] == pytest.approx(values[task, key], rel=1e-5)
+        stderr = theirs["results"][task][key.replace(",", "_stderr,")]
+        assert each["stderr"] == (None if stderr == "N/A" else pytest.approx(stderr, rel=1e-4))
+        assert each["shots"] == theirs["n-shot"][task]
+        assert each["version"] == str(theirs["versions"][task])
 
 
-def test_nothing_is_fetched(folder, tmp_path, monkeypatch):
+def test_measures_have_a_task_its_shots_and_its_filter(folder, tmp_path):
+    found = measured(folder, tmp_path, "tasks=[lambada_openai,rolling,sums]", "samples=3")
+    assert list(found["measures"]) == [
+        "lambada_openai, 0 shots, acc",
+        "sums, 1 shots, exact_match (letters)",
+        "sums, 1 shots, exact_match (first)",
+    ]
+    totals = found["totals"]["diff"]
+    assert list(totals) == [
+        "lambada_openai, 0 shots, perplexity",
+        "rolling, 0 shots, word_perplexity",
+        "rolling, 0 shots, bits_per_byte",
+    ]
+    perplexity = totals["lambada_openai, 0 shots, perplexity"]
+    (stderr,) = (
+        each["stderr"]
+        for each in found["details"]["results"]["diff"]
+        if each["metric,filter"] == "perplexity,none"
+    )
+    assert perplexity["high"] - perplexity["value"] == pytest.approx(1.96 * stderr)
+    assert found["better"]["lambada_openai, 0 shots, perplexity"] == "lower"
+    assert found["better"]["lambada_openai, 0 shots, acc"] == "higher"
+    assert found["measures"]["lambada_openai, 0 shots, acc"]["targets"]["diff"]["items"] == 3
+
+
+def test_a_group_is_a_number_of_its_tasks(folder, tmp_path, monkeypatch):
+    def own_tasks_alone(names, include_path):
+        return TaskManager(include_path=str(include_path), include_defaults=False)
+
+    # The library's own tasks, which a group may have, take seconds to read.
+    monkeypatch.setattr(harness, "_index", own_tasks_alone)
+    for task in ("piqa", "winogrande"):
+        write_config(tmp_path, task)
+    group = {
+        "group": "both",
+        "task": ["piqa", "winogrande"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+        "metadata": {"version": 2},
+    }
+    (tmp_path / "both.yaml").write_text(json.dumps(group))
+    found = measured(folder, tmp_path / "out", "tasks=[both]", f"include_path={tmp_path}")
+    each = [
+        found["measures"][f"{task}, 0 shots, acc"]["targets"]["diff"]["value"]
+        for task in ("piqa", "winogrande")
+    ]
+    assert found["totals"]["diff"]["both, 0 shots, acc"]["value"] == pytest.approx(sum(each) / 2)
+    assert found["better"]["both, 0 shots, acc"] == "higher"
+    assert [
+        (each["version"], each["shots"])
+        for each in found["details"]["results"]["diff"]
+        if each["task"] == "both"
+    ] == [("2", 0)]
+
+
+def test_a_folder_in_data_dir_replaces_the_repository_of_its_name(folder, tmp_path, monkeypatch):
+    """The library's own config is asked, and nothing is fetched."""
+    repository = tmp_path / "data/allenai/ai2_arc"
+    files = {"train": range(20, 28), "validation": range(4), "test": range(3)}
+    for split, numbers in files.items():
+        write_rows(repository / f"ARC-Easy/{split}.jsonl", "arc_easy", numbers)
+    splits = [{"split": split, "path": f"ARC-Easy/{split}*"} for split in files]
+    configs = {"configs": [{"config_name": "ARC-Easy", "data_files": splits}]}
+    (repository / "README.md").write_text(f"---\n{json.dumps(configs)}\n---\n")
+    config = {"include": str(LIBRARY / PAPER["arc_easy"]), "task": "arc_easy"}
+    (tmp_path / "arc_easy.yaml").write_text(json.dumps(config))
+
     def refuse(*_: object) -> None:
         raise AssertionError("a connection")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    measured(folder, tmp_path, "shots=[1]", "samples=1", "tasks=[hellaswag,piqa]")
+    own = f"include_path={tmp_path}"
+    found = measured(folder, tmp_path / "out", "tasks=[arc_easy]", own, data=tmp_path / "data")
+    assert found["measures"]["arc_easy, 0 shots, acc"]["targets"]["diff"]["items"] == 3
 
 
-def test_averages_stand_beside_the_papers(found, folder, tmp_path):
+def test_averages_stand_beside_the_papers(folder, tmp_path):
+    found = measured(folder, tmp_path / "all", "shots=[0,2]", "samples=2")
     values = {name: each["targets"]["diff"]["value"] for name, each in found["measures"].items()}
     for shots in (0, 2):
         of_tasks = [
             values[f"{task}, {shots} shots, {'acc_norm' if task == 'hellaswag' else 'acc'}"]
-            for task in QUESTIONS
+            for task in PAPER
         ]
         average = found["totals"]["diff"][f"average, {shots} shots"]
         assert average["value"] == pytest.approx(sum(of_tasks) / 7)
-    assert measured(folder, tmp_path, "shots=[0]", "tasks=[piqa]")["totals"] == {"diff": {}}
-    report = (tmp_path / "report.md").read_text()
-    assert "0.768 / not given (3B, 1T tokens" in report
+    one = measured(folder, tmp_path / "one", "tasks=[piqa]")
+    assert one["totals"] == {"diff": {}}
+    assert "0.768 / not given (3B, 1T tokens" in (tmp_path / "one/report.md").read_text()
 
 
-def test_a_choice_that_is_longer_than_the_context_is_left_out_and_counted(folder, tmp_path):
-    data = tmp_path / "data/piqa/plain_text"
-    data.mkdir(parents=True)
+def test_what_cannot_be_shortened_is_left_out_and_counted(folder, tmp_path):
+    """Choices and texts to write that are longer than the context."""
+    data = tmp_path / "data"
     rows = [row("piqa", number) for number in range(3)]
     # The model reads bytes, and has a context of 180. lm-eval puts a space before the choice.
     rows[0]["sol2"], rows[1]["sol1"] = "x" * 180, "x" * 179
-    (data / "validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    settings = ["lm-eval.tasks=[piqa]", "lm-eval.shots=[0]"]
-    evaluate([folder / "diff"], ["lm-eval"], tmp_path, {"data_dir": tmp_path / "data"}, settings)
-    found = json.loads((tmp_path / "results.json").read_text())["suites"]["lm-eval"]
+    for split in ("train", "validation", "test"):
+        write_rows(data / f"sums/{split}.jsonl", "sums", range(3))
+        write_rows(data / f"piqa/{split}.jsonl", "piqa", range(3))
+    (data / "piqa/validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_config(tmp_path, "piqa")
+    decoding = {"until": ["a"], "max_gen_toks": 180}
+    write_config(tmp_path, "sums", generation_kwargs=decoding)
+    own = f"include_path={tmp_path}"
+    found = measured(folder, tmp_path / "out", "tasks=[piqa,sums]", own, data=data)
     assert found["measures"]["piqa, 0 shots, acc"]["targets"]["diff"]["items"] == 2
-    assert found["not_run"][0].startswith("diff: 1 of 3 items need a context of up to 181 tokens")
-
-
-def test_an_accuracy_tells_a_model_that_knows(folder, tmp_path, monkeypatch):
-    """Likelihoods of choices that are right, and the same ones in another order."""
-    from diffmegatron.evaluation.harness import Network
-
-    def right(self, requests):
-        gold = [row("piqa", number)["label"] for number in range(4)]
-        number = next(n for n in range(4) if row("piqa", n)["sol1"] in requests[0][1])
-        return [(-float(place != gold[number]), False) for place in range(2)]
-
-    monkeypatch.setattr(Network, "likelihoods", right)
-    settings = ("shots=[0]", "tasks=[piqa]")
-    good = measured(folder, tmp_path / "good", *settings)["measures"]["piqa, 0 shots, acc"]
-    monkeypatch.setattr(Network, "likelihoods", lambda *given: right(*given)[::-1])
-    bad = measured(folder, tmp_path / "bad", *settings)["measures"]["piqa, 0 shots, acc"]
-    assert (good["targets"]["diff"]["value"], bad["targets"]["diff"]["value"]) == (1, 0)
-
-
-# Prompts that the questions were put into
-
-_ASK = "Please choose the correct answer to the question: "
-_FOUR = "\n\nAnswer format: answer1/answer2/answer3/answer4"
-INSTRUCTIONS = {
-    "arc_easy": (f"{_ASK}What?\n\nAnswer1: a b Answer2: c.{_FOUR}", "answer2"),
-    "openbookqa": (f"{_ASK}It is\n\nAnswer1: a Answer2: b Answer3: c{_FOUR}", "answer1"),
-    "boolq": (
-        "Please answer the following question with true or false, question: is it?\n\n"
-        "Answer format: true/false",
-        "true",
-    ),
-    "piqa": (
-        "Please choose the correct solution to the question: To do\n\nSolution1: x \n\n"
-        "Solution2: y\n\nAnswer format: solution1/solution2",
-        "solution2",
-    ),
-    "winogrande": (
-        "Please choose the correct answer to fill in the blank to complete the given sentence: "
-        "As _ was.\n\nOption1: he Option2: she Answer format: option1/option2",
-        "option1",
-    ),
-}
-LABELS = ["1", "2", "3"]
-PARSED = {
-    "arc_easy": {
-        "question": "What?",
-        "choices": {"text": ["a b", "c."], "label": LABELS[:2]},
-        "answerKey": "2",
-    },
-    "openbookqa": {
-        "question_stem": "It is",
-        "choices": {"text": ["a", "b", "c"], "label": LABELS},
-        "answerKey": "1",
-    },
-    "boolq": {"question": "is it", "passage": "", "label": 1},
-    "piqa": {"goal": "To do", "sol1": "x ", "sol2": "y", "label": 1},
-    "winogrande": {"sentence": "As _ was.", "option1": "he", "option2": "she", "answer": "1"},
-}
-
-
-@pytest.mark.parametrize("task", INSTRUCTIONS)
-def test_instructions_are_read_back_into_rows(task, tmp_path):
-    instruction, answer = INSTRUCTIONS[task]
-    prompt = {"instruction": instruction, "input": "", "output": "", "answer": answer}
-    path = tmp_path / f"{task}_test.json"
-    path.write_text(json.dumps([prompt]))
-    (parsed,) = QUESTIONS[task].read(tmp_path, task)
-    assert parsed == PARSED[task]
-    QUESTIONS[task].row.model_validate(parsed)
-    for wrong in ({"answer": "answer7"}, {"instruction": "What?"}):
-        path.write_text(json.dumps([prompt, prompt | wrong]))
-        with pytest.raises(UserError, match="has no question in prompt 2, or no answer"):
-            QUESTIONS[task].read(tmp_path, task)
-
-
-def test_boolq_without_passages_is_called_that(folder, tmp_path):
-    instruction, answer = INSTRUCTIONS["boolq"]
-    (tmp_path / "boolq_test.json").write_text(
-        json.dumps([{"instruction": instruction, "answer": answer}])
-    )
-    settings = ["lm-eval.shots=[0]", "lm-eval.tasks=[boolq]"]
-    evaluate([folder / "diff"], ["lm-eval"], tmp_path / "out", {"data_dir": tmp_path}, settings)
-    found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["lm-eval"]
-    assert list(found["measures"]) == ["boolq without passages, 0 shots, acc"]
-    assert "boolq: its file has no passages" in found["not_run"][0]
+    assert "sums, 1 shots, exact_match (first)" not in found["measures"]
+    assert found["not_run"][0].startswith("diff: 4 of 6 items need a context of up to 181 tokens")
 
 
 # Bad input
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("task", "changes", "settings", "said"),
     [
+        ("piqa", {}, ["tasks=[piqua]"], "lm-eval has no task, group or tag 'piqua'; did you mean"),
+        ("piqa", {}, ["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] name one twice"),
+        ("piqa", {}, ["tasks=[piqa, piqa]"], "lm-eval.tasks ['piqa', 'piqa'] contain 'piqa' twice"),
         (
-            ["tasks=[hellaswag]", "shots=[0]"],
-            "has no validation*.parquet or validation*.jsonl, the "
-            "validation files of Rowan/hellaswag on Hugging Face's hub",
+            "piqa",
+            {},
+            ["tasks=[piqa]", "shots=[9]"],
+            "lm-eval does not build the prompts of task 'piqa' with 9 examples: ValueError: Sample",
         ),
-        (["tasks=[piqa]", "shots=[0]"], "nor is there piqa_test.json, lists of instruction"),
         (
-            ["tasks=[openbookqa]"],
-            "has no train*.parquet or train*.jsonl, the train files of "
-            "allenai/openbookqa on Hugging Face's hub; examples are drawn from them: without them",
+            "piqa",
+            {"dataset_kwargs": {"data_files": {"validation": "none.jsonl"}}},
+            ["tasks=[piqa]"],
+            "lm-eval does not load task 'piqa': FileNotFoundError: Unable to find",
         ),
-        (["tasks=[piqua]"], "task 'piqua' is unknown; give some of arc_challenge"),
-        (["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] name one twice; give each once"),
-        (["tasks=[arc_easy]", "shots=[0]"], "at line 2 is damaged"),
-        (["tasks=[arc_challenge]", "shots=[0]"], "answerKey 'E' is not one of the labels"),
+        (
+            "piqa",
+            {"dataset_kwargs": {"data_files": {"validation": "bad.jsonl"}}},
+            ["tasks=[piqa]"],
+            "lm-eval does not load task 'piqa': ",
+        ),
+        (
+            "sums",
+            {"num_fewshot": 0},
+            ["tasks=[sums]", "shots=[1]"],
+            "task 'sums' has num_fewshot 0 in its config, which lm-eval keeps",
+        ),
+        (
+            "sums",
+            {"generation_kwargs": {"do_sample": True, "temperature": 1.0, "until": ["a"]}},
+            ["tasks=[sums]"],
+            "task 'sums' of lm-eval draws tokens at random",
+        ),
+        ("sums", {"unsafe_code": True}, ["tasks=[sums]"], "runs code that the model writes"),
+        ("piqa", {}, ["include_path=none"], "none is not a folder"),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_sentence(settings, said, folder, tmp_path):
-    data = tmp_path / "data"
-    for task, text in (
-        ("openbookqa", json.dumps(row("openbookqa", 0))),
-        ("arc_easy", json.dumps(row("arc_easy", 0)) + '\n{"question": "a"}'),
-        ("arc_challenge", json.dumps(row("arc_challenge", 0) | {"answerKey": "E"})),
-    ):
-        (data / QUESTIONS[task].folder).mkdir(parents=True)
-        (data / QUESTIONS[task].folder / "test-00000-of-00001.jsonl").write_text(text)
+def test_what_is_missing_or_wrong_is_one_sentence(
+    task, changes, settings, said, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lm_eval.tasks.manager, "__file__", str(tmp_path / "no/tasks.py"))
+    (tmp_path / "configs").mkdir()
+    write_config(tmp_path / "configs", task, **changes)
+    for split in ("train", "validation", "test"):
+        write_rows(tmp_path / f"data/{task}/{split}.jsonl", task, range(9))
+    (tmp_path / "data/bad.jsonl").write_text('{"goal": "a"}\n{"goal')
+    own = f"include_path={tmp_path / 'configs'}"
     with pytest.raises(UserError, match=re.escape(said)) as caught:
-        evaluate(
-            [folder / "diff"],
-            ["lm-eval"],
-            tmp_path / "out",
-            {"data_dir": data},
-            [f"lm-eval.{each}" for each in settings],
-        )
+        measured(folder, tmp_path / "out", own, *settings, data=tmp_path / "data")
     assert "\n" not in str(caught.value)
 
 
-def test_more_shots_than_examples_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match="9 shots of piqa are drawn from more than 9 examples"):
-        measured(folder, tmp_path, "shots=[9]", "tasks=[piqa]")
+def test_a_task_of_the_hub_out_of_reach_is_one_sentence(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    write_config(tmp_path, "piqa", dataset_path="baber/piqa", dataset_kwargs=None)
+    with pytest.raises(
+        UserError, match=r"does not load task 'piqa'.*must be on Hugging Face's hub"
+    ):
+        measured(folder, tmp_path / "out", "tasks=[piqa]", f"include_path={tmp_path}")
+
+
+def test_a_chat_template_that_is_missing_is_one_sentence(folder, tmp_path):
+    write_pretrained(tmp_path / "diff", "diffllama")
+    (tmp_path / "configs").symlink_to(folder / "configs")
+    with pytest.raises(UserError, match="has no chat template; leave out"):
+        measured(
+            tmp_path,
+            tmp_path / "out",
+            "tasks=[piqa]",
+            "apply_chat_template=true",
+            data=folder / "data",
+        )
 
 
 def test_without_the_library_it_is_one_sentence(folder, tmp_path, monkeypatch):
     monkeypatch.delattr("diffmegatron.evaluation.harness", raising=False)
     monkeypatch.setitem(sys.modules, "diffmegatron.evaluation.harness", None)
     with pytest.raises(UserError, match=r"pip install 'diffmegatron\[evaluation\]'"):
-        measured(folder, tmp_path, "shots=[0]", "tasks=[piqa]")
+        measured(folder, tmp_path, "tasks=[piqa]")
 
 
-def test_what_is_not_finite_is_named(folder, tmp_path, monkeypatch):
-    error = NotFiniteError("the loss of token 3 of 5 is not finite")
-    monkeypatch.setattr(Model, "answers", answering(lambda *_: error))
-    found = measured(folder, tmp_path, "shots=[0]", "tasks=[piqa]")
-    assert found["measures"] == {}
-    assert "the first is piqa/0/0: the loss of token 3" in found["not_run"][0]
+def test_the_paper_s_tasks_are_asked_by_default():
+    assert LmEval.model_validate({}).tasks == tuple(PAPER)
