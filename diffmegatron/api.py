@@ -101,6 +101,7 @@ def evaluate(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     batch_tokens: int | None = None,
+    engine: Literal["transformers", "vllm"] = "transformers",
 ) -> Path:
     """Measure models on suites, side by side; called again, it goes on where it was.
 
@@ -115,6 +116,7 @@ def evaluate(
         dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
         device: ``auto`` is a GPU where there is one.
         batch_tokens: largest number of tokens of a batch of texts; by default it suits the device.
+        engine: library that computes; ``vllm`` writes texts of models that it serves.
 
     Returns:
         The report.
@@ -135,5 +137,5 @@ def evaluate(
     }
     options = {name: value for name, value in given.items() if value is not None}
     folders = [Path(target) for target in targets]
-    computing = Computing(dtype, device, batch_tokens)
+    computing = Computing(dtype, device, batch_tokens, engine)
     return run(folders, suites, Path(out), options, settings, computing)

@@ -32,6 +32,7 @@ OPTIONAL = {
     "pip install -e '.[cudnn]'",
     "lm-eval": "suite lm-eval; pip install -e '.[evaluation]'",
     "math-verify": "suite math; pip install -e '.[evaluation]'",
+    "vllm": "evaluate --engine vllm; pip install vllm",
     "wandb": "training.wandb; pip install -e '.[wandb]'",
 }
 LAUNCH_VARIABLES = (

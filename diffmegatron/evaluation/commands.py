@@ -47,6 +47,10 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Largest number of tokens of a batch  [default: auto]"),
     ] = None,
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="Library that computes; vllm writes texts of models that it serves"),
+    ] = "transformers",
 ) -> None:
     """Measure models on suites, side by side. Run again, it goes on where it was.
 
@@ -63,7 +67,7 @@ def evaluate(
 
     given = {"data": tuple(data or ()) or None, "haystack": haystack, "data_dir": data_dir}
     options = {name: value for name, value in given.items() if value is not None}
-    computing = Computing(dtype, device, batch_tokens)
+    computing = Computing(dtype, device, batch_tokens, engine)
     report = run(targets, suite.split(","), out, options, set_ or [], computing)
     if launch.rank == 0:
         print(f"wrote {report}")

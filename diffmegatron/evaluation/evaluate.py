@@ -23,6 +23,7 @@ from diffmegatron.evaluation.results import REPORT, make_outcome, write_outcome
 from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, make_suites
 from diffmegatron.evaluation.targets import Target, find_targets, have_one_tokenizer
+from diffmegatron.evaluation.vllm_model import VllmModel, check_served
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import check_utf8, shown
 
@@ -64,10 +65,12 @@ def evaluate(
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
         suites = make_suites(names, options, settings, lambda: shortest_context(targets))
+        if computing.engine == "vllm":
+            check_served(suites, targets, computing, ranks.count)
         _check(suites, targets)
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
         for target in targets:
-            model = Model(target, computing)
+            model = (VllmModel if computing.engine == "vllm" else Model)(target, computing)
             for suite in suites:
                 measured[suite.name][target.name] = _run(suite, model, out, ranks)
         if ranks.is_main:
@@ -117,6 +120,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     }
     if not suite.reads_runs:
         header["dtype"] = model.computing.dtype_of(target)
+        header["engine"] = model.computing.engine
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Before the hours that the rest may take, not after.
         check_records(file.records.values(), suite.means)

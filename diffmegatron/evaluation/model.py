@@ -21,6 +21,7 @@ from diffmegatron.hf.modeling import register
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Engine = Literal["transformers", "vllm"]
 # Of a batch where none are given. On a CPU longer batches gain nothing; on a GPU a batch that does
 # not fit is halved.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 65_536
@@ -35,6 +36,8 @@ class Computing:
         device: ``auto`` is a GPU where there is one.
         batch_tokens: largest number of tokens of a batch, padding and tokens to come counted; a
             longer text is a batch of its own. None: 2,048 on a CPU, 65,536 on a GPU.
+        engine: library that computes; vLLM only writes texts
+            (:mod:`~diffmegatron.evaluation.vllm_model`).
 
     Raises:
         UserError: there is no GPU and ``device`` is one.
@@ -43,6 +46,7 @@ class Computing:
     dtype: DType = "auto"
     device: Device = "auto"
     batch_tokens: int | None = None
+    engine: Engine = "transformers"
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():

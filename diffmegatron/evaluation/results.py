@@ -94,11 +94,14 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
 def _made(computing: Computing) -> dict[str, Any]:
     """Return when, on what and with what the results were made."""
     is_gpu = computing.is_gpu
+    libraries = ["diffmegatron", "torch", "transformers"]
+    if computing.engine != "transformers":
+        libraries.append(computing.engine)
     return {
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": torch.cuda.get_device_name() if is_gpu else f"a CPU ({platform.machine()})",
         "versions": {"Python": platform.python_version()}
-        | {name: version(name) for name in ("diffmegatron", "torch", "transformers")},
+        | {name: version(name) for name in libraries},
     }
 
 

@@ -113,6 +113,11 @@ class Suite(Section, ABC):
     of_follow_ups: ClassVar[frozenset[str]] = frozenset()
 
     @property
+    def only_writes(self) -> bool:
+        """Whether models only write texts for it, without labels to choose from."""
+        return False
+
+    @property
     def one_tokenizer(self) -> bool:
         """Whether nothing of it compares models of several tokenizers."""
         return False

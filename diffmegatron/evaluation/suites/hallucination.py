@@ -94,6 +94,11 @@ class Hallucination(Suite):
         default=120.0, description="for a whole answer of a URL"
     )
 
+    @property
+    def only_writes(self) -> bool:
+        """Return whether models only write texts for it."""
+        return True
+
     def check(self, target: Target) -> None:
         """The data and the judge are there, an address aside that does not answer yet."""
         for name in self.tasks:

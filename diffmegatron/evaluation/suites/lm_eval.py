@@ -74,6 +74,11 @@ class LmEval(Suite):
     samples: Count | None = Field(default=None, description="the first of a task; all without")
     apply_chat_template: bool = False
 
+    @property
+    def only_writes(self) -> bool:
+        """Return whether models only write texts for it."""
+        return all(each.OUTPUT_TYPE == "generate_until" for each in self._library.tasks.values())
+
     def check(self, target: Target) -> None:
         """Check that the library, the tasks' data and the tokenizer are there."""
         _harness()

@@ -46,6 +46,11 @@ class Mathematics(Suite):
     samples: Count = Field(default=250, description="the first of every benchmark")
     answer_tokens: Size = 1024
 
+    @property
+    def only_writes(self) -> bool:
+        """Return whether models only write texts for it."""
+        return True
+
     def check(self, target: Target) -> None:
         """The data and the library are there."""
         _library()

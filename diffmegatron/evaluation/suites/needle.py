@@ -63,6 +63,11 @@ class Retrieval(Suite):
     samples: Count = Field(default=50, description="of a pair, length and depth")
     answer_tokens: Size = 48
 
+    @property
+    def only_writes(self) -> bool:
+        """Return whether models only write texts for it."""
+        return True
+
     def check(self, target: Target) -> None:
         """There are cities for all needles."""
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]

@@ -1,0 +1,121 @@
+"""Texts of vLLM, by a stand-in for its interface: vLLM itself has not run here."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.model import Computing, Model
+from diffmegatron.evaluation.requests import Generation, LabelTree, Scoring
+from diffmegatron.evaluation.targets import find_targets
+from diffmegatron.evaluation.vllm_model import VllmModel
+from tests.pretrained import write_pretrained
+from tests.unit.evaluation import stand_in_vllm
+
+VLLM = Computing(engine="vllm")
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(sys.modules, "vllm", stand_in_vllm)
+    monkeypatch.setattr("diffmegatron.evaluation.results.version", lambda name: f"of {name}")
+    return write_pretrained(tmp_path / "llama", "llama 2", max_position_embeddings=512)
+
+
+def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]:
+    """Answers of transformers and of vLLM, where ``end`` is the token that ends documents."""
+    (target,) = find_targets([folder], folder / "out")
+    target.tokenizer.end_of_document = end
+    models = (Model(target), VllmModel(target, VLLM))
+    return [dict(model.answers(requests)) for model in models]
+
+
+def test_texts_are_those_of_transformers(llama):
+    """Those that end by their length, by a string, or by the end of the document."""
+    prompts = [[1, 5, 6, 7], [1, 60, 61], [1, 100, 101, 102, 103]]
+    free = [Generation(prompt, 12) for prompt in prompts]
+    expected, found = both(llama, free)
+    assert found == expected
+    assert {len(tokens) for tokens in found.values()} == {12}
+
+    written = found[1]
+    (target,) = find_targets([llama], llama / "out")
+    word = target.tokenizer.decode(written[:2])
+    expected, found = both(llama, [Generation(each, 12, (word, "never")) for each in prompts])
+    assert found == expected
+    assert found[1] == written[:2]
+
+    # A token that the model writes early ends its documents.
+    expected, found = both(llama, free, end=written[1])
+    assert found == expected
+    assert found[1] == written[:1]
+
+
+def test_a_suite_of_texts_has_the_same_results(llama, tmp_path):
+    rows = [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for split in ("train", "test"):
+        (tmp_path / f"gsm8k_{split}.jsonl").write_text(text)
+    settings = ["math.benchmarks=[gsm8k]", "math.answer_tokens=20", "math.shots=1"]
+    texts = []
+    for computing in (Computing(), VLLM):
+        out = tmp_path / computing.engine
+        evaluate([llama], ["math"], out, {"data_dir": tmp_path}, settings, computing)
+        lines = (out / "math/llama.jsonl").read_text().splitlines()[1:]
+        texts.append({each["item"]: each["text"] for each in map(json.loads, lines)})
+    assert "vllm of vllm" in (out / "report.md").read_text()
+    assert texts[0] == texts[1]
+    assert all(texts[0].values())
+    # A file of the other engine is not continued.
+    with pytest.raises(UserError, match="measured with other engine"):
+        evaluate(
+            [llama], ["math"], tmp_path / "transformers", {"data_dir": tmp_path}, settings, VLLM
+        )
+
+
+@pytest.mark.parametrize("family", ["diffllama", "diff_v2", "grouped"])
+def test_differential_kinds_are_refused_by_name(family, llama, tmp_path):
+    folder = write_pretrained(tmp_path / "diff", family)
+    with pytest.raises(UserError, match=r"diff is of model_type '\w+', which vLLM does not serve"):
+        evaluate([llama, folder], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
+
+
+@pytest.mark.parametrize(
+    ("suite", "computing", "said"),
+    [
+        ("loss", VLLM, "suite 'loss' needs more of a model than texts"),
+        ("needle", Computing(engine="vllm", device="cpu"), "leave out the launcher, --device"),
+        ("needle", Computing(engine="vllm", batch_tokens=8), "leave out the launcher, --device"),
+    ],
+)
+def test_other_uses_are_refused_before_anything_runs(suite, computing, said, llama, tmp_path):
+    options = {"haystack": tmp_path, "data": (str(tmp_path),)}
+    with pytest.raises(UserError, match=said):
+        evaluate([llama], [suite], tmp_path, options, [], computing)
+
+
+@pytest.mark.parametrize("request_", [Scoring([1], [[5]]), Generation([1], 2, labels=LabelTree())])
+def test_requests_for_anything_but_texts_are_refused(request_, llama):
+    (target,) = find_targets([llama], llama / "out")
+    with pytest.raises(UserError, match="not for likelihoods or labels"):
+        list(VllmModel(target, VLLM).answers([request_]))
+
+
+def test_without_vllm_it_is_one_sentence(llama, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="--engine vllm needs vLLM, which does not load here"):
+        evaluate([llama], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
+
+
+def test_what_vllm_does_not_load_is_one_sentence(llama, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("Model architectures ['X']\nare not supported")
+
+    monkeypatch.setattr(stand_in_vllm, "LLM", refuse)
+    (target,) = find_targets([llama], llama / "out")
+    with pytest.raises(UserError, match=r"vLLM does not load .*are not supported") as caught:
+        list(VllmModel(target, VLLM).answers([Generation([1], 2)]))
+    assert "\n" not in str(caught.value)
