@@ -26,7 +26,12 @@ def score(
     Args:
         network: reads them in one batch.
         requests: of any contexts.
+
+    Raises:
+        ValueError: a context or a continuation has no tokens.
     """
+    if not all(context and all(continuations) for context, continuations in requests):
+        raise ValueError("a request has a context or a continuation without tokens")
     rows: dict[tuple[int, tuple[int, ...]], int] = {}
     places: list[tuple[int, int]] = []
     wanted: list[int] = []

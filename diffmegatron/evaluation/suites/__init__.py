@@ -20,6 +20,7 @@ from diffmegatron.evaluation.suites.needle import Retrieval
 from diffmegatron.evaluation.suites.needle_attention import NeedleAttention
 from diffmegatron.evaluation.suites.order import Order
 from diffmegatron.evaluation.suites.outliers import Outliers
+from diffmegatron.evaluation.suites.perplexity import Perplexity
 from diffmegatron.evaluation.suites.quantized_attention import QuantizedAttention
 from diffmegatron.evaluation.suites.recall import Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
@@ -33,6 +34,7 @@ SUITES: dict[str, type[Suite]] = {
     for each in (
         LmEval,
         Loss,
+        Perplexity,
         Recall,
         AssociativeRecall,
         Retrieval,

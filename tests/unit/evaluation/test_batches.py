@@ -236,6 +236,12 @@ def test_scored_tokens_have_the_dtype_that_is_asked_for(plain):
     assert 0 < difference < 0.1
 
 
+def test_a_context_without_tokens_is_refused(plain):
+    for request in (Scoring([], [[1, 2]]), Scoring([1], [[2], []])):
+        with pytest.raises(ValueError, match="without tokens"):
+            answers(open_model(plain, 1), [request])
+
+
 def test_a_gpu_that_is_not_there_is_refused():
     if torch.cuda.is_available():
         pytest.skip("the sentence is for machines without a GPU")

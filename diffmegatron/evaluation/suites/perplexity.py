@@ -1,0 +1,139 @@
+"""Perplexity of text over windows of a fixed length that advance by a stride."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.bootstrap import estimate
+from diffmegatron.evaluation.figures import plot_bars
+from diffmegatron.evaluation.requests import Asking, Scoring
+from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite, Window
+from diffmegatron.evaluation.targets import Target
+from diffmegatron.evaluation.text import named_paths, read_texts
+from diffmegatron.section import Count, Size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NATS = "nats per token"
+_PERPLEXITY = "perplexity"
+_BETWEEN_DOCUMENTS = "\n\n"
+
+
+class Perplexity(Suite):
+    """Perplexity as the documentation of ``transformers`` computes it.
+
+    The documents of a source are joined by empty lines and tokenized as one text, without a start
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. Of each window those tokens
+    count that no window before it has; the others are their context. The first token of a window
+    has nothing before it and never counts.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    title: ClassVar[str] = "Perplexity of held-out text"
+    description: ClassVar[str] = (
+        "The exponential of the mean negative log-likelihood per token, in windows that overlap: "
+        "among how many equally likely tokens the model would choose on average."
+    )
+
+    data: tuple[str, ...] = Field(
+        min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
+    )
+    documents: Count | None = Field(default=None, description="the first of every source, or all")
+    context: Window = Field(default=2048, description="tokens of a window")
+    stride: Size | None = Field(
+        default=None, description="tokens between beginnings of windows; half of context by default"
+    )
+
+    def check(self, target: Target) -> None:
+        """Check that no token falls between two windows."""
+        if self._stride > self.context:
+            raise UserError(
+                f"perplexity.stride is {self.stride} and perplexity.context {self.context}; tokens "
+                "between two windows would not count, so give a stride up to the context"
+            )
+
+    def items(self, target: Target) -> list[Item]:
+        """Return the windows of every source."""
+        found = []
+        for source, path in named_paths(self.data).items():
+            documents = islice(read_texts(path), self.documents)
+            ids = target.encode(_BETWEEN_DOCUMENTS.join(documents))
+            if len(ids) < 2:
+                raise UserError(f"source {source!r} has {len(ids)} tokens; give one with 2 or more")
+            found += [
+                Item(f"{source}/{number}", len(window), (source, window, count))
+                for number, (window, count) in enumerate(_windows(ids, self.context, self._stride))
+            ]
+        return found
+
+    def ask(self, target: Target, item: Item) -> Asking:
+        """Return the sum of nats, and the tokens of the window that count."""
+        source, window, count = item.content
+        ((scored,),) = yield [Scoring(window[:-count], [window[-count:]])]
+        return {"source": source, "nats": scored.nats.double().sum().item(), "tokens": count}
+
+    def means(self, record: Record) -> dict[str, Mean]:
+        """Return nats per token, of all and of each source."""
+        share = Mean(record["nats"], record["tokens"], per_token=True)
+        if len(self.data) == 1:
+            return {_NATS: share}
+        return {_NATS: share, f"{_NATS}, {record['source']}": share}
+
+    def totals(self, records: Records) -> dict[str, Estimate]:
+        """Return perplexities, whose intervals draw windows."""
+        shares: dict[str, dict[str, Mean]] = defaultdict(dict)
+        for number, record in enumerate(records):
+            for measure, share in self.means(record).items():
+                shares[measure][str(number)] = share
+        found = {}
+        for measure, each in shares.items():
+            nats = estimate(each)
+            assert nats is not None
+            # The interval is one of percentiles, which an ascending function keeps.
+            low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
+            name = measure.replace(_NATS, _PERPLEXITY)
+            found[name] = Estimate(_exp(nats.value), low, high, nats.items)
+        return found
+
+    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+        """Return which values are better."""
+        return "lower"
+
+    def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
+        """Draw bars by source."""
+        sources = list(named_paths(self.data))
+        several = len(sources) > 1
+        names = [f"{_PERPLEXITY}, {source}" if several else _PERPLEXITY for source in sources]
+        totals = {target: self.totals(each) for target, each in records.items()}
+        bars = {target: [own.get(name) for name in names] for target, own in totals.items()}
+        plot_bars(figure.subplots(), sources, bars, _PERPLEXITY)
+        return True
+
+    @property
+    def _stride(self) -> int:
+        return self.stride or max(1, self.context // 2)
+
+
+def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield windows, each with the number of last tokens that no window before it has."""
+    counted = 0
+    for first in range(0, len(ids), stride):
+        end = min(first + length, len(ids))
+        # The first token of the window has nothing before it.
+        count = end - max(counted, first + 1)
+        if count:
+            yield ids[first:end], count
+        counted = end
+        if end == len(ids):
+            return
+
+
+def _exp(nats: float) -> float:
+    """Return the perplexity of so many nats per token; the largest float64 where it is larger."""
+    return math.exp(min(nats, 709.0))
