@@ -25,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.command_line import RESULTS, make_parser
 from benchmarks.timing import describe_machine, timed
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.call import AttentionCall
 from diffmegatron.attention.kernels.choose_backend import why_not
 from diffmegatron.attention.kernels.costs import Sizes, triton_work
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
 from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 
@@ -102,6 +103,13 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
     return can_run
 
 
+def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
+    """Differential attention of q1, k1, q2, k2, v, lambda by one form of the Triton kernels."""
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
+    out: Tensor = DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
+    return out
+
+
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the Transformer baseline's attention by one of torch's kernels, or raise."""
     with sdpa_kernel(kernel):
@@ -133,17 +141,8 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
             forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
     for name in backends:
         if name == "triton":
-            triton_attention = DIFFERENTIAL["triton"].load()
-            mask = build_mask(
-                length, length, causal=True, cu_seqlens=None, query_offset=None, key_offset=0
-            )
             for form, one_pass in (("triton_split", False), ("triton_one_pass", True)):
-                function = partial(
-                    triton_attention.diff_attention,
-                    softmax_scale=width**-0.5,
-                    mask=mask,
-                    one_pass=one_pass,
-                )
+                function = partial(attend_by_triton, one_pass)
                 forms[form] = (function, diff)
         else:
             forms[name] = (partial(diff_attention, backend=name), diff)

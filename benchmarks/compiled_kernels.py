@@ -22,7 +22,8 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import get_ptxas
 
 from diffmegatron.attention.kernels.api import HeadwiseNorm
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
 from diffmegatron.attention.kernels.triton import triton_attention
@@ -153,24 +154,15 @@ def compile_launches(
     if variant == "grouped":
         q2 = draw(head_dim, heads // 4)
         k1, k2, v = (x[:, :, :1] for x in (k1, k2, v))
-    mask = build_mask(
-        length,
-        length,
-        causal=True,
-        cu_seqlens=torch.tensor([0, 7, length]) if variant == "documents" else None,
-        query_offset=None,
-        key_offset=0,
-    )
-    norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2) if variant == "norm" else None
-    options: dict[str, Any] = {
-        "softmax_scale": 0.1, "mask": mask, "one_pass": one_pass, "target": target
-    }  # fmt: skip
+    maps, lambda_, norm = QKV((q1, q2), (k1, k2), v), torch.tensor(0.5, requires_grad=True), None
+    if variant == "softmax":
+        maps, lambda_ = QKV((q1,), (k1,), v[..., :head_dim]), None
+    if variant == "norm":
+        norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2)
+    documents = torch.tensor([0, 7, length]) if variant == "documents" else None
+    call = AttentionCall.checked(maps, lambda_, norm, softmax_scale=0.1, cu_seqlens=documents)
     with pretended_gpu(capability) as kernels:
-        if variant == "softmax":
-            out = triton_attention.softmax_attention(q1, k1, v[..., :head_dim], **options)
-        else:
-            lambda_ = torch.tensor(0.5, requires_grad=True)
-            out = triton_attention.diff_attention(q1, k1, q2, k2, v, lambda_, norm=norm, **options)
+        out = triton_attention.attend(call, one_pass=one_pass, target=target)
         out.backward(torch.zeros_like(out))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
 

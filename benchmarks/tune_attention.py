@@ -30,7 +30,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.command_line import RESULTS, make_parser
 from benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
 from benchmarks.timing import describe_machine, timed
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.attention.kernels.triton.block_sizes import Blocks
@@ -125,16 +126,10 @@ def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[
         for columns in (*[width] * 4, 2 * width)
     ]
     inputs = [x.requires_grad_() for x in (*inputs, torch.tensor(0.7, device="cuda"))]
-    mask = build_mask(length, length, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
 
     def forward() -> list[Tensor]:
-        out = triton_attention.diff_attention(
-            *inputs,
-            softmax_scale=width**-0.5,
-            mask=mask,
-            one_pass=kernel == "dkdv_one_pass",
-        )
-        return [out]
+        return [triton_attention.attend(call, one_pass=kernel == "dkdv_one_pass")]
 
     if kernel == "forward":
         return forward

@@ -21,7 +21,7 @@ from diffmegatron.attention.kernels.api import (
     softmax_attention,
     subtract_noise,
 )
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.call import AttentionCall
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 
 pytestmark = pytest.mark.skipif(
@@ -115,19 +115,8 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
 
 def triton(*inputs, one_pass=False, norm=None, causal=True):
     """The kernels with the backward's form chosen."""
-    length, keys = inputs[0].shape[1], inputs[1].shape[1]
-    mask = build_mask(length, keys, causal=causal, cu_seqlens=None, query_offset=None, key_offset=0)
-    return (
-        DIFFERENTIAL["triton"]
-        .load()
-        .diff_attention(
-            *inputs,
-            softmax_scale=inputs[0].shape[3] ** -0.5,
-            mask=mask,
-            one_pass=one_pass,
-            norm=norm,
-        )
-    )
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], norm, causal=causal)
+    return DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
@@ -274,13 +263,9 @@ def test_v2_by_every_backend_that_runs_here(backend, options):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_triton_with_one_map(width, dtype, one_pass):
     q, k, v, _ = draw_v2_inputs(1037, width=width, dtype=dtype)
-    mask = build_mask(1037, 1037, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
     module = DIFFERENTIAL["triton"].load()
     out, grads = value_and_grads(
-        lambda *x: module.softmax_attention(
-            *x, softmax_scale=width**-0.5, mask=mask, one_pass=one_pass
-        ),
-        [q, k, v],
+        lambda *x: module.attend(AttentionCall.checked(QKV.of(*x)), one_pass=one_pass), [q, k, v]
     )
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     right, wanted = value_and_grads(lambda *x: softmax_attention(*x, backend="blocked"), exact)

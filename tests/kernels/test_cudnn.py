@@ -12,10 +12,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.kernels.resolve_backend import importable_libraries
-from diffmegatron.attention.kernels.wrappers import cudnn_2call, cudnn_graphs
+from diffmegatron.attention.kernels.wrappers import cudnn_graphs
 from tests.kernels.loops import make_inputs, relative_error
 
 CASES = {
@@ -212,17 +213,15 @@ def stand_in(monkeypatch):
         function.cache_clear()
 
 
-def mask_of(inputs, **options):
-    placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
-    return build_mask(inputs[0].shape[1], inputs[1].shape[1], **placed)
+def call_of(inputs, **options):
+    return AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], softmax_scale=0.4, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 def test_values_and_gradients(stand_in, shape, options):
     inputs = make_inputs(**shape)
-    mask = mask_of(inputs, **options)
-    out = cudnn_2call.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
-    expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    call = call_of(inputs, **options)
+    out, expected = cudnn_graphs.attend(call), reference.attend(call)
     assert relative_error(out, expected) < TOLERANCE
     grads = torch.autograd.grad(out.square().sum(), inputs)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
@@ -235,8 +234,7 @@ def test_a_graph_serves_all_calls_of_a_shape_and_documents_of_about_a_number_and
 
     def attend(bounds):
         bounds = None if bounds is None else torch.tensor(bounds)
-        mask = mask_of(inputs, cu_seqlens=bounds)
-        cudnn_2call.diff_attention(*inputs, softmax_scale=0.4, mask=mask).sum().backward()
+        cudnn_graphs.attend(call_of(inputs, cu_seqlens=bounds)).sum().backward()
 
     attend(None)
     attend(None)
@@ -253,7 +251,7 @@ def test_determinism_is_asked_for(stand_in):
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
-            cudnn_2call.diff_attention(*inputs, softmax_scale=0.4, mask=mask_of(inputs))
+            cudnn_graphs.attend(call_of(inputs))
             problem = cudnn_graphs.Problem(
                 1, 2, 2, 9, 9, inputs[0].shape[3], inputs[4].shape[3], torch.float64,
                 torch.device("cpu"), 0.4, True, False, torch.are_deterministic_algorithms_enabled(),
@@ -270,15 +268,15 @@ def test_a_refusal_gives_cudnns_reason(stand_in):
         r"of 3 keys: hidden_dim should be at most 256; give another backend$"
     )
     with pytest.raises(ValueError, match=message):
-        cudnn_2call.diff_attention(*inputs, softmax_scale=0.4, mask=mask_of(inputs))
+        cudnn_graphs.attend(call_of(inputs))
 
 
 def test_documents_past_32_bits_are_refused(stand_in, monkeypatch):
     monkeypatch.setattr(cudnn_graphs, "MOST_ELEMENTS", 100)
     inputs = make_inputs(rows=9)
-    mask = mask_of(inputs, cu_seqlens=torch.tensor([0, 4, 9]))
+    call = call_of(inputs, cu_seqlens=torch.tensor([0, 4, 9]))
     with pytest.raises(ValueError, match=r"9 packed tokens, .* cuDNN's offsets .* less than 100"):
-        cudnn_2call.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+        cudnn_graphs.attend(call)
 
 
 def test_a_frontend_without_attention_or_without_cudnn_is_refused(stand_in):

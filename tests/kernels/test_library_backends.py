@@ -15,11 +15,14 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.kernels.resolve_backend import importable_libraries
 from diffmegatron.attention.kernels.triton.block_sizes import Target
-from diffmegatron.attention.kernels.wrappers import flash, flash_2call, flash_4call, flex
+from diffmegatron.attention.kernels.wrappers import flash, flex
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
@@ -42,13 +45,8 @@ OFFSETS = {
 
 
 def assert_equals_reference(compute, inputs, options):
-    mask = build_mask(
-        inputs[0].shape[1],
-        inputs[1].shape[1],
-        **{"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options},
-    )
-    out = compute(*inputs, softmax_scale=0.4, mask=mask)
-    expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], softmax_scale=0.4, **options)
+    out, expected = compute(call), reference.attend(call)
     assert relative_error(out, expected) < 1e-12
     grads = torch.autograd.grad(out.square().sum(), inputs)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
@@ -76,14 +74,8 @@ def test_sdpa_4call(shape, options):
 def test_flex_uncompiled(shape, options):
     # FlexAttention has no backward on the CPU.
     inputs = [x.detach() for x in make_inputs(**{"width": 16, "dtype": torch.float32, **shape})]
-    mask = build_mask(
-        inputs[0].shape[1],
-        inputs[1].shape[1],
-        **{"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options},
-    )
-    out = flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
-    expected = reference.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
-    assert relative_error(out, expected) < 1e-5
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], softmax_scale=0.4, **options)
+    assert relative_error(flex.attend(call), reference.attend(call)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -102,8 +94,7 @@ def test_flex_uncompiled(shape, options):
     ],
 )
 def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options):
-    placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
-    mask = build_mask(rows, keys, **placed)
+    mask = build_mask(rows, keys, **options)
     start, stop = mask.key_intervals(torch.device("cpu"))
 
     def visible(_batch, _head, query, key):
@@ -119,7 +110,7 @@ def test_flex_blocks_are_those_that_torch_finds_pair_by_pair(rows, keys, options
 
 
 def test_flex_tables_made_in_inference_serve_training():
-    mask = build_mask(5, 77, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+    mask = build_mask(5, 77)
     cpu = torch.device("cpu")
     with torch.inference_mode():
         kept = [*mask.key_intervals(cpu), *mask.query_intervals(cpu)]
@@ -142,10 +133,7 @@ def flex_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounte
 def flex_attend(rows: int, width: int, ends: list[int] | None = None) -> None:
     inputs = [x.detach() for x in make_inputs(rows=rows, width=width, dtype=torch.float32)]
     documents = None if ends is None else torch.tensor([0, *ends], dtype=torch.int32)
-    mask = build_mask(
-        rows, rows, causal=True, cu_seqlens=documents, query_offset=None, key_offset=0
-    )
-    flex.diff_attention(*inputs, softmax_scale=0.4, mask=mask)
+    flex.attend(AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], cu_seqlens=documents))
 
 
 def test_flex_is_compiled_for_many_kinds_of_calls_and_never_left_uncompiled(
@@ -246,10 +234,10 @@ def stand_in(monkeypatch):
     return library
 
 
-@pytest.mark.parametrize("module", [flash_2call, flash_4call], ids=["2 calls", "4 calls"])
+@pytest.mark.parametrize("backend", ["flash_2call", "flash_4call"])
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
-def test_flash(stand_in, module, shape, options):
-    assert_equals_reference(module.diff_attention, make_inputs(**shape), options)
+def test_flash(stand_in, backend, shape, options):
+    assert_equals_reference(DIFFERENTIAL[backend].function(), make_inputs(**shape), options)
 
 
 @pytest.mark.parametrize("module", [flash, flex], ids=["flash_attn", "flex"])
@@ -258,10 +246,7 @@ def test_flash(stand_in, module, shape, options):
 def test_one_map_of_a_library(stand_in, module, shape, options):
     q, k, _, _, v, _ = (x.detach() for x in make_inputs(**{"width": 16, **shape}))
     v = v[..., :16].contiguous()
-    placed = {"causal": True, "cu_seqlens": None, "query_offset": None, "key_offset": 0, **options}
-    out = module.softmax_attention(
-        q, k, v, softmax_scale=0.4, mask=build_mask(q.shape[1], k.shape[1], **placed)
-    )
+    out = module.attend(AttentionCall.checked(QKV.of(q, k, v), softmax_scale=0.4, **options))
     expected = softmax_attention(q, k, v, softmax_scale=0.4, backend="reference", **options)
     assert relative_error(out, expected) < 1e-12
 
@@ -274,10 +259,10 @@ def test_flash_four_calls_give_values_as_wide_as_queries(stand_in):
         return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
     stand_in.flash_attn_func = spy
-    assert_equals_reference(flash_4call.diff_attention, make_inputs(width=4), {})
+    assert_equals_reference(flash.attend_in_four_calls, make_inputs(width=4), {})
     assert widths == [(4, 4)] * 4
     widths.clear()
-    assert_equals_reference(flash_2call.diff_attention, make_inputs(width=4), {})
+    assert_equals_reference(flash.attend_in_two_calls, make_inputs(width=4), {})
     assert widths == [(4, 8)] * 2
 
 
@@ -285,6 +270,5 @@ def test_an_old_flash_attn_is_refused_by_its_signature(stand_in):
     stand_in.flash_attn_func = lambda q, k, v, softmax_scale=None, causal=False: q
     message = r"flash_attn 1\.0\.9 has no flash_attn_func with deterministic; it must be .* 2\.4"
     inputs = make_inputs()
-    mask = build_mask(7, 7, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
     with pytest.raises(ValueError, match=message):
-        flash_4call.diff_attention(*inputs, softmax_scale=1.0, mask=mask)
+        flash.attend_in_four_calls(AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5]))

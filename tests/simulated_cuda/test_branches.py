@@ -35,7 +35,7 @@ ENTERED = {
 }
 NOT_ENTERED = {
     "attention/kernels/resolve_backend.py:backend_table": "prints; the CPU's table is tested",
-    "attention/kernels/wrappers/flex.py:diff_attention": "block sizes by the card's capability",
+    "attention/kernels/wrappers/flex.py:attend": "block sizes by the card's capability",
     "doctor.py:_gpus": HARDWARE,
     "doctor.py:_missing": HARDWARE,
     "doctor.py:_ranks_talk_by": HARDWARE,

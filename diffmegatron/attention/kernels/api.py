@@ -1,18 +1,14 @@
-"""What others call: the attention functions, their options and results, and what can run here."""
+"""The attention functions, their options and results, and the table of what can run here."""
+
+from typing import Unpack
 
 from torch import Tensor
 
-from .checks import (
-    autocast_dtype,
-    check_diff_inputs,
-    check_noise_groups,
-    check_softmax_inputs,
-    resolve_scale,
-)
+from .call import AttentionCall, CallOptions
+from .checks import check_maps, check_noise_groups, check_tensors
 from .chunks import chunk_attention, chunk_gradients
 from .headwise_norm import HeadwiseNorm
 from .maps import QKV, WholeAttention, combine_maps, merge_maps
-from .masks import build_mask
 from .resolve_backend import backend_table, call_of, importable_libraries, resolve_backend
 
 __all__ = [
@@ -48,7 +44,7 @@ def diff_attention(
     key_offset: int = 0,
     norm: HeadwiseNorm | None = None,
 ) -> Tensor:
-    """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, equation 1).
+    """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
     Grouped (arXiv 2510.06949), the second map has h / r heads: signal head n, of the first, has
     noise head `n // r`, of the second, which is computed once. Head n has kv head
@@ -81,50 +77,32 @@ def diff_attention(
         ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit, or the named
             backend cannot run.
     """
-    check_diff_inputs(q1, k1, q2, k2, v, lambda_)
-    if norm is not None:
-        norm.check(v)
-    mask = build_mask(
-        q1.shape[1],
-        k1.shape[1],
+    check_tensors(lambda_=lambda_)
+    call = AttentionCall.checked(
+        QKV((q1, q2), (k1, k2), v),
+        lambda_,
+        norm,
         causal=causal,
+        softmax_scale=softmax_scale,
         cu_seqlens=cu_seqlens,
         query_offset=query_offset,
         key_offset=key_offset,
-    )
-    dtype = autocast_dtype(q1)
-    chosen = resolve_backend(backend, call_of("differential", q1, mask.features, dtype))
-    inputs = (x.to(dtype) for x in (q1, k1, q2, k2, v))
-    options = {"norm": norm} if norm is not None and chosen.fuses_norm else {}
-    out: Tensor = chosen.load().diff_attention(
-        *inputs,
-        lambda_,
-        softmax_scale=resolve_scale(softmax_scale, q1.shape[3]),
-        mask=mask,
-        **options,
-    )
+    ).autocast()
+    chosen = resolve_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
+    out = chosen.function()(call)
     return out if norm is None or chosen.fuses_norm else norm.apply_to(out)
 
 
 def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: str = "auto",
-    cu_seqlens: Tensor | None = None,
-    query_offset: int | None = None,
-    key_offset: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Unpack[CallOptions]
 ) -> Tensor:
-    """Plain softmax attention; by torch's scaled_dot_product_attention unless told otherwise.
+    """Return plain softmax attention, by torch's scaled_dot_product_attention by default.
 
     Args:
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h.
         backend: a name of `registry.SOFTMAX`, or "auto".
-        causal, softmax_scale, cu_seqlens, query_offset, key_offset: as in `diff_attention`.
+        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
     Returns:
         `[b, s, h, d]` in v's dtype.
@@ -132,23 +110,9 @@ def softmax_attention(
     Raises:
         ValueError: as `diff_attention`.
     """
-    check_softmax_inputs(q, k, v)
-    mask = build_mask(
-        q.shape[1],
-        k.shape[1],
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        query_offset=query_offset,
-        key_offset=key_offset,
-    )
-    dtype = autocast_dtype(q)
-    chosen = resolve_backend(backend, call_of("softmax", q, mask.features, dtype))
-    out: Tensor = chosen.load().softmax_attention(
-        *(x.to(dtype) for x in (q, k, v)),
-        softmax_scale=resolve_scale(softmax_scale, q.shape[3]),
-        mask=mask,
-    )
-    return out
+    call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
+    chosen = resolve_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
+    return chosen.function()(call)
 
 
 def diff_attention_v2(
@@ -157,14 +121,10 @@ def diff_attention_v2(
     v: Tensor,
     lambda_: Tensor,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
     backend: str = "auto",
-    cu_seqlens: Tensor | None = None,
-    query_offset: int | None = None,
-    key_offset: int = 0,
+    **options: Unpack[CallOptions],
 ) -> Tensor:
-    """DIFF V2: one call of plain attention, then `signal - lambda noise` per token and head.
+    """Return DIFF V2: plain attention, then `signal - lambda noise` per token and head.
 
     Query heads come in groups of r signal heads and then their noise head; r = 1 are the pairs
     (2i, 2i + 1). Query head n has kv head `n // ((h + h / r) / h_kv)`, a group never two.
@@ -174,7 +134,7 @@ def diff_attention_v2(
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
         lambda_: `[b, s, h]`, a value per token and signal head, after the sigmoid; floating point.
         backend: a name of `registry.SOFTMAX`, or "auto".
-        causal, softmax_scale, cu_seqlens, query_offset, key_offset: as in `diff_attention`.
+        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
     Returns:
         `[b, s, h, d]` in v's dtype.
@@ -182,24 +142,13 @@ def diff_attention_v2(
     Raises:
         ValueError: as `diff_attention`.
     """
-    check_softmax_inputs(q, k, v)
+    check_maps(QKV((q,), (k,), v))
     check_noise_groups("q", q, lambda_, kv_heads=k.shape[2])
-    heads = softmax_attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        backend=backend,
-        cu_seqlens=cu_seqlens,
-        query_offset=query_offset,
-        key_offset=key_offset,
-    )
-    return subtract_noise(heads, lambda_)
+    return subtract_noise(softmax_attention(q, k, v, backend=backend, **options), lambda_)
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
-    """`signal - lambda noise` of every signal head: what DIFF V2 makes of its attention's result.
+    """Return `signal - lambda noise` of every signal head, the last step of DIFF V2.
 
     Computed in fp32 at least; heads and lambda_ are all that the backward pass keeps.
 
@@ -215,6 +164,4 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
     check_noise_groups("heads", heads, lambda_)
-    chosen = resolve_backend(backend, call_of("subtraction", heads))
-    out: Tensor = chosen.load().subtract_noise(heads, lambda_)
-    return out
+    return resolve_backend(backend, call_of("subtraction", heads)).function()(heads, lambda_)

@@ -6,23 +6,28 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-
-def check_diff_inputs(
-    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, lambda_: Tensor
-) -> None:
-    """Raise ValueError unless the shapes, dtypes and devices are those of `diff_attention`."""
-    check_two_maps(q1, k1, q2, k2, v)
-    check_lambda(lambda_, like=q1)
+from .maps import QKV
 
 
-def check_two_maps(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless the shapes, dtypes and devices are those of two maps."""
-    check_tensors(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
-    check_layout(q1=q1, k1=k1, v=v, value_width=2)
-    if k2.shape != k1.shape:
-        raise ValueError(f"k2 has shape {shape_of(k2)}; it must equal k1's {shape_of(k1)}")
-    _check_noise_queries(q2, q1, k1.shape[2])
-    _check_same_kind(q1=q1, k1=k1, q2=q2, k2=k2, v=v)
+def check_maps(maps: QKV) -> None:
+    """Raise ValueError unless shapes, dtypes and devices are those of one map or of two."""
+    count = len(maps.queries)
+    if count not in (1, 2) or len(maps.keys) != count:
+        raise ValueError(
+            f"maps has {count} queries and {len(maps.keys)} keys; "
+            "it must have one of each, or two for differential attention"
+        )
+    names = ("q", "k", "v") if count == 1 else ("q1", "k1", "q2", "k2", "v")
+    tensors = dict(zip(names, maps.arguments(), strict=True))
+    check_tensors(**tensors)
+    (q, k), v = names[:2], maps.v
+    check_layout(**{q: tensors[q], k: tensors[k]}, v=v, value_width=count)
+    if count == 2:
+        k1, k2 = maps.keys
+        if k2.shape != k1.shape:
+            raise ValueError(f"k2 has shape {shape_of(k2)}; it must equal k1's {shape_of(k1)}")
+        _check_noise_queries(maps.queries[1], maps.queries[0], k1.shape[2])
+    _check_same_kind(**tensors)
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
@@ -93,16 +98,6 @@ def check_lambda(lambda_: Tensor, like: Tensor) -> None:
         )
     if lambda_.device != like.device:
         raise ValueError(f"lambda_ is on {lambda_.device} but q1 on {like.device}")
-
-
-def check_softmax_inputs(q: Tensor, k: Tensor, v: Tensor, value_width: int = 1) -> None:
-    """Raise ValueError unless shapes, dtypes and devices are those of one map.
-
-    `value_width` is v's, in widths of a query.
-    """
-    check_tensors(q=q, k=k, v=v)
-    check_layout(q=q, k=k, v=v, value_width=value_width)
-    _check_same_kind(q=q, k=k, v=v)
 
 
 def check_tensors(**arguments: object) -> None:

@@ -8,40 +8,32 @@ add up (Liu et al., arXiv 2310.01889, section 3). Both maps meet there, as in th
 differentiating each map's part.
 """
 
+from dataclasses import replace
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from .checks import (
-    check_lambda,
-    check_softmax_inputs,
-    check_tensors,
-    check_two_maps,
-    resolve_scale,
-)
+from .call import AttentionCall, CallOptions
+from .checks import check_lambda, check_tensors
 from .maps import QKV, WholeAttention
-from .masks import AttentionMask, build_mask
-from .registry import Backend, Op
+from .registry import Backend
 from .resolve_backend import call_of, resolve_backend
 
 
 def chunk_attention(
-    maps: QKV,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: str = "auto",
-    cu_seqlens: Tensor | None = None,
-    query_offset: int | None = None,
-    key_offset: int = 0,
+    maps: QKV, *, backend: str = "auto", **options: Unpack[CallOptions]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each map's attention over these keys alone. Not differentiable: see `chunk_gradients`.
+    """Return each map's attention over these keys alone.
 
-    Autocast changes nothing here: what is computed is of the dtype given.
+    It is not differentiable: see `chunk_gradients`.
+    Autocast changes nothing here: the computation is in the dtype given.
 
     Args:
         maps: the chunks of queries and of keys and values.
-        causal, softmax_scale, backend, cu_seqlens, query_offset, key_offset: as in
-            `diff_attention`. A chunk of keys that all come first is best called not causal.
+        backend: a name of `registry.SOFTMAX` or `registry.DIFFERENTIAL`, or "auto".
+        options: as in `diff_attention`. A chunk of keys that all come first is best called not
+            causal.
 
     Returns:
         Per map out `[b, s, its heads, e]`, zeros in a row that sees no key, and log of the sum of
@@ -50,15 +42,10 @@ def chunk_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
     """
-    _check(maps)
-    mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
-    chosen = _resolve(maps, mask, backend).load()
-    scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
+    call = AttentionCall.checked(maps, **options)
+    attention_with_lse = _resolve(call, backend).load().attention_with_lse
     with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
-        return [
-            chosen.attention_with_lse(q, k, maps.v, softmax_scale=scale, mask=mask)
-            for q, k in zip(maps.queries, maps.keys, strict=True)
-        ]
+        return [attention_with_lse(call, q, k) for q, k in zip(*maps[:2], strict=True)]
 
 
 def chunk_gradients(
@@ -67,16 +54,13 @@ def chunk_gradients(
     lambda_: Tensor | None,
     whole: WholeAttention,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
     backend: str = "auto",
-    cu_seqlens: Tensor | None = None,
-    query_offset: int | None = None,
-    key_offset: int = 0,
+    **options: Unpack[CallOptions],
 ) -> QKV:
-    """What a chunk of keys adds to the gradients. Not differentiable, and no matter to autocast.
+    """Return what a chunk of keys adds to the gradients.
 
-    That of lambda is not among them: it is minus the sum of `whole.deltas(...)[1]`.
+    It is not differentiable, and autocast changes nothing. The gradient of lambda is not among the
+    result: it is minus the sum of `whole.deltas(...)[1]`.
 
     Args:
         grad: `[b, s, h, e]`, of `whole.out`; it and `whole` may be of any floating-point dtype.
@@ -90,34 +74,16 @@ def chunk_gradients(
     Raises:
         ValueError: as `chunk_attention`, or grad, lambda_ and whole do not fit the maps.
     """
-    _check(maps)
+    call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
-    mask = _mask(maps, causal, cu_seqlens, query_offset, key_offset)
-    chosen = _resolve(maps, mask, backend).load()
-    scale = resolve_scale(softmax_scale, maps.queries[0].shape[3])
+    compute = _resolve(call, backend).load().chunk_gradients
     # A float64 map is merged in float64; to all others float32 log-sum-exps are enough.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))
     with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
-        gradients: QKV = chosen.chunk_gradients(
-            grad, maps, lambda_, whole, softmax_scale=scale, mask=mask
-        )
+        gradients: QKV = compute(call, grad, whole)
     return gradients
-
-
-def _check(maps: QKV) -> None:
-    count = len(maps.queries)
-    if count not in (1, 2) or len(maps.keys) != count:
-        raise ValueError(
-            f"maps has {count} queries and {len(maps.keys)} keys; "
-            "it must have one of each, or two for differential attention"
-        )
-    if count == 2:
-        (q1, q2), (k1, k2) = maps.queries, maps.keys
-        check_two_maps(q1, k1, q2, k2, maps.v)
-    else:
-        check_softmax_inputs(maps.queries[0], maps.keys[0], maps.v)
 
 
 def _check_whole(grad: Tensor, maps: QKV, lambda_: Tensor | None, whole: WholeAttention) -> None:
@@ -158,22 +124,8 @@ def _check_whole(grad: Tensor, maps: QKV, lambda_: Tensor | None, whole: WholeAt
             )
 
 
-def _mask(
-    maps: QKV, causal: bool, cu_seqlens: Tensor | None, query_offset: int | None, key_offset: int
-) -> AttentionMask:
-    return build_mask(
-        maps.queries[0].shape[1],
-        maps.keys[0].shape[1],
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        query_offset=query_offset,
-        key_offset=key_offset,
-    )
-
-
-def _resolve(maps: QKV, mask: AttentionMask, backend: str) -> Backend:
-    needs = mask.features | {"chunks"}
-    if mask.features or not mask.is_plain:
+def _resolve(call: AttentionCall, backend: str) -> Backend:
+    needs = call.mask.features | {"chunks"}
+    if call.mask.features or not call.mask.is_plain:
         needs |= {"masked chunks"}
-    op: Op = "softmax" if len(maps.queries) == 1 else "differential"
-    return resolve_backend(backend, call_of(op, maps.queries[0], needs))
+    return resolve_backend(backend, call_of(call.op, call.maps.queries[0], needs))

@@ -127,12 +127,12 @@ def build_mask(
     query_length: int,
     key_length: int,
     *,
-    causal: bool,
-    cu_seqlens: Tensor | None,
-    query_offset: int | None,
-    key_offset: int,
+    causal: bool = True,
+    cu_seqlens: Tensor | None = None,
+    query_offset: int | None = None,
+    key_offset: int = 0,
 ) -> AttentionMask:
-    """The mask of a call; `query_offset=None` aligns the last query with the last key.
+    """Return the mask of a call; `query_offset=None` aligns the last query with the last key.
 
     Raises:
         ValueError: an offset is no integer that the kernels can count to, cu_seqlens is no strictly

@@ -5,13 +5,16 @@ write its module, describe it in `BACKENDS`, and name it in `choose_backend.AUTO
 `auto` should take it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from . import costs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Op = Literal["differential", "softmax", "subtraction"]
 
@@ -59,9 +62,8 @@ class Backend:
     """What one implementation of an operation takes and costs.
 
     Attributes:
-        module: module of this package that holds its `diff_attention`, `softmax_attention` or
-            `subtract_noise`, by the operation; its `attention_with_lse` and `chunk_gradients`
-            unless it lacks "chunks".
+        module: module of this package that holds the function `entry`, and `attention_with_lse` and
+            `chunk_gradients` unless it lacks "chunks".
         note: one clause on what it is, shown as the reason of a choice.
         work: multiply-adds per pair of a query and a visible key, of all heads: forward, backward.
         saved: bytes per query kept for the backward pass beside q, k, v and the result.
@@ -72,9 +74,11 @@ class Backend:
             them as well, of which `work` has nothing: causal attention then takes twice the work.
         lacks: what it cannot do, out of `FEATURES`.
         chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
-        fuses_norm: its `diff_attention` takes a `norm`, and applies it in its epilogue unless
-            signal heads share a noise head.
+        fuses_norm: it applies the call's norm, in its epilogue unless signal heads share a noise
+            head.
         is_interpretable: it runs in Triton's interpreter too, on any device, dtype and head_dim.
+        entry: name of its function in the module, from an `AttentionCall` to the result `[b, s, h,
+            e]`; of "subtraction", from heads and lambda.
     """
 
     module: str
@@ -91,10 +95,16 @@ class Backend:
     chunk_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fuses_norm: bool = False
     is_interpretable: bool = False
+    entry: str = "attend"
 
     def load(self) -> ModuleType:
-        """The module of the backend."""
+        """Import the module of the backend."""
         return import_module(f".{self.module}", __package__)
+
+    def function(self) -> Callable[..., "Tensor"]:
+        """Return the function `entry` of the module."""
+        function: Callable[..., Tensor] = getattr(self.load(), self.entry)
+        return function
 
 
 DIFFERENTIAL = {
@@ -125,7 +135,7 @@ DIFFERENTIAL = {
         is_interpretable=True,
     ),
     "flash_2call": Backend(
-        "wrappers.flash_2call",
+        "wrappers.flash",
         "two calls of flex_head_fa with V whole: 6d forward, 14d backward",
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
@@ -133,10 +143,11 @@ DIFFERENTIAL = {
         dtypes=SIXTEEN_BITS,
         head_dims=(32, 64, 96, 128),
         library="flex_head_fa",
+        entry="attend_in_two_calls",
         lacks=CHUNKS | {"offsets"},
     ),
     "flash_4call": Backend(
-        "wrappers.flash_4call",
+        "wrappers.flash",
         "four calls of FlashAttention 2: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
@@ -144,10 +155,11 @@ DIFFERENTIAL = {
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
         library="flash_attn",
+        entry="attend_in_four_calls",
         lacks=CHUNKS | {"offsets"},
     ),
     "cudnn_2call": Backend(
-        "wrappers.cudnn_2call",
+        "wrappers.cudnn_graphs",
         "two calls of cuDNN's attention with V whole: 6d forward, 14d backward",
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
@@ -246,12 +258,14 @@ SUBTRACTION = {
         "plain PyTorch",
         work=costs.per_head((0, 0), (0, 0)),
         saved=costs.nothing,
+        entry="subtract_noise",
     ),
     "triton": Backend(
         "triton.subtraction_kernel",
         "own fused kernel",
         work=costs.per_head((0, 0), (0, 0)),
         saved=costs.nothing,
+        entry="subtract_noise",
         devices=("cuda",),
         dtypes=(*SIXTEEN_BITS, "float32", "float64"),
         library="triton",

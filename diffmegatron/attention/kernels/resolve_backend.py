@@ -52,11 +52,9 @@ def _complaint(library: str) -> str | None:
     return None
 
 
-def call_of(
-    op: Op, q: Tensor, needs: frozenset[str] = frozenset(), dtype: torch.dtype | None = None
-) -> Call:
-    """The call of an operation on queries or heads like `q`, computed in its dtype or another."""
-    return Call(op, q.device.type, dtype_name(dtype or q.dtype), q.shape[3], needs)
+def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
+    """Return what the choice depends on, for an operation on queries or heads like `q`."""
+    return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

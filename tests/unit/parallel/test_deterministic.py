@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffmegatron.attention.kernels.masks import build_mask
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton.kernel_launch import problem_of
 from diffmegatron.attention.kernels.wrappers.flash import plain_attention
 from diffmegatron.parallel.deterministic import deterministic_algorithms
@@ -46,16 +47,15 @@ def test_a_gpu_gets_a_workspace_that_the_environment_may_choose(gpu, said, monke
     assert os.environ.get(WORKSPACE) == said
 
 
-def plain_mask():
-    return build_mask(8, 8, causal=True, cu_seqlens=None, query_offset=None, key_offset=0)
+def call_of(width: int) -> AttentionCall:
+    x = torch.empty(1, 8, 2, width)
+    return AttentionCall.checked(QKV((x,), (x,), x))
 
 
 @pytest.mark.parametrize(("width", "default"), [(64, True), (128, False)])
 def test_triton_adds_nothing_up_atomically(width, default):
-    queries = torch.empty(1, 8, 2, width)
-
     def one_pass() -> bool:
-        return problem_of(queries, 1.0, plain_mask(), one_pass=None, target=None).one_pass
+        return problem_of(call_of(width), one_pass=None, target=None).one_pass
 
     assert one_pass() is default
     with deterministic_algorithms():
@@ -70,10 +70,9 @@ def test_the_flash_libraries_are_told():
         return q
 
     def attend() -> None:
-        x = torch.empty(1, 8, 2, 64)
-        plain_attention(SimpleNamespace(flash_attn_func=flash_attn_func), 1.0, plain_mask())(
-            x, x, x
-        )
+        call = call_of(64)
+        library = SimpleNamespace(flash_attn_func=flash_attn_func)
+        plain_attention(library, call)(*call.maps.arguments())
 
     attend()
     with deterministic_algorithms():

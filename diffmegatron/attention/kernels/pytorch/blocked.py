@@ -11,11 +11,13 @@ backward computes the maps again. With D_i = rowsum(P_i * dP):
 Where r signal heads share a noise head, its P2 is computed once, and its dP is the sum of theirs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call import AttentionCall
 from ..first_order import first_order
 from ..maps import QKV, WholeAttention, map_factors
 from ..masks import AttentionMask
@@ -33,38 +35,23 @@ from .row_blocks import (
 )
 
 
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> Tensor:
-    """Shapes as in `api.diff_attention`.
+def attend(call: AttentionCall) -> Tensor:
+    """Compute in fp32 at least, and round the result of 16-bit inputs once.
 
-    16-bit inputs are computed in fp32 and the result rounded once. Bit-deterministic for a fixed
-    number of threads.
+    Bit-deterministic for a fixed number of threads.
     """
-    out: Tensor = _BlockedDiffAttention.apply(q1, k1, q2, k2, v, lambda_, softmax_scale, mask)
+    out: Tensor = _BlockedAttention.apply(
+        call.scale, call.mask, call.lambda_, call.maps.v, *call.maps.queries, *call.maps.keys
+    )
     return out
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> Tensor:
-    """As `diff_attention`, of one map: `[b, s, h, d]`, `[b, t, h_kv, d]` twice."""
-    out: Tensor = _BlockedSoftmaxAttention.apply(q, k, v, softmax_scale, mask)
-    return out
+def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one map's part in `api.chunk_attention`, of values of any width.
 
-
-def attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> tuple[Tensor, Tensor]:
-    """One map's part in `api.chunk_attention`, of values of any width. Not differentiable."""
+    It is not differentiable.
+    """
+    v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
     k_, v_ = group_keys(k), group_keys(v)
     out = v_.new_zeros(*q_.shape[:3], v_.shape[-1])
@@ -83,16 +70,9 @@ def attention_with_lse(
     return ungroup_queries(out, batch), ungroup_queries(lse, batch).squeeze(-1)
 
 
-def chunk_gradients(
-    grad: Tensor,
-    maps: QKV,
-    lambda_: Tensor | None,
-    whole: WholeAttention,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> QKV:
-    """As `api.chunk_gradients`."""
+def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
+    """Return what `api.chunk_gradients` does."""
+    maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
     queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
     keys, v_ = [group_keys(k) for k in maps.keys], group_keys(maps.v)
@@ -132,34 +112,33 @@ def chunk_gradients(
     )
 
 
-class _BlockedDiffAttention(torch.autograd.Function):
+class _BlockedAttention(torch.autograd.Function):
+    """One map, or two of which the second is subtracted: the inputs are all queries, then keys."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        q1: Tensor,
-        k1: Tensor,
-        q2: Tensor,
-        k2: Tensor,
-        v: Tensor,
-        lambda_: Tensor,
         softmax_scale: float,
         mask: AttentionMask,
+        lambda_: Tensor | None,
+        v: Tensor,
+        *queries_and_keys: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(q1, k1, q2, k2, v, lambda_)
+        ctx.save_for_backward(lambda_, v, *queries_and_keys)
         ctx.softmax_scale, ctx.mask = softmax_scale, mask
-        with torch.autocast(q1.device.type, enabled=False):
-            kv_heads = k1.shape[2]
-            q1_, q2_ = (group_queries(q, kv_heads) * softmax_scale for q in (q1, q2))
-            k1_, k2_, v_ = (group_keys(x) for x in (k1, k2, v))
-            shared, repeats = q2_.shape[1], q1_.shape[1] // q2_.shape[1]
-            weight = lambda_.to(v_.dtype)
-            out = v_.new_zeros(*q1_.shape[:3], v_.shape[-1])
-            for heads, rows, keys in row_blocks(q1_, mask):
-                map1 = attention_map(q1_[heads, :, rows], k1_[heads, keys], mask, rows, keys)
-                map2 = attention_map(q2_[heads, :, rows], k2_[heads, keys], mask, rows, keys)
-                noise = by_noise_head(map2, shared)
-                by_noise_head(map1, shared, repeats).addcmul_(noise, weight, value=-1.0)
-                product = map1 @ v_[heads, keys]
+        with torch.autocast(v.device.type, enabled=False):
+            queries, keys, v_ = _grouped(queries_and_keys, v, softmax_scale)
+            shared, repeats = queries[-1].shape[1], queries[0].shape[1] // queries[-1].shape[1]
+            out = v_.new_zeros(*queries[0].shape[:3], v_.shape[-1])
+            for heads, rows, seen in row_blocks(queries[0], mask):
+                combined, *noise = (
+                    attention_map(q[heads, :, rows], k[heads, seen], mask, rows, seen)
+                    for q, k in zip(queries, keys, strict=True)
+                )
+                if lambda_ is not None:
+                    map2, weight = by_noise_head(noise[0], shared), lambda_.to(v_.dtype)
+                    by_noise_head(combined, shared, repeats).addcmul_(map2, weight, value=-1.0)
+                product = combined @ v_[heads, seen]
                 out[heads, :, rows] = product.view_as(out[heads, :, rows])
             return ungroup_queries(out, v.shape[0]).to(v.dtype)
 
@@ -167,86 +146,56 @@ class _BlockedDiffAttention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
-        q1, k1, q2, k2, v, lambda_ = inputs
+        lambda_, v, *queries_and_keys = inputs
         mask, softmax_scale = ctx.mask, ctx.softmax_scale
-        with torch.autocast(q1.device.type, enabled=False):
-            batch, kv_heads = v.shape[0], v.shape[2]
-            q1_, q2_ = (group_queries(q, kv_heads) * softmax_scale for q in (q1, q2))
-            k1_, k2_, v_ = (group_keys(x) for x in (k1, k2, v))
-            shared, repeats = q2_.shape[1], q1_.shape[1] // q2_.shape[1]
-            grad_out_ = group_queries(grad_out, kv_heads)
-            weight = lambda_.to(v_.dtype)
-            dq1, dq2, dk1, dk2, dv = (torch.zeros_like(x) for x in (q1_, q2_, k1_, k2_, v_))
-            dlambda = torch.zeros_like(weight)
-            for heads, rows, keys in row_blocks(q1_, mask):
-                map1 = attention_map(q1_[heads, :, rows], k1_[heads, keys], mask, rows, keys)
-                map2 = attention_map(q2_[heads, :, rows], k2_[heads, keys], mask, rows, keys)
+        with torch.autocast(v.device.type, enabled=False):
+            queries, keys, v_ = _grouped(queries_and_keys, v, softmax_scale)
+            shared, repeats = queries[-1].shape[1], queries[0].shape[1] // queries[-1].shape[1]
+            grad_out_ = group_queries(grad_out, v.shape[2])
+            dqs, dks = ([torch.zeros_like(x) for x in each] for each in (queries, keys))
+            dv, dlambda = torch.zeros_like(v_), v_.new_zeros(())
+            for heads, rows, seen in row_blocks(queries[0], mask):
+                weights = [
+                    attention_map(q[heads, :, rows], k[heads, seen], mask, rows, seen)
+                    for q, k in zip(queries, keys, strict=True)
+                ]
                 dout = grad_out_[heads, :, rows].flatten(1, 2)
-                dmap = dout @ v_[heads, keys].mT
-                noise = by_noise_head(map2, shared)
-                combined = torch.addcmul(
-                    by_noise_head(map1, shared, repeats), noise, weight, value=-1.0
-                ).view_as(map1)
-                dv[heads, keys].baddbmm_(combined.mT, dout)
-                dmap2 = sum_over_signal_heads(dmap, shared, repeats)
-                dlambda -= torch.dot(map2.flatten(), dmap2.flatten())
-                for weights, dweights, q, k, dq, dk in (
-                    (map1, dmap, q1_, k1_, dq1, dk1),
-                    (map2, dmap2, q2_, k2_, dq2, dk2),
+                dmaps, combined = [dout @ v_[heads, seen].mT], weights[0]
+                if lambda_ is not None:
+                    noise, weight = by_noise_head(weights[1], shared), lambda_.to(v_.dtype)
+                    signal = by_noise_head(combined, shared, repeats)
+                    combined = torch.addcmul(signal, noise, weight, value=-1.0).view_as(combined)
+                    dmaps.append(sum_over_signal_heads(dmaps[0], shared, repeats))
+                    dlambda -= torch.dot(weights[1].flatten(), dmaps[1].flatten())
+                dv[heads, seen].baddbmm_(combined.mT, dout)
+                for p, dp, q, k, dq, dk in zip(
+                    weights, dmaps, queries, keys, dqs, dks, strict=True
                 ):
-                    dscores = _softmax_backward(weights, dweights)
-                    product = dscores @ k[heads, keys]
+                    dscores = _softmax_backward(p, dp)
+                    product = dscores @ k[heads, seen]
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
-                    dk[heads, keys].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
-            # The second map's scores weigh -lambda.
-            dq2.mul_(-weight)
-            dk2.mul_(-weight)
-            dq1, dq2 = (ungroup_queries(dq * softmax_scale, batch) for dq in (dq1, dq2))
-            dk1, dk2, dv = (ungroup_keys(x, batch) for x in (dk1, dk2, dv))
-        grads = zip((dq1, dk1, dq2, dk2, dv, dlambda), inputs, strict=True)
-        return (*(grad.to(x.dtype) for grad, x in grads), None, None)
+                    dk[heads, seen].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
+            if lambda_ is not None:
+                # The second map's scores weigh -lambda.
+                for x in (dqs[1], dks[1]):
+                    x.mul_(-lambda_.to(v_.dtype))
+            batch = v.shape[0]
+            gradients = [
+                ungroup_keys(dv, batch),
+                *(ungroup_queries(dq * softmax_scale, batch) for dq in dqs),
+                *(ungroup_keys(dk, batch) for dk in dks),
+            ]
+        cast = [grad.to(v.dtype) for grad in gradients]
+        return None, None, None if lambda_ is None else dlambda.to(lambda_.dtype), *cast
 
 
-class _BlockedSoftmaxAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: AttentionMask
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.softmax_scale, ctx.mask = softmax_scale, mask
-        with torch.autocast(q.device.type, enabled=False):
-            q_ = group_queries(q, k.shape[2]) * softmax_scale
-            k_, v_ = group_keys(k), group_keys(v)
-            out = v_.new_zeros(*q_.shape[:3], v_.shape[-1])
-            for heads, rows, keys in row_blocks(q_, mask):
-                weights = attention_map(q_[heads, :, rows], k_[heads, keys], mask, rows, keys)
-                product = weights @ v_[heads, keys]
-                out[heads, :, rows] = product.view_as(out[heads, :, rows])
-            return ungroup_queries(out, v.shape[0]).to(v.dtype)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
-        q, k, v = inputs
-        mask, softmax_scale = ctx.mask, ctx.softmax_scale
-        with torch.autocast(q.device.type, enabled=False):
-            batch, kv_heads = v.shape[0], v.shape[2]
-            q_ = group_queries(q, kv_heads) * softmax_scale
-            k_, v_ = group_keys(k), group_keys(v)
-            grad_out_ = group_queries(grad_out, kv_heads)
-            dq, dk, dv = (torch.zeros_like(x) for x in (q_, k_, v_))
-            for heads, rows, keys in row_blocks(q_, mask):
-                weights = attention_map(q_[heads, :, rows], k_[heads, keys], mask, rows, keys)
-                dout = grad_out_[heads, :, rows].flatten(1, 2)
-                dv[heads, keys].baddbmm_(weights.mT, dout)
-                dscores = _softmax_backward(weights, dout @ v_[heads, keys].mT)
-                product = dscores @ k_[heads, keys]
-                dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
-                dk[heads, keys].baddbmm_(dscores.mT, q_[heads, :, rows].flatten(1, 2))
-            dq = ungroup_queries(dq * softmax_scale, batch)
-            dk, dv = ungroup_keys(dk, batch), ungroup_keys(dv, batch)
-        return (*(g.to(x.dtype) for g, x in zip((dq, dk, dv), inputs, strict=True)), None, None)
+def _grouped(
+    queries_and_keys: Sequence[Tensor], v: Tensor, softmax_scale: float
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return scaled queries, keys and values as blocks take them."""
+    count = len(queries_and_keys) // 2
+    queries = [group_queries(q, v.shape[2]) * softmax_scale for q in queries_and_keys[:count]]
+    return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:

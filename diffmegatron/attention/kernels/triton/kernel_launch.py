@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..call import AttentionCall
 from ..costs import default_one_pass
 from ..maps import QKV
 from ..masks import AttentionMask
@@ -39,18 +40,13 @@ class Problem(NamedTuple):
         return self.target is Target.HOPPER
 
 
-def problem_of(
-    q: Tensor,
-    softmax_scale: float,
-    mask: AttentionMask,
-    one_pass: bool | None,
-    target: Target | None,
-) -> Problem:
-    """What is left open is chosen by the queries and where they are.
+def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
+    """Return what all kernels of a call share; None is chosen by the queries and their device.
 
     Raises:
         ValueError: more heads than a launch takes.
     """
+    q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise ValueError(
             f"queries of shape {list(q.shape)} have {q.shape[0] * q.shape[2]} heads in all; the "
@@ -62,7 +58,7 @@ def problem_of(
         # Elsewhere than on a GPU the kernels are interpreted, where blocks of any size fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
-    return Problem(softmax_scale, mask, one_pass, target)
+    return Problem(call.scale, call.mask, one_pass, target)
 
 
 def launch_forward(

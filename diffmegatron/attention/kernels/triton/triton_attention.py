@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import AttentionCall
 from ..first_order import first_order
-from ..headwise_norm import HeadwiseNorm
 from ..maps import QKV, WholeAttention, combine_maps, map_gradients
-from ..masks import AttentionMask
 from .block_sizes import Target
 from .kernel_launch import (
     LOG2_E,
@@ -28,77 +27,46 @@ from .kernel_launch import (
 )
 
 
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-    norm: HeadwiseNorm | None = None,
-    one_pass: bool | None = None,
-    target: Target | None = None,
+def attend(
+    call: AttentionCall, *, one_pass: bool | None = None, target: Target | None = None
 ) -> Tensor:
-    """Shapes as in `api.diff_attention`.
+    """Compute both maps in one kernel, or each in its own where signal heads share a noise head.
 
     Args:
-        norm: applied in the forward's epilogue, but after it where noise heads are shared.
+        call: its norm is applied in the forward's epilogue, but after it where noise heads are
+            shared.
         one_pass: backward with dQ added up in memory; `default_one_pass` by default.
         target: how to compile; `target_of` the tensors' device by default.
     """
-    problem = problem_of(q1, softmax_scale, mask, one_pass, target)
-    if q1.shape[2] != q2.shape[2]:
-        heads: Tensor = _SeparateMaps.apply(problem, lambda_, v, q1, q2, k1, k2)
-        return heads if norm is None else norm.apply_to(heads)
-    weight, eps, scale = norm or (None, 0.0, 1.0)
-    if norm is not None and weight is None:
-        weight = q1.new_ones(v.shape[-1], dtype=torch.float32)
+    problem = problem_of(call, one_pass, target)
+    queries, keys, v = call.maps
+    if len(queries) == 1 or queries[0].shape[2] != queries[1].shape[2]:
+        heads: Tensor = _SeparateMaps.apply(problem, call.lambda_, v, *queries, *keys)
+        return heads if call.norm is None else call.norm.apply_to(heads)
+    weight, eps, scale = call.norm or (None, 0.0, 1.0)
+    if call.norm is not None and weight is None:
+        weight = v.new_ones(v.shape[-1], dtype=torch.float32)
     elif weight is not None:
         weight = weight.contiguous()
-    out: Tensor = _BothMaps.apply(q1, k1, q2, k2, v, lambda_, weight, eps, scale, problem)
+    out: Tensor = _BothMaps.apply(*call.maps.arguments(), call.lambda_, weight, eps, scale, problem)
     return out
 
 
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-    one_pass: bool | None = None,
-    target: Target | None = None,
-) -> Tensor:
-    """As `diff_attention`, of one map: `[b, s, h, d]`, `[b, t, h_kv, d]` twice."""
-    problem = problem_of(q, softmax_scale, mask, one_pass, target)
-    out: Tensor = _SeparateMaps.apply(problem, None, v, q, k)
-    return out
+def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one map's part in `api.chunk_attention`, of values of any width.
 
-
-def attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> tuple[Tensor, Tensor]:
-    """One map's part in `api.chunk_attention`, of values of any width. Not differentiable."""
-    out, lse = _one_map(q, k, v, problem_of(q, softmax_scale, mask, None, None))
+    It is not differentiable.
+    """
+    out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
-def chunk_gradients(
-    grad: Tensor,
-    maps: QKV,
-    lambda_: Tensor | None,
-    whole: WholeAttention,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> QKV:
-    """As `api.chunk_gradients`."""
-    problem = problem_of(maps.queries[0], softmax_scale, mask, None, None)
+def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
+    """Return what `api.chunk_gradients` does."""
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
-    return _gradients(grad, maps, lambda_, lses, whole.deltas(grad, lambda_), problem)
+    deltas = whole.deltas(grad, call.lambda_)
+    problem = problem_of(call, None, None)
+    return _gradients(grad, call.maps, call.lambda_, lses, deltas, problem)
 
 
 class _BothMaps(torch.autograd.Function):

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import AttentionCall
 from ..first_order import first_order
-from ..masks import AttentionMask
-from .two_map_calls import Attend
+from .two_map_calls import two_calls
 
 # By torch's dtype, the frontend's name.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
@@ -85,7 +85,7 @@ class Documents(NamedTuple):
 
 @lru_cache
 def load_library() -> ModuleType:
-    """The frontend, once it was seen to have attention and to find a cuDNN library.
+    """Import the frontend, and check that it has attention and finds a cuDNN library.
 
     Raises:
         ValueError: it does not.
@@ -106,14 +106,13 @@ def load_library() -> ModuleType:
     return library
 
 
-def plain_attention(softmax_scale: float, mask: AttentionMask) -> Attend:
-    """A function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
-
-    Every batch row has the same documents.
-    """
+def attend(call: AttentionCall) -> Tensor:
+    """Attend with two maps by two calls with V whole, as FlashDiffAttn_1."""
+    mask = call.mask
     if mask.cu_seqlens is None:
-        return partial(_attend_aligned, softmax_scale, mask.causal)
-    return partial(_attend_documents, softmax_scale, mask.causal, mask.cu_seqlens)
+        return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
+    # Every batch row has the same documents.
+    return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..masks import AttentionMask
-from .two_map_calls import Attend
+from ..call import AttentionCall
+from .two_map_calls import Attend, four_calls, two_calls
 
 ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 
 
 def load_library(name: str) -> ModuleType:
-    """The library, once its functions were seen to take what we pass.
+    """Import the library, and check that its functions take what we pass.
 
     Raises:
         ValueError: the installed version does not.
@@ -37,20 +37,29 @@ def load_library(name: str) -> ModuleType:
     return library
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> Tensor:
-    """One call of FlashAttention 2: `[b, s, h, d]`, `[b, t, h_kv, d]` twice `-> [b, s, h, d]`."""
-    return plain_attention(load_library("flash_attn"), softmax_scale, mask)(q, k, v)
+def attend(call: AttentionCall) -> Tensor:
+    """Attend with one map by one call of FlashAttention 2."""
+    return plain_attention(load_library("flash_attn"), call)(*call.maps.arguments())
 
 
-def plain_attention(library: ModuleType, softmax_scale: float, mask: AttentionMask) -> Attend:
-    """A function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
+def attend_in_two_calls(call: AttentionCall) -> Tensor:
+    """Attend with V whole by flex_head_fa: FlashDiffAttn_1, the form the paper timed."""
+    return two_calls(plain_attention(load_library("flex_head_fa"), call), call)
+
+
+def attend_in_four_calls(call: AttentionCall) -> Tensor:
+    """Attend with V in halves by FlashAttention 2: FlashDiffAttn_2."""
+    return four_calls(plain_attention(load_library("flash_attn"), call), call)
+
+
+def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
+    """Return a function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
 
     Packed documents take the variable-length call; every batch row has the same ones.
     """
+    mask = call.mask
     options = {
-        "softmax_scale": softmax_scale,
+        "softmax_scale": call.scale,
         "causal": mask.causal,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

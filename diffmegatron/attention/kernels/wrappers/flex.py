@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..call import AttentionCall
 from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
@@ -18,41 +19,26 @@ BLOCK = 128
 MOST_COMPILATIONS = 64
 
 
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> Tensor:
-    """Shapes as in `api.diff_attention`."""
-    options = None
-    if q1.is_cuda:
-        target = target_of(q1.dtype, torch.cuda.get_device_capability(q1.device))
-        options = kernel_options(mask.query_length, q1.shape[3], q1.dtype, target)
-    return two_calls(_plain_attention(softmax_scale, mask, options), q1, k1, q2, k2, v, lambda_)
+def attend(call: AttentionCall) -> Tensor:
+    """Attend by one call in torch's own blocks with one map, by two calls with two."""
+    if call.lambda_ is None:
+        return _plain_attention(call, None)(*call.maps.arguments())
+    options, q = None, call.maps.queries[0]
+    if q.is_cuda:
+        target = target_of(q.dtype, torch.cuda.get_device_capability(q.device))
+        options = kernel_options(call.mask.query_length, q.shape[3], q.dtype, target)
+    return two_calls(_plain_attention(call, options), call)
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> Tensor:
-    """One call in torch's own blocks: `[b, s, h, d]`, `[b, t, h_kv, d]` twice."""
-    return _plain_attention(softmax_scale, mask, None)(q, k, v)
+def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Attend:
+    mask = call.mask
 
-
-def _plain_attention(
-    softmax_scale: float, mask: AttentionMask, options: dict[str, int] | None
-) -> Attend:
     def attend(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         start, stop = mask.key_intervals(q.device)
         out: Tensor = _flex_attention(q.device.type)(
             *(x.transpose(1, 2) for x in (q, k, values)),
             block_mask=block_mask(mask, q.device),
-            scale=softmax_scale,
+            scale=call.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             kernel_options=options,
         )

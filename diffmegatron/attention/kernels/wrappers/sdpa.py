@@ -1,9 +1,12 @@
 """torch's scaled_dot_product_attention under our masks: for the baseline, and in four calls."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..call import AttentionCall
 from ..maps import QKV, WholeAttention, map_gradients
 from ..masks import AttentionMask
 from .two_map_calls import four_calls
@@ -11,63 +14,38 @@ from .two_map_calls import four_calls
 aten = torch.ops.aten
 
 
-def diff_attention(
-    q1: Tensor,
-    k1: Tensor,
-    q2: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lambda_: Tensor,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> Tensor:
-    """Four calls; shapes as in `api.diff_attention`."""
-    hidden = _hidden(mask, q1.device)
-    return four_calls(
-        lambda q, k, half: _attend(q, k, half, softmax_scale, hidden, mask.causal),
-        q1, k1, q2, k2, v, lambda_,
-    )  # fmt: skip
+def attend(call: AttentionCall) -> Tensor:
+    """Attend by one call with one map, by four with two."""
+    hidden = _hidden(call.mask, call.maps.v.device)
+    attend_map = partial(_attend, softmax_scale=call.scale, hidden=hidden, causal=call.mask.causal)
+    if call.lambda_ is None:
+        return attend_map(*call.maps.arguments())
+    return four_calls(attend_map, call)
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> Tensor:
-    """One call: `[b, s, h, d]`, `[b, t, h_kv, d]` twice `-> [b, s, h, d]`."""
-    return _attend(q, k, v, softmax_scale, _hidden(mask, q.device), mask.causal)
+def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one map's part in `api.chunk_attention`, by torch's flash kernels.
 
-
-def attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: AttentionMask
-) -> tuple[Tensor, Tensor]:
-    """One map's part in `api.chunk_attention`, by torch's flash kernels; not differentiable.
-
-    V in pieces as wide as Q, under a mask of which `is_causal` says all.
+    It is not differentiable. V is in pieces as wide as Q, under no mask but `is_causal`.
     """
+    v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = q.transpose(1, 2), _per_query_head(k, q.shape[2])
     outs = []
     for values in _pieces(v, q.shape[1], q.shape[3]):
-        out, lse = _flash(q, k, values, mask.causal, softmax_scale)[:2]
+        out, lse = _flash(q, k, values, call.mask.causal, call.scale)[:2]
         outs.append(out)
     return torch.cat(outs, -1).transpose(1, 2).to(dtype), lse.transpose(1, 2).to(dtype)
 
 
-def chunk_gradients(
-    grad: Tensor,
-    maps: QKV,
-    lambda_: Tensor | None,
-    whole: WholeAttention,
-    *,
-    softmax_scale: float,
-    mask: AttentionMask,
-) -> QKV:
-    """As `api.chunk_gradients`, by torch's flash kernels.
+def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
+    """Return what `api.chunk_gradients` does, by torch's flash kernels.
 
     They take the output and the log-sum-exp that the weights come from: those of the whole, as in
     torch's own context parallelism. Each piece of V adds its own rowsum(dO * O) to dS, so that the
     pieces' gradients of q and k add up.
     """
+    maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
     grads = map_gradients(grad, lambda_, maps.queries[-1].shape[2])
     dqs, dks = [], []
@@ -83,7 +61,7 @@ def chunk_gradients(
         dvalues = []
         for values, piece_grad, piece_out in zip(*pieces, strict=True):
             *found, of_piece = _flash_gradients(
-                piece_grad, q, k, values, piece_out, row_lse, mask.causal, softmax_scale
+                piece_grad, q, k, values, piece_out, row_lse, call.mask.causal, call.scale
             )
             for total, part in zip((dq, dk), found, strict=True):
                 total += part

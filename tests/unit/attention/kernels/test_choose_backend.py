@@ -50,13 +50,12 @@ def test_every_order_names_backends_of_its_operation():
 
 @pytest.mark.parametrize("op", BACKENDS)
 def test_every_backend_has_the_functions_of_its_operation(op):
-    entry = {"differential": "diff_attention", "softmax": "softmax_attention"}
     for backend in BACKENDS[op].values():
         if backend.library not in (None, "triton"):
             continue
         if backend.library == "triton":
             pytest.importorskip("triton", reason="its module imports it")
-        needed = {entry.get(op, "subtract_noise")}
+        needed = {backend.entry}
         if op != "subtraction" and "chunks" not in backend.lacks:
             needed |= {"attention_with_lse", "chunk_gradients"}
         assert needed <= set(dir(backend.load()))
