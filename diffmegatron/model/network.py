@@ -13,13 +13,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
+from diffmegatron.attention.rotary import rotary_angles
 from diffmegatron.attention.self_attention import SelfAttention
 from diffmegatron.attention.variants.base import Parameter
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.rope_config import RopeScaling
 from diffmegatron.model.decoder import Decoder
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
-from diffmegatron.model.rope import rotary_angles
 
 
 class VirtualStage(LanguageModule):
