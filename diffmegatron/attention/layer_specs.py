@@ -48,14 +48,14 @@ def layer_spec(
     communication: ContextCommunication = "ring",
     lora: LoraConfig | None = None,
 ) -> ModuleSpec:
-    """The spec of one transformer layer: pre-norm, no biases, SwiGLU.
+    """Return the spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
     Args:
-        variant: of attention, with its sizes.
-        host: whose linear and norm classes.
+        variant: kind of attention, with its sizes.
+        host: library of the linear and norm classes.
         backend: the differential attention kernel, ``auto`` or a name that ``doctor`` lists.
-        communication: of context-parallel ranks, where there are any.
-        lora: of the projections; the host is local then.
+        communication: how context-parallel ranks communicate.
+        lora: LoRA of the projections, for the local host only.
     """
     attention = {"variant": variant, "backend": backend, "communication": communication}
     if host == "transformer_engine":
@@ -64,7 +64,7 @@ def layer_spec(
 
 
 def final_norm(host: Host) -> type:
-    """The class of the norm after the last layer."""
+    """Return the class of the norm after the last layer."""
     if host == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -88,7 +88,7 @@ def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> Modul
 
 
 def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """The projections of a layer by their names in it, with LoRA where it is wanted."""
+    """Return the classes of a layer's projections by name, with LoRA for its targets."""
     plain: dict[str, Linear] = {
         "linear_qkv": ColumnParallelLinear,
         "linear_proj": RowParallelLinear,
@@ -152,7 +152,7 @@ def _self_attention(
 
 
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
-    """Megatron-core's MLP of these projections, as a class.
+    """Return Megatron-core's MLP of these projections, as a class.
 
     A layer builds a class alike in every version. Of a spec 0.16 knows the module by name and 0.19
     warns of it.

@@ -1,8 +1,8 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-``peft`` replaces ``torch.nn.Linear``; these layers it does not know, nor what tensor-parallel ranks
-communicate between A and B. As in Hu et al., 2021 (arXiv 2106.09685), without dropout; A and B are
-sharded as Megatron shards W: B by rows with W's rows, A by columns with W's columns.
+``peft`` replaces ``torch.nn.Linear`` and supports neither these layers nor the communication
+between A and B. The term is that of Hu et al., 2021 (arXiv 2106.09685), without dropout. A and B
+are sharded as Megatron shards W: B by rows with W's rows, A by columns with W's columns.
 """
 
 import torch
@@ -41,7 +41,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """[s, b, in], or [s / tensor, b, in] under sequence parallelism, to [s, b, out / tensor].
+        """Project [s, b, in], or this rank's part of s of it, to [s, b, out / tensor].
 
         The ranks communicate A's output, which is ``rank`` wide.
         """
@@ -61,7 +61,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Megatron's own, with B sharded like the weight."""
+        """Return Megatron's own sharded state, with B sharded like the weight."""
         state = _sharded(
             self, {"weight": 0, "bias": 0, "lora_b": 0}, prefix, sharded_offsets, metadata
         )
@@ -83,7 +83,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[s, b, in / tensor] to [s, b, out], or to this rank's part of the sequence of it."""
+        """Project [s, b, in / tensor] to [s, b, out], or to this rank's part of s of it."""
         output, bias = super().forward(input_)
         low = linear(input_, self.lora_a)
         if self.sequence_parallel:
@@ -98,7 +98,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Megatron's own, with A sharded like the weight."""
+        """Return Megatron's own sharded state, with A sharded like the weight."""
         return _sharded(self, {"weight": 1, "lora_a": 1}, prefix, sharded_offsets, metadata)
 
 

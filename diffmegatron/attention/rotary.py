@@ -68,7 +68,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn channel i and i + d / 2 of each head by its position's angle, the same for both.
+    """Turn channels i and i + d / 2 of each head by the angle of its position.
 
     Args:
         query, key: [s, b, ..., d], floating point, of one dtype.
@@ -97,7 +97,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Heads [s, b, ..., d], cos [s, 1, 1, d], sin [s, 1, 1, d / 2]; direction is 1, or -1 back."""
+    """Turn heads [s, b, ..., d] by cos [s, 1, 1, d] and sin [s, 1, 1, d / 2]; -1 turns back."""
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))
     turned = heads * cos

@@ -1,8 +1,8 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-In place of Megatron's ``SelfAttention``, whose projections are sized for ordinary heads and whose
-core attention sees queries, keys and values only: a variant may need the hidden states, and heads
-that its output does not have. What Megatron's has beyond that, decoding among it, is not trained.
+It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads and whose
+core attention has queries, keys and values only: a variant may need the hidden states, and heads
+that its output does not have. Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -52,14 +52,14 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """The layer of a variant; its parameters beside the projections are declared by the variant.
+    """The self-attention of a variant, which declares the parameters beside the projections.
 
     Attributes:
-        variant: what is computed.
-        layer_number: global, from 1.
-        step: optimizer steps that the network's weights have behind them.
-        observer: called with what is attended to, if anybody sets it.
-        observed: numbers of the last forward pass, 0-dim, by name.
+        variant: kind of attention.
+        layer_number: number of the layer from 1, over all pipeline stages.
+        step: number of optimizer steps that produced the weights.
+        observer: function called with queries, keys and documents, or None.
+        observed: 0-dim numbers of the last forward pass, by name.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SelfAttention(MegatronModule):
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        """This rank's part of a declared parameter: arbitrary where the config initialises nothing.
+        """Return this rank's part of a declared parameter, with its initial values.
 
         Else drawn whole from torch's generator of the CPU, which Megatron seeds alike on all
         tensor-parallel ranks, so that copies are equal and shares belong together.
@@ -153,7 +153,7 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Megatron's calling convention; causal.
+        """Compute causal self-attention, called as Megatron calls its own.
 
         Args:
             hidden_states: [s, b, hidden], or under sequence parallelism this rank's part of s.
@@ -185,7 +185,7 @@ class SelfAttention(MegatronModule):
         return self.linear_proj(heads)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fused projection [s, b, channels] as q, k [s, b, groups, n, d], v [s, b, heads, d].
+        """Split [s, b, channels] into q, k [s, b, groups, n, d] and v [s, b, heads, d].
 
         Views of it, where a group has its heads of a kind side by side.
         """
@@ -199,13 +199,13 @@ class SelfAttention(MegatronModule):
         return query, key, value.flatten(2, 3)
 
     def share(self, count: int) -> range:
-        """Which of ``count`` things are this tensor-parallel rank's, shared out as the blocks."""
+        """Return the index range of ``count`` items owned by this tensor-parallel rank."""
         own = count // self.tp_group.size()
         first = self.tp_group.rank() * own
         return range(first, first + own)
 
     def parameter(self, name: str) -> Tensor:
-        """A declared parameter as this rank's heads use it: whole, or the rank's share of it.
+        """Return a declared parameter as this rank's heads use it: whole, or its shard.
 
         The gradient of a whole one is summed over the ranks by the ZeRO engine
         (:mod:`diffmegatron.optim.tensor_sums`). Under ZeRO 3 in bf16 the parameter is a rounded
@@ -218,7 +218,7 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """``hidden`` by a sharded matrix: [s, b, rows of this rank], of the whole sequence.
+        """Multiply with a sharded matrix: the whole sequence's [s, b, rows of this rank].
 
         The matrix has few rows. So the ranks communicate it and its products, which are hundreds of
         times smaller than the hidden states that a column-parallel layer would gather.
@@ -247,7 +247,7 @@ class SelfAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Megatron's own, which would take the sharded parameters for copies."""
+        """Return Megatron's sharded state, which alone would take sharded parameters for copies."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded = {n: getattr(self, n) for n, each in self._declared.items() if each.sharded}

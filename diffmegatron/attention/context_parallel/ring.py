@@ -33,7 +33,7 @@ class Ring:
 
     Attributes:
         group: context-parallel ranks.
-        backend: of a pair of chunks, as in `chunk_attention`.
+        backend: backend of a pair of chunks, as in `chunk_attention`.
         documents: boundaries of the sequence's documents, [documents + 1] integers, or None.
     """
 
@@ -156,7 +156,7 @@ def _meetings(
 def _merge(
     before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Every map's attention over the chunks met before and one more."""
+    """Merge one more chunk into every map's attention over the chunks met before."""
     return [
         merge_maps([out, new_out], [lse, new_lse])
         for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
@@ -166,7 +166,7 @@ def _merge(
 def _both_halves(
     merged: dict[int, list[tuple[Tensor, Tensor]]],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outs, log-sum-exps), each map's from both halves of this rank's rows."""
+    """Return each map's outputs and log-sum-exps, both halves of this rank's rows joined."""
     first, second = ([list(x) for x in zip(*merged[half], strict=True)] for half in (0, 1))
     outs, lses = (
         [torch.cat(halves, dim=1) for halves in zip(*two, strict=True)]
@@ -194,7 +194,7 @@ def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]
 
 
 class _TravellingGradient:
-    """The gradient of keys and values that go round; each rank adds its part and passes it on."""
+    """The gradient of the travelling keys and values, to which each rank adds its part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -203,14 +203,14 @@ class _TravellingGradient:
         self._pending: list[Work] = []
 
     def add_and_pass_on(self, part: Tensor) -> None:
-        """Add to what arrived with the keys and values just worked on."""
+        """Add a part to the gradient of the keys and values just worked on, and send it on."""
         total = part if self._arriving is None else part + self.arrived_home()
         self._sent = total
         self._arriving = torch.empty_like(total)
         self._pending = _pass_on(total, self._arriving, self._group)
 
     def arrived_home(self) -> Tensor:
-        """What the last rank passed on; after the last hop that is this rank's own gradient."""
+        """Wait for the gradient of the previous rank; after the last hop it is this rank's."""
         assert self._arriving is not None
         _wait(self._pending)
         return self._arriving

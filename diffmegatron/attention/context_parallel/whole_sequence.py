@@ -1,7 +1,7 @@
-"""Attention to the whole sequence, whichever ranks hold it: what the forward of a kind calls.
+"""Attention to the whole sequence: the functions that the forward of a kind calls.
 
 On one device these are the kernels' own functions. For context-parallel ranks, and for rows with
-documents, one function with the same arguments is around each.
+documents, each is wrapped in one function with the same arguments.
 """
 
 from collections.abc import Callable

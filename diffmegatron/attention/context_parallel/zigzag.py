@@ -1,4 +1,4 @@
-"""Which part of a sequence each context-parallel rank holds.
+"""The part of a sequence that each context-parallel rank holds.
 
 The sequence is cut into 2 P chunks, and rank r holds chunks r and 2 P - 1 - r: under a causal mask
 every rank then meets the same number of (query, key) pairs. Megatron-core shards its rotary
@@ -10,23 +10,23 @@ from torch import Tensor
 
 
 def rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Numbers of the two chunks of a rank, in the order in which it holds them."""
+    """Return the numbers of a rank's two chunks, in the order in which it holds them."""
     return rank, 2 * size - 1 - rank
 
 
 def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """A rank's part of a tensor along ``dim``, whose length must divide by 2 ``size``."""
+    """Return a rank's part of a tensor along ``dim``, whose length must divide by 2 ``size``."""
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for number in rank_chunks(rank, size)], dim)
 
 
 def to_sequence_order(by_rank: Tensor, size: int) -> Tensor:
-    """What all ranks hold, laid end to end along the first dimension, in the sequence's order."""
+    """Reorder the parts of all ranks, concatenated along the first dimension, to the sequence."""
     return _reordered(by_rank, _chunks_by_rank(size).argsort())
 
 
 def to_rank_order(whole: Tensor, size: int) -> Tensor:
-    """The inverse of :func:`to_sequence_order`."""
+    """Reorder a sequence to the parts of all ranks, the inverse of :func:`to_sequence_order`."""
     return _reordered(whole, _chunks_by_rank(size))
 
 

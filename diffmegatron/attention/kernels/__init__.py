@@ -1,4 +1,4 @@
-"""Differential attention behind a few functions, whatever computes it. Knows torch, no Megatron.
+"""Differential attention behind a few functions, with several backends; without Megatron.
 
-`api` holds what others call. Nothing is imported here, so that `registry` loads without torch.
+`api` has the public functions. Nothing is imported here, so that `registry` loads without torch.
 """

@@ -1,4 +1,4 @@
-"""Checks of what the public functions were given; every error names the argument and its shape."""
+"""Checks of the arguments of public functions; every error names the argument and its shape."""
 
 import math
 from numbers import Real
@@ -108,7 +108,7 @@ def check_tensors(**arguments: object) -> None:
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor of the scores, 1/sqrt(d) by default.
+    """Return the factor of the scores, 1/sqrt(d) by default.
 
     Raises:
         ValueError: it is not a finite number above 0: torch's kernels hide scores by -inf before
@@ -160,12 +160,12 @@ def _check_same_kind(**tensors: Tensor) -> None:
 
 
 def shape_of(x: Tensor) -> list[int]:
-    """As a message shows it."""
+    """Return the shape as messages print it."""
     return list(x.shape)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which attention inputs like `x` are computed: autocast's when it is on.
+    """Return the dtype in which attention inputs like `x` are computed: autocast's when it is on.
 
     As `scaled_dot_product_attention`, which autocast lowers too; float64 is left alone.
     """

@@ -1,4 +1,4 @@
-"""Which backend computes a call: the order of `auto`, and what keeps a backend from a call.
+"""The choice of a backend: the order of `auto`, and the reasons against a backend.
 
 Loads no torch; :mod:`.resolve_backend` adds what is installed on this machine.
 """
@@ -24,7 +24,7 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 
 
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
-    """What a layout asks of the attention kernel, in the words of `FEATURES`.
+    """Return the `FEATURES` that a layout needs of the attention kernel.
 
     Args:
         documents: whether attention stays within packed documents.
@@ -40,7 +40,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """The reason why backend `name` cannot compute this, in one clause, or None when it can."""
+    """Return why backend `name` cannot compute this, in one clause, or None when it can."""
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
@@ -65,12 +65,12 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels on CPU tensors: TRITON_INTERPRET=1 was set before its import."""
+    """Return whether Triton interprets kernels: TRITON_INTERPRET=1 was set before its import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
-    """(name, reason) of the backend that computes a call.
+    """Return the name of the backend that computes a call, and the reason.
 
     Args:
         backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can.

@@ -1,8 +1,8 @@
-"""What attention kernels cost, whatever the model around them: multiply-adds and saved bytes.
+"""Costs of attention kernels: multiply-adds and saved bytes.
 
-Loads no torch. Work is counted in multiply-adds per pair of a query and a visible key, of all
-heads, as (forward, backward); what is saved for the backward pass in bytes per query, beside q, k,
-v and the result.
+This module loads no torch. Work is counted in multiply-adds per pair of a query and a visible key,
+for all heads, as (forward, backward). Saved bytes are those per query for the backward pass, beside
+q, k, v and the result.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ FLOAT32 = 4
 
 
 class Sizes(NamedTuple):
-    """What the costs of one attention layer on one rank depend on.
+    """Sizes that determine the costs of one attention layer on one rank.
 
     Attributes:
         element: bytes of an element of q, k and v.
@@ -41,7 +41,7 @@ Saved = Callable[[Sizes], int]
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
-    """Whether the Triton backward takes the one-pass form: at d = 64, where it fits the registers.
+    """Return whether Triton's backward has one pass: at d = 64, where it fits the registers.
 
     It adds up dQ in an order that changes from run to run, so never when asked for determinism.
     """
@@ -49,7 +49,7 @@ def default_one_pass(head_dim: int, deterministic: bool) -> bool:
 
 
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
-    """`Backend.work` of the Triton kernels, of which the one-pass form computes a pair once."""
+    """Return the work of the Triton kernels, whose one-pass form computes a pair once."""
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
     if sizes.noise_heads:
@@ -58,12 +58,12 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
 
 
 def default_triton_work(sizes: Sizes) -> tuple[int, int]:
-    """In the form that is the default for d."""
+    """Return the work of the Triton kernels in the form that is the default for d."""
     return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, deterministic=False))
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
-    """Work from that per signal head and per noise head, each in units of d."""
+    """Return a function for work per signal head and per noise head, in units of d."""
 
     def work(sizes: Sizes) -> tuple[int, int]:
         def of_all_heads(signal: int, noise: int) -> int:
@@ -75,34 +75,34 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
 
 
 def nothing(_: Sizes) -> int:
-    """Only what the call was given."""
+    """Return 0: only the call's inputs are saved."""
     return 0
 
 
 def log_sum_exps(sizes: Sizes) -> int:
-    """A float32 for every row of every map."""
+    """Return the bytes of a float32 for every row of every map."""
     return FLOAT32 * (sizes.signal_heads + sizes.noise_heads)
 
 
 def _noise_outputs(sizes: Sizes) -> int:
-    """Elements of the second map's own output."""
+    """Return the number of elements of the second map's own output."""
     return 2 * sizes.head_dim * sizes.noise_heads
 
 
 def fused(sizes: Sizes) -> int:
-    """The second map's output; the first is the result and lambda times it."""
+    """Return the bytes of the second map's output; the first is the result plus lambda times it."""
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
 def two_calls(sizes: Sizes) -> int:
-    """Both outputs, and of the second what the gradient of lambda multiplies by: float32."""
+    """Return the bytes of both outputs, and of the second in float32 for lambda's gradient."""
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
     widened = FLOAT32 * _noise_outputs(sizes) if sizes.element < FLOAT32 else 0
     return outputs + widened + log_sum_exps(sizes)
 
 
 def four_calls(sizes: Sizes) -> int:
-    """As two calls, with every log-sum-exp twice, and a copy of V's halves that both maps share.
+    """Return the bytes of two calls, all log-sum-exps again, and a copy of V for both maps.
 
     The second output's halves are put together in a tensor of its own, even in float32.
     """
@@ -112,15 +112,15 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def own_output(sizes: Sizes) -> int:
-    """The output of one map, of which the result is a copy."""
+    """Return the bytes of the output of one map, of which the result is a copy."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def whole_maps(sizes: Sizes) -> int:
-    """Each softmax, the second once more without its empty rows, and what multiplies V."""
+    """Return the bytes of each softmax, once more without empty rows, and of V's factor."""
     return sizes.element * sizes.keys * 2 * (sizes.signal_heads + sizes.noise_heads)
 
 
 def ring_saved(sizes: Sizes) -> int:
-    """What a ring keeps, whatever computes its chunks; its result stays as well."""
+    """Return the bytes that a ring saves with any backend; its result is saved as well."""
     return fused(sizes)

@@ -1,4 +1,4 @@
-"""Like torch's ``once_differentiable``, for second derivatives towards the inputs as well."""
+"""A refusal of second derivatives, as torch's ``once_differentiable``, but also of the inputs'."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,7 +12,7 @@ Backward = Callable[..., Gradients]
 
 
 def first_order(backward: Backward) -> Backward:
-    """For the backward of an autograd Function that saves its inputs, under its staticmethod.
+    """Decorate the backward of an autograd Function that saves its inputs, under staticmethod.
 
     torch's `once_differentiable` hangs its error on the gradients alone, and only where the
     incoming gradient requires one: `autograd.grad` towards the inputs passes it by, and leaves out
@@ -34,7 +34,7 @@ def first_order(backward: Backward) -> Backward:
 
 
 class _Refusal(torch.autograd.Function):
-    """The first of the tensors as they are, as if computed from the others."""
+    """The identity of the first tensors, which autograd sees as computed from all others."""
 
     @staticmethod
     def forward(_: Any, count: int, *tensors: Tensor | None) -> Gradients:

@@ -33,7 +33,7 @@ class HeadwiseNorm(NamedTuple):
             )
 
     def apply_to(self, heads: Tensor) -> Tensor:
-        """The norm of `[b, s, h, 2d]` in fp32 arithmetic at least; keeps the dtype."""
+        """Return the norm of `[b, s, h, 2d]` in its dtype, computed in fp32 at least."""
         x = heads.to(torch.promote_types(heads.dtype, torch.float32))
         if self.weight is None:
             weight = torch.full(x.shape[-1:], self.scale, dtype=x.dtype, device=x.device)

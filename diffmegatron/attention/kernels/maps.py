@@ -42,7 +42,7 @@ class QKV(NamedTuple):
 
 
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
-    """`out1 - lambda out2` from each map's own output, or the one map's output.
+    """Return `out1 - lambda out2` from each map's own output, or the one map's output.
 
     Args:
         outs: `[b, s, h, e]` and `[b, s, h / r, e]`, or one of them; their dtype is computed in.
@@ -60,13 +60,13 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """What each map counts for in the output, 1 and -lambda, in the dtype of ``like``."""
+    """Return each map's factor in the output, 1 and -lambda, in the dtype of ``like``."""
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """The gradient of each map's own output from that of `combine_maps`, `[b, s, h, e]`.
+    """Return the gradients of each map's own output from `combine_maps`'s `[b, s, h, e]`.
 
     That of the second is fp32 at least.
     """
@@ -78,7 +78,7 @@ def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> lis
 
 
 def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
-    """`[b, s, h, ...]` as `[b, s, h / r, r, ...]`."""
+    """View `[b, s, h, ...]` as `[b, s, h / r, r, ...]`."""
     return x.unflatten(2, (noise_heads, -1))
 
 
@@ -96,13 +96,13 @@ class WholeAttention(NamedTuple):
     lses: tuple[Tensor, ...]
 
     def outs(self, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Each map's own output, in `out`'s dtype."""
+        """Return each map's own output, in `out`'s dtype."""
         if self.out2 is None or lambda_ is None:
             return (self.out,)
         return (combine_maps((self.out, self.out2), -lambda_), self.out2)
 
     def halves(self) -> tuple["WholeAttention", "WholeAttention"]:
-        """The first half of the rows, and the second."""
+        """Split into the first half of the rows and the second."""
         outs, lses = self.out.chunk(2, dim=1), [lse.chunk(2, dim=1) for lse in self.lses]
         outs2 = (None, None) if self.out2 is None else self.out2.chunk(2, dim=1)
         first, second = (
@@ -112,7 +112,7 @@ class WholeAttention(NamedTuple):
         return first, second
 
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """D of each map `[b, s, its heads]`, in the log-sum-exps' dtype.
+        """Return D of each map `[b, s, its heads]`, in the log-sum-exps' dtype.
 
         D1 is rowsum(grad * out1), and D2 the sum of rowsum(grad * out2) over the signal heads that
         share a noise head. The gradient of lambda is minus the sum of D2.
@@ -126,7 +126,7 @@ class WholeAttention(NamedTuple):
 
 
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """One map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over a union of key chunks.
+    """Return a map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over several key chunks.
 
     Args:
         outs: of each chunk, `[b, s, h, e]`.

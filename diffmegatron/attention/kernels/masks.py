@@ -1,4 +1,4 @@
-"""Which key each query row may attend to: causality, chunk offsets and document boundaries."""
+"""The keys that each query row may attend to: causality, chunk offsets, document boundaries."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class AttentionMask:
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """The smallest key interval [start, stop) that holds all keys visible to these rows.
+        """Return the smallest key interval [start, stop) with all keys visible to these rows.
 
         It is empty (start == stop) when none is visible.
         """
@@ -75,7 +75,7 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Number of leading keys of `key_range` that every one of these rows sees."""
+        """Return the number of leading keys of `key_range` that every one of these rows sees."""
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
             return 0
@@ -87,7 +87,7 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Boolean `[rows, keys]` tensor, True where a pair is not visible; None if all are."""
+        """Return boolean `[rows, keys]`, True where a pair is not visible; None if all are."""
         if not self.causal and self.cu_seqlens is None:
             return None
         query = torch.arange(*rows, device=device)[:, None] + self.query_offset
@@ -101,11 +101,11 @@ class AttentionMask:
         return hidden
 
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """First key and end of the keys that each query row sees: two int32 `[s]`."""
+        """Return the first key and the end of the keys of each query row: two int32 `[s]`."""
         return _key_intervals(self, device)
 
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """First query row and end of the rows that see each key: two int32 `[t]`."""
+        """Return the first query row and the end of the rows that see each key: two int32 `[t]`."""
         return _query_intervals(self, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor,
 def _clamped(
     start: Tensor, stop: Tensor, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The intervals within [0, length) as int32; an empty one has start == stop."""
+    """Return the intervals within [0, length) as int32; an empty one has start == stop."""
     start = start.clamp(0, length)
     stop = stop.clamp(0, length).maximum(start)
     return start.to(device, torch.int32), stop.to(device, torch.int32)

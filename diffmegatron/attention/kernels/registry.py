@@ -1,8 +1,8 @@
-"""Every backend of the kernels: what it takes and what it costs.
+"""The table of backends: the calls that each supports, and its costs.
 
-Loads no torch, so that recipes and plans read it before any library is there. To add a backend:
-write its module, describe it in `BACKENDS`, and name it in `choose_backend.AUTO_ORDER` where
-`auto` should take it.
+This module loads no torch, so that recipes and plans can read it. To add a backend, write its
+module, describe it in `BACKENDS`, and name it in `choose_backend.AUTO_ORDER` if `auto` should
+choose it.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ CHUNKS = frozenset({"chunks", "masked chunks"})
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on, beside the libraries at hand.
+    """Properties of a call that determine the choice of a backend, beside the installed libraries.
 
     Attributes:
         op: the operation.
@@ -59,21 +59,21 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """What one implementation of an operation takes and costs.
+    """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
         module: module of this package that holds the function `entry`, and `attention_with_lse` and
             `chunk_gradients` unless it lacks "chunks".
-        note: one clause on what it is, shown as the reason of a choice.
+        note: one clause that describes it, shown as the reason of a choice.
         work: multiply-adds per pair of a query and a visible key, of all heads: forward, backward.
         saved: bytes per query kept for the backward pass beside q, k, v and the result.
         keeps_result: whether its result is kept as well: before a headwise norm, the norm's input.
-        devices, dtypes, head_dims: what it takes; None means any.
+        devices, dtypes, head_dims: supported ones; None means any.
         library: name of the library it needs beside torch, or None.
         computes_hidden_pairs: whether it multiplies queries with the keys that a mask hides from
             them as well, of which `work` has nothing: causal attention then takes twice the work.
-        lacks: what it cannot do, out of `FEATURES`.
-        chunk_dtypes: what it takes chunk by chunk, by device type; elsewhere what it takes whole.
+        lacks: unsupported ones of `FEATURES`.
+        chunk_dtypes: supported dtypes chunk by chunk, by device type; elsewhere all of `dtypes`.
         fuses_norm: it applies the call's norm, in its epilogue unless signal heads share a noise
             head.
         is_interpretable: it runs in Triton's interpreter too, on any device, dtype and head_dim.
@@ -281,5 +281,5 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Those that attend to whole sequences only, and not to the chunks of a ring."""
+    """Return the backends that attend to whole sequences only, and not to chunks of a ring."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

@@ -1,4 +1,4 @@
-"""The backend that computes a call on this machine: `choose_backend` with what is installed."""
+"""The choice of a backend on this machine, with the libraries that are installed."""
 
 import logging
 from functools import cache
@@ -19,7 +19,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """The optional libraries that are installed, import, have what we call, and know this GPU."""
+    """Return the optional libraries that are installed, import, and run on this GPU."""
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
 
@@ -33,7 +33,7 @@ def _is_usable(library: str) -> bool:
 
 
 def _complaint(library: str) -> str | None:
-    """What keeps an installed library from being used, or None."""
+    """Return why an installed library cannot be used, or None."""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < LEAST_CAPABILITY:
@@ -58,13 +58,13 @@ def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the registry has it: "bfloat16"."""
+    """Return the name of a dtype in the registry, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def resolve_backend(backend: str, call: Call) -> Backend:
-    """The chosen backend; the choice and its reason are logged once.
+    """Return the chosen backend; the choice and its reason are logged once.
 
     Raises:
         ValueError: as `choose_backend.choose_backend`.
@@ -81,7 +81,7 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """(name, can run, note or the reason why not) of every backend, for `doctor` to print.
+    """Return (name, can run, note or the reason why not) of every backend, for `doctor`.
 
     Args:
         op: the operation.

@@ -1,4 +1,4 @@
-"""The attention variants by kind, and the way from a recipe's section to one."""
+"""The attention variants by kind, and how a recipe's section becomes one."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ VARIANTS: dict[str, type[Variant]] = {}
 
 
 def register(variant: type[Variant]) -> type[Variant]:
-    """Make a kind of attention known, under the default of its ``kind``; may decorate it.
+    """Register a kind of attention under the default of its ``kind``; may decorate it.
 
     Raises:
         ValueError: the kind is another class's already, or the class has a method of an earlier
@@ -55,7 +55,7 @@ def _readable() -> list[type[Variant]]:
 
 
 def read_variant(section: object) -> Variant:
-    """The variant of a recipe's section ``model.attention``.
+    """Return the variant of a recipe's section ``model.attention``.
 
     Raises:
         ValueError: it is no mapping or has no kind, or an unknown one.

@@ -1,10 +1,10 @@
-"""What an attention variant is: everything that the rest of the system asks about one.
+"""The base of all attention variants: the interface that the rest of the system uses.
 
-A variant is one class in one file of this package: a section of the recipe whose methods say what
-heads it has, which parameters beside the two projections, what it costs, how a layer computes it
-and what it is to Hugging Face. No other place of the system knows a kind of attention by name.
+A variant is one class in one file of this package: a section of the recipe with its heads, the
+parameters beside the two projections, costs, the forward of a layer, and the Hugging Face mapping.
+No other module depends on a kind of attention by name.
 
-These files are read with the recipe, before torch is loaded: what computes imports inside.
+These files are imported with the recipe, before torch: functions that compute import torch inside.
 """
 
 import math
@@ -63,11 +63,11 @@ class Parameter:
 
     Attributes:
         name: under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
-        shape: whole.
-        initial: standard deviation of its normal initial values; values that are not random; or
-            ``matrix``, as the recipe starts weight matrices.
-        role: whose weight decay it has, and where it is counted.
-        float32: kept, and computed with, in float32 whatever the run's precision.
+        shape: shape of the whole parameter.
+        initial: standard deviation of normal initial values; values that are not random; or
+            ``matrix``, for the recipe's initial values of weight matrices.
+        role: group that determines weight decay and where the parameter is counted.
+        float32: whether it is stored and used in float32 in every precision of a run.
         sharded: tensor-parallel ranks share its first axis as they share the blocks of heads;
             otherwise each holds it whole.
     """
@@ -101,7 +101,7 @@ class Kernels:
     keys: int
 
     def gathered(self, channels: int, copies: int) -> float:
-        """Keys and values, of ``channels`` each, of a whole sequence in place of this rank's.
+        """Return the bytes of a whole sequence's keys and values in place of this rank's.
 
         ``copies`` are of the keys' size: an all-gather's, of which the rank's own count already.
         """
@@ -141,7 +141,7 @@ class Variant(Section, ABC):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """A recipe's section with the content of the files that its keys may name.
+        """Return a recipe's section with the content of the files that its keys name.
 
         Args:
             section: as the recipe says it.
@@ -154,7 +154,7 @@ class Variant(Section, ABC):
         return section
 
     def sized(self, hidden_size: int) -> Self:
-        """With every size filled in.
+        """Return the section with every size filled in.
 
         Raises:
             ValueError: naming the key, its value and what would be right.
@@ -240,11 +240,11 @@ class Variant(Section, ABC):
         return
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
-        """The same kind with other sizes, as a rehearsal runs it."""
+        """Return the same kind with other sizes, for a rehearsal."""
         return self.model_copy(update=dict(sizes))
 
     def foundation(self) -> "Variant | None":
-        """What else a run of this kind may start from: the weights of another kind, or of none.
+        """Return the other kind whose weights a run may start from, or None.
 
         Parameters that it declares and the other does not start as they do in a new run.
         """
@@ -267,14 +267,14 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def baseline(self) -> "Variant":
-        """The Transformer of the pair: as wide, and with as many keys and values."""
+        """Return the Transformer to compare with: as wide, and with as many keys and values."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """What a layer has beside the two projections; by default nothing."""
+        """Return a layer's parameters beside the two projections; by default none."""
         return ()
 
     def own_products(self, hidden_size: int) -> float:
-        """Multiply-adds per token of its own matrices in a layer, the mean over the layers."""
+        """Return the multiply-adds per token of a layer's own matrices, averaged over layers."""
         own = self.parameters(hidden_size)
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
@@ -309,7 +309,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Bytes per token that a layer keeps for the backward pass, all heads together.
+        """Return the bytes per token that a layer keeps for the backward pass, all heads together.
 
         Returns:
             q, k, v and the input of the output projection; and what is kept from q, k and v on,
@@ -317,11 +317,11 @@ class Variant(Section, ABC):
         """
 
     def kv_cache_bytes(self, element: int) -> int:
-        """Bytes per token and layer that decoding keeps."""
+        """Return the bytes per token and layer of the key-value cache."""
         return 2 * self.heads.key_channels * element
 
     def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Queries and keys [s, b, ..., d] as rotary embeddings turn them; by default as given."""
+        """Return queries and keys [s, b, ..., d] normalised for rotation; by default as given."""
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
@@ -353,7 +353,7 @@ class Variant(Section, ABC):
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """lambda of a layer for the log, a 0-dim float32 tensor; None where it has none of its own.
+        """Return lambda of a layer for the log, a 0-dim float32 tensor, or None.
 
         One that depends on the token is given to :meth:`Layer.observe` in passing.
         """
@@ -361,7 +361,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def hugging_face(self, hidden_size: int) -> HuggingFace:
-        """The class that computes it there.
+        """Return the class of Hugging Face that computes the kind.
 
         Raises:
             UserError: there is none for these settings; naming the key and its value.
@@ -369,7 +369,7 @@ class Variant(Section, ABC):
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """The way back of :meth:`hugging_face`, from a configuration of its ``model_types``.
+        """Return the kind of a configuration, the inverse of :meth:`hugging_face`.
 
         Raises:
             ValidationError: a value that the section cannot have.
@@ -377,7 +377,7 @@ class Variant(Section, ABC):
         raise NotImplementedError
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """What multiplies the values in a layer of :meth:`hugging_face`'s class; by default maps.
+        """Return the maps that multiply the values in a layer of :meth:`hugging_face`'s class.
 
         Args:
             attention: the layer's module of attention.
@@ -400,7 +400,7 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        """The lines of the weight table of a layer's attention, by its name on either side."""
+        """Return the rules that map the weights of a layer's attention to Hugging Face and back."""
 
     @property
     def inherited_export(self) -> str | None:
@@ -435,7 +435,7 @@ class Variant(Section, ABC):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:
-        """:meth:`weight_rules` of one layer at one step, which for most kinds is any.
+        """Return :meth:`weight_rules` of one layer at one step; most kinds have one for all.
 
         Args:
             ours, theirs: the attention's name on either side.
@@ -446,7 +446,7 @@ class Variant(Section, ABC):
         return self.weight_rules(ours, theirs, hidden_size)
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """What should make the author of a recipe think twice, one sentence each.
+        """Yield warnings about doubtful settings, one sentence each.
 
         Args:
             hidden_size: of the network.

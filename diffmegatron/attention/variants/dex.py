@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
+from typing_extensions import override
 
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
@@ -59,7 +60,7 @@ class SelectedOn(Section):
 
 
 class HeadsFile(Section):
-    """What ``diffmegatron dex select`` writes: heads by layer, and how they were found."""
+    """The file of ``diffmegatron dex select``: heads by layer, and how they were found."""
 
     model: SelectedOn
     method: Literal["entropy", "gradient"]
@@ -69,13 +70,13 @@ class HeadsFile(Section):
 
 @dataclass(frozen=True)
 class Unselected:
-    """Instead of heads: the file that will have them is not written yet. No YAML says it."""
+    """A placeholder for heads whose file is not written yet; it has no form in YAML."""
 
     file: str
 
 
 def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
-    """Of a union pydantic would name both members in the sentence on a wrong head."""
+    """Return a schema that checks heads; a plain union would list both types in the error."""
 
     def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
         return value if isinstance(value, Unselected) else check_heads(value)
@@ -87,7 +88,7 @@ SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), 
 
 
 class ProjectionInit(Section):
-    """How W_D starts; the paper does not say. ``scale``: standard deviation, or of the identity."""
+    """Initial values of W_D, which the paper does not state; ``scale`` of normal or identity."""
 
     kind: Literal["zero", "normal", "identity"] = "zero"
     scale: float | None = Field(default=None, gt=0)
@@ -139,7 +140,7 @@ class Dex(Softmax):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """With the heads of the file that ``selected_heads`` names, and what they were found on."""
+        """Return the section with the heads of the file ``selected_heads``, and their model."""
         path = section.get("selected_heads")
         if not isinstance(path, str):
             return section
@@ -150,8 +151,8 @@ class Dex(Softmax):
         file = _read_heads(Path(path)).model_dump(mode="json")
         return {**section, "selected_heads": file["heads"], "selected_on": file["model"]}
 
+    @override
     def check(self) -> None:
-        """As :class:`Variant` says."""
         super().check()
         made = self.selected_on
         if made is not None and made.num_heads != self.num_heads:
@@ -175,8 +176,8 @@ class Dex(Softmax):
                     f" give numbers from 0 to {self.num_heads - 1}, rising, each once"
                 )
 
+    @override
     def check_layers(self, num_layers: int) -> None:
-        """As :class:`Variant` says."""
         if isinstance(self.selected_heads, Unselected):
             return
         if len(self.selected_heads) != num_layers:
@@ -186,18 +187,18 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """With the first of the heads selected."""
+        """Return other sizes with the first heads of every layer selected."""
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
 
     def baseline(self) -> Softmax:
-        """The same without the term."""
+        """Return the same kind without the term."""
         shared = {name: getattr(self, name) for name in Softmax.model_fields if name != "kind"}
         return Softmax.model_construct(**shared)
 
     def foundation(self) -> Variant:
-        """The pretrained Transformer: W_D and lambda_learn start new on its weights."""
+        """Return the pretrained Transformer: W_D and lambda_learn start new on its weights."""
         return self.baseline()
 
     @property
@@ -206,7 +207,7 @@ class Dex(Softmax):
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """W_D, which multiplies a head's output as a row, and lambda_learn, whole on every rank."""
+        """Return W_D, which multiplies a head's output as a row, and lambda_learn, both whole."""
         square = (self.head_dim, self.head_dim)
         return (
             *super().parameters(hidden_size),
@@ -226,7 +227,7 @@ class Dex(Softmax):
         )
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """The selected heads of a layer, by its global number, from 1.
+        """Return the selected heads of a layer, by its global number, from 1.
 
         Raises:
             UserError: the file that will have them is not written yet.
@@ -242,11 +243,11 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """O W_D of the selected heads."""
+        """Return the multiply-adds of O W_D of the selected heads."""
         return self._selected_per_layer * self.head_dim**2
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Softmax's, the selected heads' outputs together, and all heads' with the term.
+        """Return softmax's bytes, the selected heads' outputs, and all heads' with the term.
 
         Without it the output projection reads what the kernel, or the norm, keeps anyway.
         """
@@ -286,7 +287,7 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Lengths of the runs of this rank's heads, others and selected in turn, others first."""
+        """Return the lengths of runs of this rank's heads: others, selected, others, ..."""
         selected = {*self._selected(layer.layer_number)}
         runs = groupby(head in selected for head in layer.share(self.num_heads))
         lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
@@ -295,7 +296,7 @@ class Dex(Softmax):
         return [*before, *(length for _, length in lengths), *after]
 
     def current_lambda(self, layer: Layer) -> "Tensor":
-        """lambda of a layer at its step, a 0-dim float32 tensor."""
+        """Return lambda of a layer at its step, a 0-dim float32 tensor."""
         learned = layer.parameter(LAMBDA_LEARN)[0]
         return self._lambda(layer.layer_number, layer.step, learned)
 
@@ -309,7 +310,7 @@ class Dex(Softmax):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Softmax's with the term folded into W_O, computed in float64.
+        """Return softmax's rules with the term folded into W_O, computed in float64.
 
         ``linear_proj.weight`` [hidden, heads * d] is W_O transposed: the columns of a selected head
         are multiplied from the right by (I - lambda W_D) transposed. The way back leaves W_O as it
@@ -362,7 +363,7 @@ def _not_selected(path: str) -> UserError:
 
 
 def _read_heads(path: Path) -> HeadsFile:
-    """A file of ``dex select``.
+    """Read a file of ``dex select``.
 
     Raises:
         UserError: it cannot be read, or is not such a file.

@@ -12,6 +12,8 @@ r = 1 is the authors' form; more is Motif-3's arrangement, its latent attention 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from typing_extensions import override
+
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
     FLOAT32,
@@ -61,22 +63,22 @@ class DiffV2(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, signal)
 
     def baseline(self) -> Softmax:
-        """h heads and h_kv key-value heads of the same d."""
+        """Return the Transformer of h heads and h_kv key-value heads of the same d."""
         return Softmax(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """W_lambda, a row per signal head."""
+        """Return W_lambda, with a row per signal head."""
         shape = (self.num_heads, hidden_size)
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
     def products(self) -> int:
-        """As :class:`Variant` says: those of ordinary attention with all the heads."""
+        """Return the multiply-adds of ordinary attention with all the heads."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """As :class:`Variant` says: ordinary attention's, its output once more as what is left.
+        """Return the bytes of ordinary attention, and of its output before the subtraction.
 
         The values are a view of the fused projection, all of which stays beside rotated q and k.
         """
@@ -87,7 +89,7 @@ class DiffV2(Variant):
         return projected, core + kernels.gathered(keys, copies=2)
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
-        """lambda [s, b, signal heads of this rank], float32 at least."""
+        """Return lambda = sigmoid(x W_lambda), [s, b, heads of this rank], float32 at least."""
         import torch
 
         logits = layer.project("lambda_proj", hidden)
@@ -117,7 +119,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Our own class, which the export brings along."""
+        """Return our own class, which the export carries."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",
@@ -131,8 +133,9 @@ class DiffV2(Variant):
         )
 
     @classmethod
+    @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """As :class:`Variant` says; its heads are those of signal and noise."""
+        # Its heads are those of signal and noise.
         ratio = config["signal_per_noise"]
         return cls(
             num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,
@@ -141,23 +144,26 @@ class DiffV2(Variant):
             head_dim=config["head_dim"],
         )
 
+    @override
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """As :class:`Variant` says: a group is r signal heads and then their noise head."""
+        # A group is r signal heads and then their noise head.
         groups = maps.unflatten(0, (-1, self.ratio + 1))
         signal, noise = groups.split((self.ratio, 1), dim=1)
         lambda_ = attention.lambda_proj(hidden).float().sigmoid().T.unflatten(0, (-1, self.ratio))
         return (signal - lambda_.unsqueeze(-1) * noise).flatten(0, 1)
 
     @property
+    @override
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """As :class:`Variant` says: a group is r signal heads and then their noise head."""
+        # A group is r signal heads and then their noise head.
         r = self.ratio
         return tuple(
             (n // r * (r + 1) + n % r, n // r * (r + 1) + r) for n in range(self.num_heads)
         )
 
+    @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """As :class:`Variant` says; the heads keep their order."""
+        # The heads keep their order.
         shape = (self.num_heads, hidden_size)
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size),

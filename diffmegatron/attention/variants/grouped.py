@@ -42,7 +42,7 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Our own class, which the export brings along."""
+        """Return our own class, which the export carries."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -59,8 +59,9 @@ class Grouped(DiffV1):
         )
 
     @classmethod
+    @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """As :class:`Variant` says; its heads are those of signal and noise."""
+        # Its heads are those of signal and noise.
         ratio, initial = config["signal_per_noise"], config["lambda_init"]
         policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
         return cls(
@@ -74,7 +75,7 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """All signal heads before all noise heads, keys likewise; a head's value of 2d whole."""
+        """Return rules with all signal heads and keys first; a head's value of 2d stays whole."""
         vectors = [
             hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
             for name in LAMBDA_VECTORS

@@ -1,4 +1,4 @@
-"""How a variant's weights lie on either side of an export, and which class reads them there."""
+"""The weights of a variant on both sides of an export, and the class that reads them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ class WeightRule(NamedTuple):
     """A line of the table between our weights and Hugging Face's.
 
     Attributes:
-        ours: whole shapes by name.
-        theirs: likewise.
-        to_hf: our tensors, in order, as theirs.
-        from_hf: the way back.
-        keep_fp32: rounding to bf16 would change what the model computes.
+        ours: whole shapes of our weights by name.
+        theirs: shapes of Hugging Face's weights by name.
+        to_hf: function from our tensors, in order, to theirs.
+        from_hf: its inverse.
+        keep_fp32: whether rounding to bf16 would change the model's outputs.
     """
 
     ours: Shapes
@@ -41,7 +41,7 @@ class HuggingFace:
     """The class of Hugging Face that computes a variant.
 
     Attributes:
-        model_type: of its configuration.
+        model_type: model type of its configuration.
         architecture: name of the class.
         config: keys of the configuration that the variant decides.
         fixed: keys of a new configuration beside them, which the classes in ``also`` do without.
@@ -58,14 +58,14 @@ class HuggingFace:
 
 
 def same(ours: str, theirs: str, shape: tuple[int, ...], *, keep_fp32: bool = False) -> WeightRule:
-    """A weight that is the same on both sides."""
+    """Return the rule of a weight that is the same on both sides."""
     return WeightRule({ours: shape}, {theirs: shape}, _unchanged, _unchanged, keep_fp32)
 
 
 def qkv(
     ours: str, theirs: str, heads: "Heads", hidden_size: int, *, paired_values: bool = False
 ) -> WeightRule:
-    """``linear_qkv`` as three projections: each row of a block's, of all blocks, then the next.
+    """Return the rule of ``linear_qkv`` as three projections, ordered by rows, then blocks.
 
     With ``paired_values`` a block's values stay side by side instead.
     """
@@ -116,7 +116,7 @@ def qkv(
 
 
 def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
-    """The bias of ``linear_qkv`` as those of three projections, in the order of their rows."""
+    """Return the rule of the bias of ``linear_qkv`` as those of three projections."""
     rows = qkv(ours, theirs, heads, 1)
 
     def split(fused: "Tensor") -> tuple["Tensor", ...]:
@@ -133,7 +133,7 @@ def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
 
 
 def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRule:
-    """The output projection, as it is."""
+    """Return the rule of the output projection, which is the same on both sides."""
     shape = (hidden_size, heads.output_channels)
     return same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", shape)
 

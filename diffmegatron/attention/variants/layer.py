@@ -1,4 +1,4 @@
-"""What a variant is given to compute with: its layer, and attention to the whole sequence."""
+"""The arguments of a variant's forward: its layer, and attention to the whole sequence."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """What a variant sees of the layer that computes it (attention/self_attention.py)."""
+    """The members of a layer that a variant may use (attention/self_attention.py)."""
 
     layer_number: int
     norm_eps: float
@@ -17,13 +17,13 @@ class Layer(Protocol):
     step: int
 
     def share(self, count: int) -> range:
-        """Which of ``count`` things are this tensor-parallel rank's, shared out as the blocks."""
+        """Return the index range of ``count`` items owned by this tensor-parallel rank."""
 
     def parameter(self, name: str) -> "Tensor":
-        """A declared parameter as this rank's heads use it: whole, or the rank's share of it."""
+        """Return a declared parameter as this rank's heads use it: whole, or its shard."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """``hidden`` by a sharded matrix: the whole sequence's [s, b, rows of this rank]."""
+        """Multiply with a sharded matrix: the whole sequence's [s, b, rows of this rank]."""
 
     def observe(self, name: str, value: "Tensor") -> None:
         """Keep a number of this forward pass for the log: its mean is taken over this rank."""
@@ -38,7 +38,7 @@ class Context(Protocol):
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
-        """softmax(Q K^T / sqrt(d)) V of every query head: `[b, s, heads, d]`."""
+        """Return softmax(Q K^T / sqrt(d)) V of every query head: `[b, s, heads, d]`."""
 
     def diff_attention(
         self,
@@ -52,4 +52,4 @@ class Context(Protocol):
         lambda_: "Tensor",
         norm: "HeadwiseNorm | None" = None,
     ) -> "Tensor":
-        """(softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V: `[b, s, h, 2d]`."""
+        """Return (softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V, scaled: `[b, s, h, 2d]`."""

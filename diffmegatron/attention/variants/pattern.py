@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import SerializationInfo, SerializeAsAny, model_serializer
+from typing_extensions import override
 
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
@@ -115,15 +116,15 @@ class Pattern(Variant):
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
-        """Each entry's keys behind its layers."""
+        """Return the keys of all entries, prefixed with their layers."""
         return {
             f"[{layers or 'the rest'}].{key}": value
             for each, layers in zip(self.kinds, self.layers, strict=True)
             for key, value in each.model_dump().items()
         }
 
+    @override
     def by_kind(self, num_layers: int) -> tuple[tuple[Variant, Layers], ...]:
-        """As :class:`Variant` says."""
         named = [None if each is None else _ranges(each) for each in self.layers]
         rest = tuple(_between([r for ranges in named if ranges for r in ranges], num_layers))
         return tuple(
@@ -132,7 +133,7 @@ class Pattern(Variant):
         )
 
     def sized(self, hidden_size: int) -> Self:
-        """Every kind's sizes, and those that the layout must divide: what all kinds share."""
+        """Return every kind sized, with the common divisors that a layout must divide."""
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
         if len(widths) > 1:
@@ -178,7 +179,7 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Layers of every kind in turn, as many as there are."""
+        """Return layers of every kind in turn, as many as fit."""
         kinds = [each.resized(num_layers, sizes) for each in self.kinds]
         if num_layers < len(kinds):
             return kinds[-1]
@@ -192,19 +193,19 @@ class Pattern(Variant):
         return self.kinds[0].heads
 
     def baseline(self) -> Variant:
-        """The Transformers of all kinds; one Transformer where they are the same."""
+        """Return the Transformers of all kinds, or one where they are the same."""
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):
             return baselines[0]
         return self.model_copy(update={"kinds": baselines})
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Those of every kind, once."""
+        """Yield the warnings of every kind, once each."""
         sentences = [s for each in self.kinds for s in each.warnings(hidden_size, parameters, lr)]
         return iter(dict.fromkeys(sentences))
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Our own class, which the export brings along.
+        """Return our own class, which the export carries.
 
         Raises:
             UserError: the class cannot compute a kind.
@@ -229,8 +230,8 @@ class Pattern(Variant):
         )
 
     @classmethod
+    @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """As :class:`Variant` says."""
         from diffmegatron.attention.variants import of_model_type
 
         kinds = []
@@ -243,7 +244,7 @@ class Pattern(Variant):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Those of the layer's kind, as the class has it."""
+        """Return the rules of the layer's kind in the exported class."""
         kind = self.of_layer(layer - 1).beside_others
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 
@@ -254,18 +255,19 @@ class Pattern(Variant):
         rest = (kind for kind, text in entries if text is None)
         return next(named, None) or next(rest)
 
+    @override
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
+    @override
     def products(self) -> int:
-        """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
+    @override
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
+    @override
     def forward(
         self,
         layer: Layer,
@@ -275,11 +277,10 @@ class Pattern(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
+    @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """No layer's: ask :meth:`by_kind`."""
         self._of_a_layer()
 
     def _of_a_layer(self) -> NoReturn:
@@ -299,7 +300,7 @@ def _layers_as_text(given: object) -> str | None:
 
 
 def _ranges(text: str) -> tuple[range, ...]:
-    """Numbers from 1 as ranges from 0."""
+    """Return the ranges from 0 of a text with numbers from 1."""
     ranges = []
     for each in text.split(","):
         first, _, last = each.strip().partition("-")
@@ -308,7 +309,7 @@ def _ranges(text: str) -> tuple[range, ...]:
 
 
 def _between(taken: Sequence[range], num_layers: int) -> Iterator[range]:
-    """What some ranges leave of all layers."""
+    """Yield the ranges of layers between some taken ones."""
     free = 0
     for each in sorted(taken, key=lambda each: each.start):
         if each.start > free:

@@ -11,14 +11,14 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer, as the rows of ``linear_qkv`` hold them.
 
-    A block is a key-value head of the variant with all queries that meet it: what a rank of tensor
-    parallelism or of Ulysses holds whole, so that a contiguous share of the heads is whole blocks.
+    A block is a key-value head of the variant with all queries that attend to it. Ranks of tensor
+    parallelism and of Ulysses hold whole blocks: a contiguous share of the heads is some blocks.
 
     Attributes:
         head_dim: d, channels of a query, of a key and of one head of the values.
-        blocks: how many there are.
-        rows: what a block's rows are, in order: heads of ``head_dim`` by what they are.
-        outputs: how wide a block's output is, in heads of ``head_dim``.
+        blocks: number of blocks.
+        rows: kinds and numbers of the heads of ``head_dim`` in a block's rows, in order.
+        outputs: width of a block's output, in heads of ``head_dim``.
     """
 
     head_dim: int
@@ -27,15 +27,15 @@ class Heads:
     outputs: int
 
     def per_block(self, kind: str) -> int:
-        """Heads of a kind in a block."""
+        """Return the number of heads of a kind in a block."""
         return sum(count for each, count in self.rows if each == kind)
 
     def channels(self, kind: str) -> int:
-        """Channels of a kind of all blocks, as many as it has rows in ``linear_qkv``."""
+        """Return the channels of a kind in all blocks, which are its rows in ``linear_qkv``."""
         return self.blocks * self.per_block(kind) * self.head_dim
 
     def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
-        """The query heads that meet each key head, of a share of the blocks with ``keys`` of them.
+        """Yield the query heads of each key head, for a share of the blocks with ``keys`` keys.
 
         Within a block, the queries of a row meet the key that follows them.
         """

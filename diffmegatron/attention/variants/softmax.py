@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from typing_extensions import override
+
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
     FLOAT32,
@@ -54,11 +56,11 @@ class Softmax(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
 
     def baseline(self) -> "Softmax":
-        """Itself."""
+        """Return the kind itself."""
         return self
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """The bias and the norms' weights, where there are any."""
+        """Return the bias and the norms' weights, if configured."""
         d, own = (self.head_dim,), []
         if self.qkv_bias:
             channels = (self.heads.qkv_channels,)
@@ -70,7 +72,7 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """As :class:`Variant` says: scores and values, of d each per head."""
+        """Return the multiply-adds of scores and values, of d each per head."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
@@ -91,7 +93,7 @@ class Softmax(Variant):
         return projected, core
 
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
-        """One float32 per query and key, which are views of the fused projection.
+        """Return the bytes of a float32 per query and key, which are views of the projection.
 
         Unfused also float32 of the normalised ones, and in bf16 of the input.
         """
@@ -103,7 +105,7 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """The norm's float32 input and one float32 per head; on a CPU the normalised input as well.
+        """Return the bytes of the norm's float32 input and statistics; on a CPU of its output too.
 
         The kernel keeps its own output, which in float32 is that input, so that the output
         projection's becomes another tensor.
@@ -113,8 +115,8 @@ class Softmax(Variant):
         normalised = FLOAT32 * channels if kernels.device == "cpu" else 0
         return copy + kernels.element * channels + FLOAT32 * self.num_heads + normalised
 
+    @override
     def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
-        """As :class:`Variant` says."""
         if not self.qk_norm:
             return query, key
         from torch.nn.functional import rms_norm
@@ -149,7 +151,7 @@ class Softmax(Variant):
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """The class that has what this has: Qwen3, SeedOss, Mistral, or Llama.
+        """Return the class that computes these settings: Qwen3, SeedOss, Mistral, or Llama.
 
         Qwen2 has biases as SeedOss does, but transformers 5 builds a tokenizer of Qwen's beside it
         whatever the folder holds, which gives other ids; and its heads fill the hidden size.
@@ -189,8 +191,9 @@ class Softmax(Variant):
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))
 
     @classmethod
+    @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """As :class:`Variant` says; without ``head_dim`` the heads fill the hidden size."""
+        # Without ``head_dim`` the heads fill the hidden size.
         return cls(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
@@ -199,8 +202,8 @@ class Softmax(Variant):
             qk_norm=config["model_type"] == "qwen3",
         )
 
+    @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """As :class:`Variant` says."""
         rules = [hf.qkv(ours, theirs, self.heads, hidden_size)]
         if self.qkv_bias:
             rules.append(hf.qkv_bias(ours, theirs, self.heads))

@@ -199,6 +199,6 @@ def _grouped(
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    """dS = P * (dP - rowsum(P * dP)), by the kernel of torch's own softmax."""
+    """Compute dS = P * (dP - rowsum(P * dP)) by the kernel of torch's own softmax."""
     dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     return dscores

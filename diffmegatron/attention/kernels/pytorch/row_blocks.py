@@ -1,6 +1,6 @@
-"""What the row-blocked backends share: the walk over blocks, one block's map, and the layouts.
+"""Iteration over blocks of query rows, the map of one block, and the layouts.
 
-Queries are worked on as `[b * h_kv, repeats, s, d]` (repeats = h / h_kv query heads of one kv head)
+Queries are computed as `[b * h_kv, repeats, s, d]` (repeats = h / h_kv query heads of one kv head)
 and keys as `[b * h_kv, t, d]`, contiguous, in fp32 (fp64 for fp64 inputs).
 """
 
@@ -20,7 +20,7 @@ ELEMENTS_PER_CORE = 2**17
 
 
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
-    """(heads, query rows, keys they see) of each block; blocks that see no key are left out.
+    """Yield (heads, query rows, visible keys) of each block with visible keys.
 
     On CPU a block is one kv head per thread, so that each core's share stays in its cache, or as
     many more as fit there when the keys are few: a small block takes longer to call than to
@@ -46,7 +46,7 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
 
 
 def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
-    """q k^T with hidden pairs at -inf, throughout in a row that sees no key.
+    """Return q k^T with hidden pairs at -inf, which is all of a row that sees no key.
 
     `[heads, repeats, rows, d], [heads, keys, d] -> [heads, repeats * rows, keys]`.
     """
@@ -62,7 +62,7 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Boolean `[repeats * rows, 1]`, True in rows that see no key; None when every row sees one.
+    """Return boolean `[repeats * rows, 1]`, True in rows that see no key; None if all see one.
 
     `like` is the block's queries `[heads, repeats, rows, d]`.
     """
@@ -75,40 +75,40 @@ def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) ->
 
 
 def attention_map(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
-    """softmax(q k^T) of one block; zeros in a row that sees no key. Shapes as `block_scores`."""
+    """Return softmax(q k^T) of one block, zeros in a row that sees no key, as `block_scores`."""
     weights = block_scores(q, k, mask, rows, keys).softmax(-1)
     empty = sees_nothing(mask, rows, keys, q)
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
 def group_queries(x: Tensor, kv_heads: int) -> Tensor:
-    """`[b, s, h, e] -> [b * h_kv, repeats, s, e]`."""
+    """Rearrange `[b, s, h, e] -> [b * h_kv, repeats, s, e]`."""
     grouped = x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     return grouped.to(_compute_dtype(x.dtype)).contiguous()
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
-    """Inverse of `group_queries`, but for the dtype."""
+    """Invert `group_queries`, but for the dtype."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def group_keys(x: Tensor) -> Tensor:
-    """`[b, t, h_kv, e] -> [b * h_kv, t, e]`."""
+    """Rearrange `[b, t, h_kv, e] -> [b * h_kv, t, e]`."""
     return x.transpose(1, 2).flatten(0, 1).to(_compute_dtype(x.dtype)).contiguous()
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
-    """Inverse of `group_keys`, but for the dtype."""
+    """Invert `group_keys`, but for the dtype."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
 def by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """`[heads, noise heads * repeats * rows, keys]` in five dimensions: a view."""
+    """View `[heads, noise heads * repeats * rows, keys]` in five dimensions."""
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """`[heads, noise heads * repeats * rows, keys] -> [heads, noise heads * rows, keys]`."""
+    """Sum `[heads, noise heads * repeats * rows, keys] -> [heads, noise heads * rows, keys]`."""
     return x if repeats == 1 else by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """As `api.subtract_noise`. Can be differentiated twice."""
+    """Compute `api.subtract_noise`, which can be differentiated twice."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
 
 class _SubtractNoise(torch.autograd.Function):
-    """Keeps what it was given; autograd would keep a wider copy of it beside."""
+    """A subtraction that saves its inputs only; autograd would also save a wider copy."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Signal `[b, s, groups, r, d]`, noise `[b, s, groups, 1, d]`, lambda `[b, s, groups, r, 1]`.
+    """Return signal `[b, s, groups, r, d]`, noise with r = 1, lambda `[b, s, groups, r, 1]`.
 
     In fp32 at least.
     """

@@ -1,8 +1,9 @@
-"""Block sizes of the Triton kernels: a plain function of what is computed, callable anywhere.
+"""Block sizes of the Triton kernels, as plain functions of the problem, callable without a GPU.
 
-Chosen by what compiles for sm_90 and sm_80 with the fewest spills in the loops and without a
-product that two warps both compute, and fits the other chips (tests/kernels/test_triton_compile.py
-holds the figures); none has been timed on a GPU yet: benchmarks/tune_attention.py does that.
+They were chosen to compile for sm_90 and sm_80 with the fewest spills in the loops and without a
+product that two warps both compute, and to fit the other chips
+(tests/kernels/test_triton_compile.py holds the figures). None has been timed on a GPU yet:
+benchmarks/tune_attention.py does that.
 """
 
 from enum import Enum
@@ -45,7 +46,7 @@ class Target(Enum):
 
 
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
-    """What to compile for on a chip of this compute capability; SMALL for unknown ones.
+    """Return the target for a chip of this compute capability, SMALL for unknown ones.
 
     fp32 tiles through descriptors spill kilobytes in the backward. Blackwell (10.x) takes plain
     pointers: its pipeliner stops the process at `tiles.opaque` in a loop that loads ahead.
@@ -57,7 +58,7 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
 
 
 def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Blocks of `forward_kernel`."""
+    """Return the blocks of `forward_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:
@@ -66,7 +67,7 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
 
 
 def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
-    """Blocks of `dkdv_kernel` in one of its forms."""
+    """Return the blocks of `dkdv_kernel` in one of its forms."""
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
@@ -80,7 +81,7 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
 
 
 def dq_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Blocks of `dq_kernel`."""
+    """Return the blocks of `dq_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: grids, blocks, pointers or tensor descriptors."""
+"""Launches of the Triton kernels: grids, blocks, pointers or tensor descriptors."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
-    """What all kernels of one call agree on."""
+    """Settings that all kernels of one call share."""
 
     softmax_scale: float
     mask: AttentionMask
@@ -69,7 +69,7 @@ def launch_forward(
     problem: Problem,
     norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
 ) -> None:  # fmt: skip
-    """`forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
+    """Launch `forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     blocks = forward_blocks(width, q1.dtype, problem.target)
@@ -96,7 +96,7 @@ def launch_preprocess(
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """(gradient of `out`, delta of both maps `[b, h, s]`, gradient of the norm's weight)."""
+    """Return the gradient of `out`, both maps' deltas `[b, h, s]`, the norm weight's gradient."""
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
     batch, length, heads, width = out.shape
@@ -126,7 +126,7 @@ def launch_backward(
     deltas: tuple[Tensor, Tensor | None],
     problem: Problem,
 ) -> QKV:
-    """The gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
+    """Return the gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     key_length, kv_heads = k1.shape[1:3]
@@ -170,12 +170,12 @@ def launch_backward(
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Scaled and cast in one pass over memory."""
+    """Scale and cast in one pass over memory."""
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
-    """q1, k1, q2, k2, v (and grad) as the kernels take them: pointers or tensor descriptors."""
+    """Return q1, k1, q2, k2, v (and grad) as pointers or tensor descriptors."""
     if not tma:
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
@@ -183,7 +183,7 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Over `[b, heads, length, width]`, in blocks of some rows of one head."""
+    """Describe `[b, heads, length, width]` in blocks of some rows of one head."""
     by_head = x.transpose(1, 2)
     block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
@@ -210,7 +210,7 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with one common layout that kernels and descriptors take.
+    """Return the tensors in one common layout that kernels and descriptors accept.
 
     The last stride is 1 and the others are multiples of 16 bytes above 0, as TMA wants them.
     """
@@ -228,22 +228,22 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """An uninitialised `[b, h, s]` in the dtype of accumulation."""
+    """Return an uninitialised `[b, h, s]` in the dtype of accumulation."""
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, length, dtype=dtype)
 
 
 def accumulate(q: Tensor) -> tl.dtype:
-    """The dtype in which sums over inputs like `q` are kept."""
+    """Return the dtype in which sums over inputs like `q` are kept."""
     return tl.float64 if q.dtype == torch.float64 else tl.float32
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, not on the tensors'."""
+    """Make the tensor's device current, as Triton launches on the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def by_head(rows: Tensor) -> Tensor:
-    """`[b, s, h]` as the kernels' contiguous `[b, h, s]`."""
+    """Rearrange `[b, s, h]` to the kernels' contiguous `[b, h, s]`."""
     return rows.transpose(1, 2).contiguous()

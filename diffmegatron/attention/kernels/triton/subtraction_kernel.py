@@ -22,7 +22,7 @@ ROWS = 32
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """As `api.subtract_noise`."""
+    """Compute `api.subtract_noise`."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
@@ -57,12 +57,12 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With a last stride of 1."""
+    """Return the tensor, or a copy, with a last stride of 1."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Grid, sizes and compile-time constants of both kernels."""
+    """Return the grid, sizes and compile-time constants of both kernels."""
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (a kernel's parameters are the compiler's values: no Python type says what they are)
-"""What the Triton kernels share: loading and storing tiles, products, and visible intervals.
+"""Functions that the Triton kernels share: tiles, products, and visible intervals.
 
 Tensors are `[batch, length, heads, width]` with any strides but a last one of 1. A *source* is a
 pointer, or with TMA a host-side tensor descriptor over `[batch, heads, length, width]` of block

@@ -1,4 +1,4 @@
-"""The Triton backend: joins the kernels to autograd.
+"""The Triton backend: the kernels as autograd functions.
 
 Saved for the backward: the inputs, out, out2 and a log-sum-exp per map (out1 = out + lambda out2).
 Two maps are computed together where every signal head has its own noise head; else one by one.
@@ -145,7 +145,7 @@ class _SeparateMaps(torch.autograd.Function):
 
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """(softmax(q k^T) v in fp32, or fp64 for fp64; log2-sum-exp2 `[b, h, s]`)."""
+    """Return softmax(q k^T) v in fp32, or fp64 for fp64, and log2-sum-exp2 `[b, h, s]`."""
     q, k, v = (same_strides(x)[0] for x in (q, k, v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
@@ -161,7 +161,7 @@ def _gradients(
     deltas: tuple[Tensor, ...],
     problem: Problem,
 ) -> QKV:
-    """From log2-sum-exp2s `[b, heads, s]` and deltas `[b, s, heads]` of each map."""
+    """Compute gradients from each map's log2-sum-exp2 `[b, heads, s]` and D `[b, s, heads]`."""
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]
     if lambda_ is not None and first.shape == last.shape:

@@ -31,11 +31,11 @@ MOST_ELEMENTS = 2**31
 
 
 class Problem(NamedTuple):
-    """What one plan is compiled for: one map's attention.
+    """The problem that one plan is compiled for: attention with one map.
 
     Attributes:
-        batch: rows, or of packed documents how many there are, rounded up.
-        rows, keys: lengths, or of the longest document, rounded up.
+        batch: number of rows, or of packed documents, rounded up.
+        rows, keys: lengths, or that of the longest document, rounded up.
         is_packed: whether rows are documents of their own lengths.
         causal: hide later keys, aligned at the last query and key.
         deterministic: let no atomic additions order the gradients' sums.
@@ -134,7 +134,7 @@ def _attend_documents(
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
-    """Those of all rows, one row after the other.
+    """Return the documents of all rows, one row after the other.
 
     Their number and `longest` are rounded up to a power of two, so that few graphs serve all
     batches: documents without tokens fill up.
@@ -158,7 +158,7 @@ def _power_of_two(number: int) -> int:
 def _attend(
     scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
 ) -> Tensor:
-    """One map, whose tokens may be those of documents, all in one row."""
+    """Attend with one map; with documents, all tokens are in one row."""
     batch, rows, heads, width = q.shape
     keys = k.shape[1]
     if documents is not None:
@@ -210,7 +210,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Their lengths, and where they start in each ragged tensor, in elements."""
+    """Return the documents' lengths, and their starts in each ragged tensor, in elements."""
     if documents is None:
         return {}
     starts = {
@@ -220,7 +220,7 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Elements of a token in each tensor; a gradient has those of what it belongs to."""
+    """Return the number of elements of a token in each tensor, the same in its gradient."""
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -237,7 +237,7 @@ def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _handle_on_stream(device: torch.device) -> Any:
-    """cuDNN's handle of this device, set to torch's current stream."""
+    """Return cuDNN's handle of this device, set to torch's current stream."""
     handle = _handle(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     load_library().set_stream(handle=handle, stream=stream)
@@ -252,7 +252,7 @@ def _handle(device: torch.device) -> Any:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def forward_graph(problem: Problem) -> Graph:
-    """Attention that writes its output and log-sum-exps.
+    """Return the graph of attention that writes its output and log-sum-exps.
 
     Raises:
         ValueError: cuDNN does not take it.
@@ -269,7 +269,7 @@ def forward_graph(problem: Problem) -> Graph:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def backward_graph(problem: Problem) -> Graph:
-    """Its gradients of q, k and v.
+    """Return the graph of the gradients of q, k and v.
 
     Raises:
         ValueError: cuDNN does not take it.
@@ -306,19 +306,19 @@ class _Builder:
         )
 
     def tensor(self, name: str) -> Any:
-        """An input."""
+        """Add an input."""
         dims, strides, dtype = self._layout(name)
         tensor = self.graph.tensor(name=name, dim=dims, stride=strides, data_type=dtype)
         return self._placed(name, tensor)
 
     def output(self, name: str, tensor: Any) -> None:
-        """Say where and how an operation's result is written."""
+        """Declare where and how an operation's result is written."""
         dims, strides, dtype = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)
         self._placed(name, tensor)
 
     def options(self) -> dict[str, Any]:
-        """What the operation of either direction is told."""
+        """Return the options of the operation, which both directions share."""
         problem = self.problem
         is_square = problem.rows == problem.keys
         options: dict[str, Any] = {
@@ -332,7 +332,7 @@ class _Builder:
         return options
 
     def compiled(self) -> Graph:
-        """The plan that cuDNN's heuristics put first."""
+        """Return the plan that cuDNN's heuristics put first."""
         library, graph = self.library, self.graph
         try:
             graph.validate()
@@ -350,7 +350,7 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Dimensions `[b, heads, length, width]`, strides and dtype."""
+        """Return dimensions `[b, heads, length, width]`, strides and dtype."""
         of = self.problem
         if name == "lse":
             dims = [of.batch, of.heads, of.rows, 1]
@@ -374,7 +374,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """An int32 of every document, made once."""
+        """Return an int32 tensor with a number per document, made once."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,

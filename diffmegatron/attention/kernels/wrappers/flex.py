@@ -51,7 +51,7 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """What `create_block_mask` finds by asking each pair, from the keys that each row sees.
+    """Return the table of `create_block_mask`, made from the visible keys of each row.
 
     That takes several `[s, t]` tensors, of 4 GiB each at 64K; this takes them `[s, t / 128]`.
     """
@@ -82,7 +82,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Boolean `[query blocks, key blocks]`: how many of each row are true, and these first."""
+    """Return how many of each row of `[query blocks, key blocks]` are true, and their order."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -90,7 +90,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def kernel_options(
     query_length: int, head_dim: int, dtype: torch.dtype, target: Target
 ) -> dict[str, int]:
-    """Block sizes where torch's own, chosen for a V as wide as Q, do not fit a V of 2d.
+    """Return block sizes where torch's own, for a V as wide as Q, do not fit a V of 2d.
 
     Its defaults at d = 128 want more shared memory than there is in some direction of every chip:
     242 of 227 KiB in Hopper's backward, 290 in Blackwell's; forward 144 of 99 on 8.9, and in fp32
@@ -127,7 +127,7 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Compiled on CUDA, since uncompiled it writes out all scores; the CPU has no such kernel.
+    """Return FlexAttention, compiled on CUDA, since uncompiled it writes out all scores.
 
     Once for the first length, then for any: torch takes a size that has changed for one that
     changes. Documents are data, and compile nothing.

@@ -73,7 +73,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """(out, log-sum-exp, ...) of `[b, h, length, d]`, as the device's flash kernel returns them.
+    """Return (out, log-sum-exp, ...) of `[b, h, length, d]` by the device's flash kernel.
 
     Called without `scaled_dot_product_attention` around it, CUDA's takes d in multiples of 8 only,
     and gives +inf for the log-sum-exp of a row without keys, of which a chunk here has none.
@@ -114,17 +114,17 @@ def _flash_gradients(
 
 
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """`[b, length, heads or kv heads, n width]` as n of `[b, heads, length, width]`."""
+    """Split `[b, length, heads or kv heads, n width]` into n of `[b, heads, length, width]`."""
     return list(_per_query_head(x, heads).split(width, -1))
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """`[b, t, h_kv, e] -> [b, h, t, e]`: the kernel's backward returns what GQA needs summed."""
+    """Repeat `[b, t, h_kv, e] -> [b, h, t, e]`: the kernel's backward does not sum groups."""
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
 def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
-    """`[b, h, t, e] -> [b, t, h_kv, e]`: the sum over the query heads that shared a kv head."""
+    """Sum `[b, h, t, e] -> [b, t, h_kv, e]` over the query heads that share a kv head."""
     return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 
@@ -148,7 +148,7 @@ def _attend(
 
 
 def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
-    """The mask to hand over, or None where `is_causal`, which aligns top-left, says it all."""
+    """Return the mask to pass on, or None where `is_causal`, aligned top-left, is the same."""
     if mask.is_plain:
         return None
     return mask.hidden((0, mask.query_length), (0, mask.key_length), device)
