@@ -8,6 +8,7 @@ writes, each tensor whole. ``benchmarks/results/layer_kernels.json`` lists every
 ``layer_kernels.md`` sums and compares them. The command takes a minute of a core.
 """
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ Work = dict[tuple[str, str], tuple[int, int]]
 
 def main() -> None:
     """Count, print and write."""
+    argparse.ArgumentParser(
+        prog="python -m tests.simulated_cuda.layer_kernels",
+        description="Count the kernels of a layer of each kind; write "
+        "benchmarks/results/layer_kernels.json and .md.",
+    ).parse_args()
     columns = dict(_columns())
     cases = [
         Case(recipe, 64, (*overrides, *SETTINGS, f"model.num_layers={layers}"))
