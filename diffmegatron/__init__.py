@@ -1,4 +1,4 @@
-"""Train Differential Transformers at scale; docs/python.md shows what can be imported from here."""
+"""Train Differential Transformers at scale; docs/python.md describes the names exported here."""
 
 import logging
 import sys
@@ -37,7 +37,8 @@ __all__ = [
     "train",
 ]
 
-# Imported when they are asked for: some take torch, which the command line does without.
+# Modules are imported at the first use of a name: some import torch, which most commands do not
+# need.
 _MODULES = {
     "Hook": "training.hooks.hook",
     "Recipe": "config.schema",

@@ -1,8 +1,7 @@
-"""What the commands do, for Python: the functions that put several packages together.
+"""The Python functions that combine several packages; docs/python.md describes them.
 
-``from diffmegatron import train`` finds them; docs/python.md shows them with those that stand in
-one package. Each imports what it needs when it is called: torch, Megatron and DeepSpeed take
-seconds, and a mistake in an argument needs none of them.
+torch, Megatron-core and DeepSpeed take seconds to import, so each function imports them only after
+it has checked its arguments.
 """
 
 from collections.abc import Sequence
@@ -30,23 +29,23 @@ def train(
     *,
     record: RankRecord | None = None,
 ) -> bool:
-    """Run a recipe on the ranks the launcher started, or on this process alone.
+    """Train a recipe on the ranks that the launcher started, or in this process alone.
 
-    Called in the main thread, as it takes the signals that ask a run to stop while it lasts.
+    Call it in the main thread, because it installs signal handlers while it runs.
 
     Args:
-        recipe: of :func:`load_recipe`, or the stages of :func:`load_stages` one after the other.
-        hooks: what else is done before training, after every step and after training, by these
-            and then by those of ``register_hook``; the same ones on every rank.
-        record: is told every step; for those who start ranks.
+        recipe: a recipe, or the stages of :func:`load_stages` in their order.
+        hooks: hooks called before training, after every step and after training; those of
+            ``register_hook`` are called after them. Every rank must pass the same hooks.
+        record: receives the number of every step; used by scripts that start ranks.
 
     Returns:
-        Whether the run is finished: trained, saved and measured. Otherwise it was asked to stop,
-        and has saved: the same call goes on from there.
+        True if the run is finished: trained, saved and evaluated. False if a signal stopped it
+        after a save; the same call then resumes it.
 
     Raises:
-        UserError: the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
-            the run, ``run_dir`` was moved or removed, or the last save failed.
+        UserError: the recipe, the data, the layout or a checkpoint do not fit each other, the guard
+            stopped the run, ``run_dir`` was moved or removed, or the last save failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     read_launch()
@@ -66,16 +65,17 @@ def export(
     """Write a checkpoint as files that Hugging Face transformers loads.
 
     Args:
-        checkpoint: its directory, or a ``run_dir`` for the newest there.
+        checkpoint: a checkpoint directory, or a ``run_dir`` whose newest checkpoint is exported.
         out: directory to create.
-        verify: whether to load what was written and compare logits with the training network's.
+        verify: whether to load the written files and compare their logits with the training
+            network's.
 
     Returns:
-        The largest difference of logits, ``absolute`` and ``relative``, with the ``tolerance`` and
-        the ``reason`` for it; None without ``verify``.
+        The largest difference of logits (``absolute`` and ``relative``), the ``tolerance`` and the
+        ``reason`` for it; None without ``verify``.
 
     Raises:
-        UserError: there is no good checkpoint, ``out`` exists, or the logits differ.
+        UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits differ.
     """
     read_launch()
     directory = Path(checkpoint)
@@ -103,14 +103,15 @@ def evaluate(
     batch_tokens: int | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
 ) -> Path:
-    """Measure models on suites, side by side; called again, it goes on where it was.
+    """Measure models on suites side by side, and resume an unfinished evaluation in ``out``.
 
     Args:
-        targets: Hugging Face folders, checkpoints, or ``run_dir``s; differences are to the first.
-        suites: names, as docs/evaluation.md has them.
-        out: directory of results and report, made where missing.
+        targets: Hugging Face folders, checkpoints, or ``run_dir``s; differences are relative to the
+            first one.
+        suites: names of suites, listed in docs/evaluation.md.
+        out: directory of the results and the report; created if it is missing.
         data: held-out text, ``[NAME=]PATH``.
-        haystack: text to hide needles in.
+        haystack: text that the needles are hidden in.
         data_dir: folder with the files of published data sets.
         settings: ``SUITE.KEY=VALUE``.
         dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
@@ -119,11 +120,11 @@ def evaluate(
         engine: library that computes; ``vllm`` writes texts of models that it serves.
 
     Returns:
-        The report.
+        The path of the report.
 
     Raises:
-        UserError: a target is no model, a suite cannot be asked of it, data are missing, or ``out``
-            holds results of something else.
+        UserError: a target is not a model, a suite does not support a target, data are missing, or
+            ``out`` holds results of other targets or settings.
     """
     read_launch()
     with importing_engines():

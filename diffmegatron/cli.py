@@ -1,23 +1,25 @@
-"""The command line: one screen, each command a call into its package."""
+"""The command line; each command calls into its package."""
 
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from diffmegatron.checkpoint.commands import app as checkpoint_app
+from diffmegatron.command_options import with_options
 from diffmegatron.data.commands import app as data_app
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.dex.commands import app as dex_app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.commands import compare, evaluate
 from diffmegatron.operations.commands import app as attempt_app
 from diffmegatron.operations.commands import configs as configs_app
 from diffmegatron.operations.commands import launch, preflight, quickstart, status
-from diffmegatron.own_code import ask_for
-from diffmegatron.user_paths import named_on_the_command_line, print_any_name
+from diffmegatron.own_code import import_requested
+from diffmegatron.user_paths import escape_undecodable_output, explain_path_errors
 
 app = typer.Typer(
     name="diffmegatron",
@@ -25,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain text: frames would cost as much time as all else that help does.
+    # Plain text, because rich frames would double the time that --help takes.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -50,8 +52,8 @@ Overrides = Annotated[
 ]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from diffmegatron import __version__
 
         print(f"diffmegatron {__version__}")
@@ -62,18 +64,20 @@ def _print_version(asked: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit"),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit"
+        ),
     ] = False,
     imports: Annotated[
         list[str] | None,
         typer.Option(
             "--import",
             metavar="FILE_OR_MODULE",
-            help="Import your own kind of attention or hook first; may be given several times",
+            help="Import your own kind of attention or hook first (repeatable)",
         ),
     ] = None,
 ) -> None:
-    ask_for(imports or [])
+    import_requested(imports or [])
 
 
 @app.command()
@@ -81,36 +85,35 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Ranks; default: the fewest that fill the layout")
+        int | None, typer.Option(help="Number of ranks; default: the fewest that fill the layout")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="GPU that times and memory are for, such as A100, H100 or H200")
+        str, typer.Option(help="GPU to estimate for, such as A100, H100 or H200")
     ] = "H100",
     search: Annotated[
         int | None,
-        typer.Option(metavar="GPUS", help="Rank the layouts of this many GPUs instead"),
+        typer.Option(metavar="GPUS", help="List the best layouts for this many GPUs instead"),
     ] = None,
     rehearse: Annotated[
         bool,
-        typer.Option("--rehearse", help="Run two steps of the layout, small, on this CPU instead"),
+        typer.Option("--rehearse", help="Run two steps of a shrunk model on CPU ranks instead"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")] = False,
 ) -> None:
-    """Say what a recipe needs and takes, without a GPU. Or rank layouts, or rehearse one.
+    """Estimate memory, traffic and step time of a recipe.
 
-    Printed are parameters, FLOPs, memory and communication per rank, and an estimate of the time.
+    No GPU is needed. With --search, rank the layouts of a number of GPUs instead; with --rehearse,
+    run one small on the CPU.
     """
     from diffmegatron import plan as planning
     from diffmegatron.config.load import load_stages
 
     if rehearse and (as_json or search is not None):
-        raise UserError("--rehearse runs a layout; give it without --search and --json")
+        raise UserError("--rehearse runs a layout; drop --search and --json")
     if search is not None and gpus is not None:
-        raise UserError(
-            f"--search {search} ranks layouts of that many GPUs; give it without --gpus {gpus}"
-        )
+        raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
     stages = load_stages(config, overrides or [], to_plan=True)
-    # Beside what is printed, which may be JSON.
+    # Standard output may be JSON, so assumptions go to standard error.
     for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
         if sentence is not None:
             print(f"assumed: {sentence}", file=sys.stderr)
@@ -125,6 +128,7 @@ def plan(
 
 
 @app.command()
+@with_options(PrepareSettings)
 def prepare(
     inputs: Annotated[
         list[Path],
@@ -132,51 +136,27 @@ def prepare(
             metavar="INPUT", help="JSONL (.gz, .zst), Parquet, text files, or folders of them"
         ),
     ],
+    settings: PrepareSettings,
     output: Annotated[
         Path, typer.Option(help="PREFIX: writes PREFIX.bin, PREFIX.idx, PREFIX.json")
     ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="cl100k_base (its file from the folder DIFFMEGATRON_TIKTOKEN), bytes, a .tiktoken "
-            "file, or a Hugging Face folder or its tokenizer.json"
-        ),
-    ] = "cl100k_base",
-    text_field: Annotated[
-        str, typer.Option(help="JSON key or Parquet column of the text")
-    ] = "text",
-    pattern: Annotated[str, typer.Option(help="Which files of a folder count")] = "*",
+    pattern: Annotated[str, typer.Option(help="Files to read of a folder, such as '*.py'")] = "*",
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
-    layout: Annotated[
-        Literal["text", "instruction", "chat", "template"],
-        typer.Option(
-            help="text; for fine-tuning (prompts carry no loss) instruction, chat as ChatML, or "
-            "chat by the tokenizer's own template"
-        ),
-    ] = "text",
-    prompt_field: Annotated[str, typer.Option(help="Of layout instruction")] = "prompt",
-    response_field: Annotated[str, typer.Option(help="Of layout instruction")] = "response",
-    messages_field: Annotated[str, typer.Option(help="Of layouts chat and template")] = "messages",
-    id_field: Annotated[
-        str | None, typer.Option(help="Key that names a document in the rejects file")
-    ] = None,
-    deduplicate: Annotated[
-        bool, typer.Option("--deduplicate", help="Drop documents equal to an earlier one")
-    ] = False,
-    max_document_bytes: Annotated[int, typer.Option(min=1, help="Reject longer documents")] = 1
-    << 26,
-    max_reject_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable")
-    ] = 0.05,
     part: Annotated[
         str | None,
-        typer.Option(metavar="K/N", help="Part K of N alone, for 'diffmegatron data merge'"),
+        typer.Option(
+            metavar="K/N", help="Prepare only part K of N; 'diffmegatron data merge' joins them"
+        ),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Drop unfinished work of other inputs or settings")
+        bool,
+        typer.Option("--restart", help="Drop unfinished work of other inputs or settings"),
     ] = False,
 ) -> None:
-    """Tokenise a corpus into the files that training reads. Run again, it goes on where it was."""
+    """Tokenise a corpus into the files that training reads.
+
+    The same command resumes an interrupted run.
+    """
     from diffmegatron.data.prepare.parts import Part
     from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
     from diffmegatron.files import shown
@@ -185,18 +165,9 @@ def prepare(
     manifest = prepare_corpus(
         inputs,
         output,
-        tokenizer,
-        text_field,
+        **vars(settings),
         workers=workers,
         pattern=pattern,
-        layout=layout,
-        prompt_field=prompt_field,
-        response_field=response_field,
-        messages_field=messages_field,
-        id_field=id_field,
-        deduplicate=deduplicate,
-        max_document_bytes=max_document_bytes,
-        max_reject_share=max_reject_share,
         part=chosen,
         restart=restart,
     )
@@ -211,15 +182,17 @@ def prepare(
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train a recipe, alone or under torchrun. Goes on from the newest checkpoint of run_dir.
+    """Train a recipe, alone or under torchrun.
 
-    Exit status 0: all steps are done, saved and evaluated.
+    A run resumes from the newest checkpoint in run_dir.
 
-    75: asked to stop by a signal or the job's time limit; saved, to be started again.
+    Exit status 0: the run is finished, saved and evaluated.
 
-    2: a mistake, a run that the guard stopped or a last save that failed, said in one sentence.
+    75: a signal or the job's time limit stopped it after a save; start it again to resume.
 
-    69: ranks that did not arrive, which another start may find.
+    2: a mistake in the input, a run stopped by the guard, or a failed last save.
+
+    69: some ranks did not arrive; another start may succeed.
 
     1: a crash, or a hang that the watchdog ended.
     """
@@ -230,7 +203,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])
-        # After the recipe: torch, Megatron and DeepSpeed take seconds, a mistyped key needs none.
+        # torch, Megatron-core and DeepSpeed take seconds, so a mistyped key is reported before
+        # them.
         if not api.train(stages, record=record):
             raise typer.Exit(EXIT_STOPPED)
 
@@ -241,13 +215,13 @@ def export(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="Such as RUN_DIR/checkpoints/step_00001000; of a RUN_DIR its newest",
+            help="Checkpoint such as RUN_DIR/checkpoints/step_00001000, or RUN_DIR for its newest",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
-    verify: Annotated[bool, typer.Option(help="Load what was written and compare logits")] = True,
+    verify: Annotated[bool, typer.Option(help="Load the written files and compare logits")] = True,
 ) -> None:
-    """Write a checkpoint for Hugging Face, and prove it right. Compares logits."""
+    """Export a checkpoint to Hugging Face and compare logits."""
     from diffmegatron import api
 
     verified = api.export(checkpoint, out, verify=verify)
@@ -260,19 +234,21 @@ def export(
 def import_(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="HF_DIR", help="Folder of a pretrained model: config.json and all"),
+        typer.Argument(metavar="HF_DIR", help="Folder of a model: config.json and weights"),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
     vocab_multiple: Annotated[
         int,
-        typer.Option(min=1, help="Pad the vocabulary to a multiple, for tensor-parallel ranks"),
+        typer.Option(min=1, help="Pad the vocabulary to a multiple of this number"),
     ] = 1,
     verify: Annotated[bool, typer.Option(help="Compare logits with those of transformers")] = True,
 ) -> None:
-    """Write a Hugging Face model as a run to start from. Proves that it is the same.
+    """Import a Hugging Face model as a run to start from.
 
-    Then train another run from it: a recipe that says "extends: OUT/recipe.yaml", its own run_dir
-    and data, and checkpoint.start_from: OUT.
+    The logits of both are compared.
+
+    To train from it, write a recipe with "extends: OUT/recipe.yaml", its own run_dir and data, and
+    checkpoint.start_from: OUT.
 
     Example: diffmegatron import SmolLM2-135M runs/smollm2
     """
@@ -291,19 +267,19 @@ def import_(
 
 @app.command()
 def doctor() -> None:
-    """Say what is installed, and what is missing. Which backend each choice falls to, and why."""
+    """Show installed and missing packages and chosen backends."""
     from diffmegatron import doctor as examination
 
     examination.run()
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one sentence and exit status 2."""
+    """Run the command line; print a :class:`UserError` as one sentence, without a traceback."""
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    print_any_name()
+    escape_undecodable_output()
     try:
-        with named_on_the_command_line(sys.argv[1:]):
+        with explain_path_errors(sys.argv[1:]):
             app()
     except UserError as error:
         print(

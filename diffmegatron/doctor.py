@@ -1,4 +1,4 @@
-"""``diffmegatron doctor``: what is installed, which choice is taken and why, what is missing."""
+"""``diffmegatron doctor``: report installed packages, hardware, chosen backends and problems."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from rich.text import Text
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import find_accelerator
 
-# Distribution names, and what each is for.
+# Names of distributions, and the purpose of each.
 REQUIRED = {
     "torch": "tensors, process groups",
     "megatron-core": "layers, tensor and pipeline parallelism",
@@ -48,15 +48,15 @@ LAUNCH_VARIABLES = (
     "NCCL_DEBUG",
     "NCCL_SOCKET_IFNAME",
 )
-# What the real recipes run with; kernels are chosen by it.
+# Head dimension of the recipes at scale; the choice of kernels depends on it.
 HEAD_DIM = 128
-# Ampere, the first with bf16.
+# Compute capability of Ampere, the first generation with bf16.
 BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and why or what for."""
+    """One row of the report."""
 
     name: str
     value: str
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings by section, and what is missing for real recipes, one sentence each."""
+    """Findings by section, and one sentence for each thing that recipes at scale lack."""
 
     sections: Mapping[str, tuple[Finding, ...]]
     missing: tuple[str, ...]
@@ -77,7 +77,7 @@ def run() -> None:
 
 
 def examine() -> Report:
-    """Look at this machine; downloads nothing and starts nothing."""
+    """Examine this machine without downloading or starting anything."""
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     gpus = _gpus()
     layers, layers_problem = _layer_host()
@@ -86,7 +86,7 @@ def examine() -> Report:
         sections={
             "Installed": (Finding("Python", platform.python_version()), *_packages(packages)),
             "Hardware": (Finding("CPU cores", str(os.cpu_count())), *gpus),
-            "Choices": (layers, _ranks_talk_by(), *_attention_choices()),
+            "Choices": (layers, _communication(), *_attention_choices()),
             "Differential attention, by training.attention_backend": tuple(_attention_backends()),
             "Tokenizer": (tokenizer,),
             "Launch": tuple(_launch()),
@@ -96,7 +96,7 @@ def examine() -> Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report for a person."""
+    """Print a report as tables."""
     for title, findings in report.sections.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for finding in findings:
@@ -137,11 +137,11 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Find which host the layers take and why, and what keeps Transformer Engine from loading."""
+    """Return the library of the layers with the reason, and why Transformer Engine cannot load."""
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:
-        # Megatron-core imports this module, and handles ImportError alone.
+        # Megatron-core imports this module and catches only ImportError.
         import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return _unusable_transformer_engine(error, "local", "the layers are Megatron-core's own")
@@ -164,7 +164,7 @@ def _unusable_transformer_engine(
     return Finding("layers", host, reason), (problem,)
 
 
-def _ranks_talk_by() -> Finding:
+def _communication() -> Finding:
     import torch
 
     if torch.cuda.is_available():

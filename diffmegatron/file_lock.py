@@ -1,7 +1,7 @@
-"""One process at a time in a place, by a lock that ends with whoever holds it.
+"""A file lock that the kernel releases when the process that holds it ends.
 
-The package filelock takes the same lock (flock), but does not name the process that holds it,
-leaves its file behind, and ends with an error where the file system knows no locks.
+The package filelock takes the same lock (flock). It does not name the process that holds the lock,
+leaves its file behind, and raises an error where the file system does not support locks.
 """
 
 import fcntl
@@ -25,21 +25,21 @@ _POLL_SECONDS = 0.2
 
 
 class FileLock:
-    """A context that no other process is in for the same file.
+    """A context that only one process at a time can enter for the same file.
 
-    An advisory lock (flock), which the kernel releases with the process, so that no file left
-    behind ever blocks a restart. Where the file system knows no locks, a warning is all there is.
+    The lock is advisory (flock). The kernel releases it with the process, so a file that a crash
+    left behind never blocks a restart. A file system without locks causes a warning only.
 
     Args:
-        path: of the file; made with its folder where missing, removed at the end, the folder too
-            if it was made for nothing.
-        place: what is locked, for the sentences: ``run_dir runs/quickstart``.
-        advice: what else a user can do: ``give another run_dir``.
-        patience: seconds to wait for another process, which may be ending; a wait that is neither
-            0 nor infinite is announced on standard error.
+        path: lock file; it is created, with its folder, and removed on exit. The folder is removed
+            too if it was created here and is empty.
+        place: name of the locked thing in messages, such as ``run_dir runs/quickstart``.
+        advice: alternative for the user in messages, such as ``give another run_dir``.
+        patience: seconds to wait for another process; a wait that is neither 0 nor infinite is
+            announced on standard error.
 
     Raises:
-        UserError: the file cannot be made or written, or another process stays in the place.
+        UserError: the file cannot be created or written, or another process keeps the lock.
     """
 
     def __init__(self, path: Path, place: str, advice: str, patience: float = 0.0) -> None:
@@ -64,8 +64,8 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # removed with its folder, or the folder is not empty
-            # The folder may have been moved: another process holds the lock in the new one.
+        with suppress(OSError):  # The folder is not empty, or the file was removed with it.
+            # If the folder was moved, the file at this path is the lock of another process.
             if self._is_in_place():
                 self._path.unlink()
                 if self._made:
@@ -76,7 +76,7 @@ class FileLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UserError(f"{shown(self._path)} is no file; remove it, or {self._advice}")
+            raise UserError(f"{shown(self._path)} is not a file; remove it, or {self._advice}")
         return descriptor
 
     def _wait(self) -> None:
@@ -102,7 +102,7 @@ class FileLock:
                 "%s cannot be locked (%s): see to it that one process is in it", self._path, error
             )
             return True
-        # The one before may have removed the file between our opening and our locking it.
+        # The previous holder may have removed the file between open and flock.
         if self._is_in_place():
             return True
         os.close(self._descriptor)
@@ -110,7 +110,7 @@ class FileLock:
         return False
 
     def _is_in_place(self) -> bool:
-        """Return whether the path leads to the file that this process has opened."""
+        """Return whether the path still leads to the file that this process opened."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""Files that may be damaged, read within limits; files that must not be, written whole.
+"""Read files that may be damaged, within limits, and write files that must be whole.
 
-Everything a run reads may have been cut short, overwritten or replaced by something else. Small
-files (JSON, YAML) are read by this module alone, so that what a size, a kind of file or a depth of
-nesting may be is decided here, once.
+Any file of a run may have been truncated, overwritten or replaced. All small files (JSON, YAML) are
+read by this module, which enforces the limits on their size, type and nesting.
 """
 
 import errno
@@ -17,25 +16,25 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# Far above what any file of ours reaches: a manifest of 10,000 ranks has 1.5 MB.
+# No file of ours comes near this size: the manifest of a run on 10,000 ranks has 1.5 MB.
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of an ordinary file.
+    """Return the content of a regular file; links are followed.
 
     Args:
-        path: links are followed.
-        max_bytes: a larger file is refused unread.
+        path: file to read.
+        max_bytes: a larger file is refused without being read.
 
     Raises:
-        UserError: it is missing, is no ordinary file (a FIFO would be waited for forever), is
-            larger than ``max_bytes``, or cannot be read.
+        UserError: the file is missing, is not a regular file (reading a FIFO could block forever),
+            is larger than ``max_bytes``, or cannot be read.
     """
     with open_file(path) as stream:
-        # In pieces: read() allocates all that it may read before it reads any of it.
+        # Read in pieces, because read(n) allocates n bytes before it reads any of them.
         pieces, left = [], max_bytes + 1
         try:
             while piece := stream.read(min(left, _PIECE)):
@@ -50,18 +49,17 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """An ordinary file of any size, opened to be read.
+    """Open a regular file of any size for reading; links are followed.
 
     Args:
-        path: links are followed.
-        buffering: bytes, as of :func:`open`.
+        path: file to open.
+        buffering: buffer size in bytes, as for :func:`open`.
 
     Raises:
-        UserError: it is missing, is no ordinary file (a FIFO would be waited for forever), or
-            cannot be opened.
+        UserError: the file is missing, is not a regular file, or cannot be opened.
     """
     try:
-        # Without O_NONBLOCK the opening of a FIFO waits for somebody to write into it.
+        # Without O_NONBLOCK, opening a FIFO blocks until another process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {shown(path)}: {reason(error)}") from None
@@ -73,20 +71,16 @@ def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of an ordinary file.
-
-    Raises:
-        UserError: as :func:`open_file`.
-    """
+    """Return the number of bytes of a regular file."""
     with open_file(path, buffering=0) as stream:
         return os.fstat(stream.fileno()).st_size
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """The UTF-8 text of an ordinary file.
+    """Return the UTF-8 text of a regular file.
 
     Raises:
-        UserError: as :func:`read_bytes`, or it is not UTF-8.
+        UserError: the file cannot be read, or is not UTF-8.
     """
     try:
         return read_bytes(path, max_bytes=max_bytes).decode()
@@ -95,28 +89,29 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The content of a JSON file as a pydantic model, dataclass or typed collection.
+    """Return the content of a JSON file as a pydantic model, dataclass or typed collection.
 
     Args:
-        path: of the file.
-        schema: what pydantic checks it against, such as a model or ``dict[str, int]``.
-        max_bytes: a larger file is refused unread.
+        path: file to read.
+        schema: type that pydantic checks the content against, such as a model or ``dict[str,
+            int]``.
+        max_bytes: a larger file is refused without being read.
 
     Raises:
-        UserError: as :func:`read_bytes`, or it is not JSON of that schema; ``cannot be used``
-            stands in the sentence, and where in the file it is wrong.
+        UserError: the file cannot be read, or does not fit the schema; the message contains
+            ``cannot be used`` and the place of the error within the file.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), schema, shown(path))
 
 
 def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
-    """JSON as a pydantic model, dataclass or typed collection.
+    """Parse JSON as a pydantic model, dataclass or typed collection.
 
-    pydantic's parser is one that deep nesting and long integers do not hurt: Python's own ends
-    in a ``RecursionError`` there.
+    pydantic's parser limits nesting and the length of integers; Python's own raises a
+    ``RecursionError`` on deep nesting.
 
     Raises:
-        UserError: it is not; ``name`` stands for it in the sentence.
+        UserError: the content does not fit the schema; the message calls it ``name``.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -132,20 +127,21 @@ def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """An ordinary file, emptied or made, opened to be written.
+    """Create or truncate a regular file, and open it for writing.
 
     Raises:
-        OSError: it cannot be; a FIFO that nobody reads is such a case, and is not waited for.
+        OSError: the file cannot be opened; opening a FIFO without a reader raises instead of
+            blocking.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a neighbour is written, synced and renamed over it.
+    """Write a file atomically: write and sync a temporary file, then rename it.
 
     Raises:
-        OSError: it cannot be written; then what was there before is still there.
+        OSError: the file cannot be written; its previous content is unchanged.
     """
     check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -157,7 +153,7 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError:
-        # On a full disk what was written of it is space that others want.
+        # On a full disk the partial file takes space that other files need.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -165,15 +161,15 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 class HeldFolder:
-    """A context that keeps a folder open, to tell it from another one that takes its place.
+    """A context that keeps a folder open, to detect that another folder has replaced it.
 
-    A number of a removed folder that nobody holds open may be given to the next folder.
+    The inode number of a removed folder can be reused unless a process keeps the folder open.
 
     Args:
-        path: of the folder; links are followed.
+        path: folder to open; links are followed.
 
     Raises:
-        OSError: on entering; the folder cannot be opened.
+        OSError: on entering, if the folder cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,30 +183,26 @@ class HeldFolder:
         os.close(self._descriptor)
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to the folder; true where the disk cannot tell."""
+        """Return whether the path still leads to the folder; True if the file system fails."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except OSError as error:
-            # ESTALE: a file server has removed one of them.
+            # A file server raises ESTALE if it has removed one of the two folders.
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
-    """Write a figure of matplotlib as a PNG, whole or not at all.
-
-    Raises:
-        OSError: as :func:`write_durably`.
-    """
+    """Write a matplotlib figure as a PNG file, atomically."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=dpi)
     write_durably(path, content.getvalue())
 
 
 def check_replaceable(*paths: Path) -> None:
-    """Refuse to write over anything but an ordinary file: a rename would replace a FIFO or device.
+    """Refuse to replace anything but a regular file: a rename would remove a FIFO or device.
 
     Raises:
-        OSError: one of them is there and is something else, or cannot be looked at.
+        OSError: one of the paths exists and is not a regular file, or cannot be examined.
     """
     for path in paths:
         try:
@@ -218,7 +210,7 @@ def check_replaceable(*paths: Path) -> None:
         except FileNotFoundError:
             continue
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EEXIST, f"{_kind(mode)} of that name is there", str(path))
+            raise OSError(errno.EEXIST, f"{_kind(mode)} of that name exists", str(path))
 
 
 def sync_folder(folder: Path) -> None:
@@ -231,16 +223,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path for a sentence: never longer than a few lines, without bytes that are no text."""
+    """Return a path for a message: shortened, and with undecodable bytes escaped."""
     return clipped(str(path).encode(errors="backslashreplace").decode())
 
 
 def check_utf8(*paths: Path) -> None:
-    """Refuse a name that is not UTF-8, which safetensors and JSON cannot hold.
-
-    Raises:
-        UserError: one of the paths has such a name in it.
-    """
+    """Refuse a name that is not UTF-8, which safetensors and JSON cannot hold."""
     for path in paths:
         try:
             str(path).encode()
@@ -249,17 +237,16 @@ def check_utf8(*paths: Path) -> None:
 
 
 def printable(path: str | Path) -> str:
-    r"""A file's name as UTF-8 text, which any JSON and any output takes; one text for one name.
+    r"""Return a file's name as UTF-8 text that JSON and every terminal accept; it is reversible.
 
-    Names are bytes to the system. Those that are UTF-8 stand as they are, every other byte is
-    written ``\xff``, and a backslash of the name is doubled so that none is mistaken for one of
-    those; undoing the two gives the name back.
+    File names are bytes. Bytes that are not UTF-8 are written as ``\xff``, and every backslash of
+    the name is doubled, so that no two names give the same text.
     """
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 
 
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
-    """Names of paths: of each the shortest end that no other has, or all of it."""
+    """Return for each path its shortest suffix that no other path has, or the whole path."""
     every = Counter(end for path in paths for end in _ends(path))
     return [
         str(PurePath(*next((end for end in _ends(path) if every[end] == 1), path.parts)))
@@ -268,18 +255,18 @@ def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
 
 
 def _ends(path: PurePath) -> list[tuple[str, ...]]:
-    """The parts from each one on, the shortest first."""
+    """Return all suffixes of a path, the shortest first."""
     return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
 def clipped(text: str) -> str:
-    """Text for a sentence: on one line, the middle of what is too long left out."""
+    """Return text for a message: on one line, and with its middle left out if it is too long."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why the system refused, in its own words without numbers and paths."""
+    """Return the operating system's reason for an error, without error number and path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

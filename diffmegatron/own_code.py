@@ -1,7 +1,8 @@
-"""A user's own code, such as a kind of attention or a hook: imported once, where it was asked for.
+"""Import the user's own code, such as a kind of attention or a hook, once and only on request.
 
-``--import`` and the key ``imports`` of a recipe ask for it. A checkpoint and a ``run_dir`` name the
-code of their run and do not: whoever reads one of somebody else's runs no code of theirs.
+``--import`` and the key ``imports`` of a recipe request an import. A checkpoint and a ``run_dir``
+record the imports of their run but do not request them, so that reading somebody else's run never
+executes their code.
 """
 
 import os
@@ -18,51 +19,52 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 
 IMPORTS = "DIFFMEGATRON_IMPORTS"
-"""The variable with the names given to ``--import``; processes started by this one have it too."""
+"""Environment variable with the names given to ``--import``; child processes inherit it."""
 KEY = "imports"
 
 
 class NotImportedError(UserError):
-    """A run names code of its own that nobody asked for in this process."""
+    """A recorded run needs code that was not requested in this process."""
 
 
-def ask_for(names: Iterable[str]) -> None:
-    """Import what the command line names, for this process and those that it starts.
+def import_requested(names: Iterable[str]) -> None:
+    """Import the code named by ``--import`` in this process and in its child processes.
 
     Raises:
-        UserError: as :func:`import_code`.
+        UserError: the code cannot be read, or raises an error.
     """
-    asked = dict.fromkeys([*asked_for(), *map(absolute, names)])
+    asked = dict.fromkeys([*requested_imports(), *map(absolute, names)])
     for name in asked:
         import_code(name)
     if asked:
         os.environ[IMPORTS] = os.pathsep.join(asked)
 
 
-def asked_for() -> list[str]:
-    """Return the names that the command line, or that of the process that started this, gave."""
+def requested_imports() -> list[str]:
+    """Return the names given to ``--import`` here or in the process that started this one."""
     return [name for name in os.environ.get(IMPORTS, "").split(os.pathsep) if name]
 
 
-def asked_variables() -> dict[str, str]:
-    """Return the environment in which a job imports what this command line asked for."""
-    return {IMPORTS: os.environ[IMPORTS]} if asked_for() else {}
+def import_environment() -> dict[str, str]:
+    """Return the environment variables that make a job import the same code."""
+    return {IMPORTS: os.environ[IMPORTS]} if requested_imports() else {}
 
 
 def absolute(name: str) -> str:
-    """Return a file's name so that it means the same in every folder; a module's as it is."""
+    """Make the name of a file absolute; return the name of a module unchanged."""
     is_file = name.endswith(".py") or os.sep in name
     return str(Path(name).absolute()) if is_file else name
 
 
 def import_code(name: str) -> None:
-    """Import a Python file, or a module that Python finds, unless it has been.
+    """Import a Python file or a module, unless it is imported already.
 
     Args:
-        name: of :func:`absolute`; one that ends with ``.py`` or has a slash is a file's.
+        name: result of :func:`absolute`; a name that ends with ``.py`` or contains a slash is a
+            file.
 
     Raises:
-        UserError: it cannot be read, or fails; with the line of the file that did.
+        UserError: the file cannot be read, or its code raises an error; the message names the line.
     """
     if is_imported(name):
         return
@@ -70,7 +72,7 @@ def import_code(name: str) -> None:
     if module == name:
         _run(name, lambda: import_module(name))
         return
-    read_text(Path(name))  # Python would wait for a FIFO.
+    read_text(Path(name))  # Refuses a FIFO, on which Python's import would block.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
         raise UserError(f"{shown(Path(name))} is not a Python file; give one that ends with .py")
@@ -84,12 +86,12 @@ def import_code(name: str) -> None:
 
 
 def is_imported(name: str) -> bool:
-    """Return whether :func:`import_code`, or Python, has imported it in this process."""
+    """Return whether the code of this name is imported in this process."""
     return module_name(name) in sys.modules
 
 
 def module_name(name: str) -> str:
-    """Return the name in ``sys.modules``: a file's own one, as two folders may have one name."""
+    """Return the key in ``sys.modules``; a hash distinguishes files of the same name."""
     if absolute(name) == name and os.sep not in name:
         return name
     path = Path(absolute(name))
@@ -97,38 +99,35 @@ def module_name(name: str) -> str:
     return f"{path.stem}_{digest}"
 
 
-def import_of_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values with all that it imports, after importing it.
+def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Import the code that a recipe names, and return the recipe's values with all its imports.
 
-    What the command line asked for counts as the recipe's: a checkpoint then names it.
-
-    Raises:
-        UserError: as :func:`import_code`.
+    The imports of the command line are added to the recipe's, so that checkpoints record them.
     """
     own = values.get(KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
-        return dict(values)  # which checking the recipe refuses
-    names = list(dict.fromkeys([*asked_for(), *map(absolute, own)]))
+        return dict(values)  # The schema of the recipe reports the wrong type.
+    names = list(dict.fromkeys([*requested_imports(), *map(absolute, own)]))
     for name in names:
         import_code(name)
     return {**values, KEY: names} if names else dict(values)
 
 
 def require_imported(values: Mapping[str, Any], place: str) -> None:
-    """Refuse the recipe of a run whose code was not asked for in this process.
+    """Refuse the recipe of a recorded run whose code is not imported in this process.
 
     Args:
-        values: of the recipe.
-        place: its file, for the sentence.
+        values: values of the recipe.
+        place: file of the recipe, for the message.
 
     Raises:
-        NotImportedError: it names code that is not imported; with the option that imports it.
+        NotImportedError: some code is not imported; the message gives the option that imports it.
     """
     names = values.get(KEY)
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and not is_imported(name):
             raise NotImportedError(
-                f"{place} is of a run with code of its own, which runs only when it is asked for; "
+                f"{place} is of a run with its own code, which is imported only on request; "
                 f"give diffmegatron --import {clipped(name)} before the command"
             )
 
@@ -138,7 +137,7 @@ def _run(name: str, imported: Any) -> None:
         imported()
     except UserError:
         raise
-    except Exception as error:  # of the user's code, which may raise anything
+    except Exception as error:  # User code may raise anything.
         lines = [
             each.lineno
             for each in traceback.extract_tb(error.__traceback__)

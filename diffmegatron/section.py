@@ -1,7 +1,7 @@
-"""What every section of a recipe is made of: its base, and what sections share.
+"""The base class of the sections of a recipe, and the types of their values.
 
-The bounds are far above what anybody runs. Within them every product of sizes is a finite number,
-every count and seed one that 64 bits hold, and every name one that a file system takes.
+The bounds are far above any real run. Within them every product of sizes is a finite number, every
+count and seed fits in 64 bits, and file systems accept every name.
 """
 
 import math
@@ -13,47 +13,47 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
-# Endings such as ".cache" or ".rejects.jsonl" are put behind a name; file systems end at 255.
+# Endings such as ".cache" or ".rejects.jsonl" are appended to names, which may have 255 bytes.
 _NAME_BYTES = 200
 _PATH_BYTES = 512
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Section(BaseModel):
-    """One typed, immutable section of a recipe; a key it does not know is an error."""
+    """Base of the typed, immutable sections of a recipe; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _check_path(text: str) -> str:
-    """Refuse what no file can be called."""
+    """Refuse text that cannot be the name of a file."""
     problem = None
     if not text:
-        problem = "give a path; this is empty"
+        problem = "it is empty; give a path"
     elif _NO_TEXT.search(text):
         problem = "a path must be text without control characters"
     elif len(text.encode()) > _PATH_BYTES:
-        problem = f"a path may have {_PATH_BYTES} bytes"
+        problem = f"a path may have at most {_PATH_BYTES} bytes"
     elif any(len(name.encode()) > _NAME_BYTES for name in text.split("/")):
-        problem = f"a name within a path may have {_NAME_BYTES} bytes"
+        problem = f"a name within a path may have at most {_NAME_BYTES} bytes"
     if problem is not None:
         raise PydanticCustomError("path", "{problem}", {"problem": problem})
     return text
 
 
 def divisors(number: int) -> list[int]:
-    """All numbers that divide ``number``, in order."""
+    """Return all numbers that divide ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-"""Of a tensor, or how many of something are held at once."""
+"""Size of a tensor's dimension, or a number of things held at once."""
 SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-"""Steps or tokens of a run."""
+"""Number of steps or tokens of a run."""
 Ranks = Annotated[int, Field(ge=1, le=4096)]
-"""Along one kind of parallelism."""
+"""Number of ranks along one kind of parallelism."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""Of a file or folder that need not exist."""
+"""Path of a file or folder, which need not exist."""

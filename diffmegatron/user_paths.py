@@ -1,7 +1,7 @@
-"""The one place that turns what the system says of a path on the command line into a sentence.
+"""Turn errors of the operating system about paths on the command line into one sentence.
 
-Readers and writers name their files themselves wherever they can say more than the system does.
-Whatever they let through arrives here, for every command alike.
+Readers and writers of files report an error themselves where they can add information. The
+remaining errors reach this module, in every command.
 """
 
 import errno
@@ -14,28 +14,27 @@ from pathlib import Path
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import check_utf8, reason, shown
 
-# What a path can be to blame for; a full disk or a file server is the machine's affair.
+# Errors that a wrong path causes; the others, such as a full disk, are the machine's.
 _MISTAKES = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
-# Of pathlib before Python 3.13, which raises no OSError there.
+# Before Python 3.13 pathlib raises a RuntimeError instead of an OSError for a loop of links.
 _LOOP = "Symlink loop from "
 
 
 @contextmanager
-def named_on_the_command_line(words: Sequence[str]) -> Iterator[None]:
-    """Refuse in a sentence whatever path among ``words`` the system cannot use.
+def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
+    """Turn an error about a path among ``words`` into one sentence.
 
-    An error of a file that the command line does not name passes: that one is a defect, whose
-    traceback is of use.
+    An error about any other file is a defect of the program and keeps its traceback.
 
     Args:
-        words: of the command line.
+        words: words of the command line.
 
     Raises:
-        UserError: an ``OSError`` or ``UnicodeError`` was raised for such a path;
-            :class:`MachineError` where the same command may succeed later, as on a full disk.
+        UserError: an ``OSError`` or ``UnicodeError`` was raised for such a path.
+        MachineError: the same command may succeed later, for instance when the disk is full.
     """
     try:
         yield
@@ -57,15 +56,15 @@ def named_on_the_command_line(words: Sequence[str]) -> Iterator[None]:
         raise kind(f"cannot use {shown(Path(path))}: {reason(error)}") from error
 
 
-def print_any_name() -> None:
-    """Let standard output escape the bytes of a name that are no text, as standard error does."""
+def escape_undecodable_output() -> None:
+    """Escape undecodable bytes of file names on standard output, as on standard error."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
 
 
 def _is_named(path: object, words: Sequence[str]) -> bool:
-    """Whether a path is one of the command line, begins with one (PREFIX.bin) or holds one."""
+    """Return whether a path equals, extends (PREFIX.bin) or contains a path in ``words``."""
     if not isinstance(path, str | bytes | os.PathLike):
         return False
     whole = Path(os.fsdecode(path)).absolute()

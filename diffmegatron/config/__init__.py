@@ -1,1 +1,1 @@
-"""Recipes; `schema.py` has their sections, `load.py` reads them."""
+"""Recipes: `schema.py` defines their sections, `load.py` reads them."""

@@ -11,30 +11,30 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """PREFIX where ``PREFIX.parts`` is named, the folder of its parts."""
+    """Return PREFIX for ``PREFIX.parts``, the folder of its parts."""
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
 
 def _folder(path: str) -> str:
-    """The folder of a ``tokenizer.json``, which is what an export looks for the others in."""
+    """Return the folder of a ``tokenizer.json``; an export copies other files of that folder."""
     named = PurePath(path)
     return str(named.parent) if named.name == "tokenizer.json" else path
 
 
 class Source(Section):
-    """One prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
+    """A prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
 
     path: Annotated[PathText, AfterValidator(_prefix)]
-    weight: float = Field(default=1.0, ge=0, description="share of the tokens, in any unit")
+    weight: float = Field(default=1.0, ge=0, description="relative share of the tokens")
 
 
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    Documents of at least ``long_tokens`` are kept, shorter ones with probability ``keep_short``.
-    ``per_source`` leaves the share of tokens between the sources as it was; ``global`` lets it
-    move towards the sources with long documents.
+    Documents of at least ``long_tokens`` tokens are kept, shorter ones with probability
+    ``keep_short``. ``per_source`` preserves the share of tokens of each source; ``global`` lets the
+    shares shift towards sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"
@@ -43,7 +43,7 @@ class Upsampling(Section):
 
 
 class DataConfig(Section):
-    """What is read, in which shares and sequences, and how much of it is held out."""
+    """Sources of the training data, their shares and packing, and the held-out splits."""
 
     tokenizer: Annotated[PathText, AfterValidator(_folder)] = "cl100k_base"
     sources: tuple[Source, ...] = Field(min_length=1, max_length=128)
@@ -51,23 +51,23 @@ class DataConfig(Section):
         default=0.001, ge=0, lt=1, description="share of the documents; 0: no held-out loss"
     )
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
-    split_seed: Seed = Field(default=1234, description="which documents are held out")
+    split_seed: Seed = Field(default=1234, description="seed of the choice of held-out documents")
     packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
     upsampling: Upsampling = Upsampling()
     on_exhausted: Literal["repeat", "stop"] = "repeat"
     reset_position_ids: bool = Field(default=False, description="positions restart per document")
     reset_attention_mask: bool | None = Field(
         default=None,
-        description="attention stays within a document; null: if a packed source has conversations",
+        description="attention stays within a document; null: if a packed source has chats",
     )
     eod_mask_loss: bool = Field(default=False, description="no loss across document ends")
     verify: Literal["sizes", "hashes"] = Field(
-        default="sizes", description="hashes: read every source in full before a run starts"
+        default="sizes", description="hashes: read every source completely before a run starts"
     )
     cache_dir: PathText | None = Field(default=None, description="null: PREFIX.cache, per source")
 
     @model_validator(mode="after")
-    def _something_is_left(self) -> Self:
+    def _check_shares(self) -> Self:
         held_out = self.validation_fraction + self.test_fraction
         if held_out >= 1:
             raise ValueError(

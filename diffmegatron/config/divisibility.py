@@ -1,4 +1,4 @@
-"""Whether a model and its batches divide over a layout; what does not names what would."""
+"""Check that a layout divides the model and its batches; errors name the nearest one that does."""
 
 import math
 from typing import Literal
@@ -9,12 +9,13 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 from diffmegatron.section import divisors
 
+# Ten times the largest number of ranks in use; searching the divisors of such numbers is fast.
 # Ten times what has been run; a search over divisors of any number up to it is quick.
 MAX_WORLD_SIZE = 2**20
 
 
 def check_layout(recipe: RecipeSections) -> None:
-    """Check what the recipe alone tells.
+    """Check the layout as far as it does not depend on the number of ranks.
 
     Raises:
         ValueError: naming the size, the layout and the nearest layout that fits.
@@ -27,11 +28,11 @@ def check_layout(recipe: RecipeSections) -> None:
 
 
 def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
-    """Data-parallel size on ``world_size`` ranks.
+    """Return the data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: nobody can start so many ranks, they do not fill the layout, or the batch does
-            not divide by it.
+        UserError: ``world_size`` is too large, is not a multiple of the layout, or the batch is not
+            divisible by the data-parallel size.
     """
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
@@ -47,7 +48,7 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
-        # The batch is often a paper's; the microbatch is the user's.
+        # The error proposes another microbatch first, because the batch often comes from a paper.
         smaller = range(training.micro_batch_size - 1, 0, -1)
         micro = next((size for size in smaller if batch % (data * size) == 0), None)
         nearest = max(1, round(batch / per_microbatch)) * per_microbatch
@@ -55,14 +56,14 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
             f"{nearest} would be" if micro is None else f"give training.micro_batch_size {micro}"
         )
         raise UserError(
-            f"training.global_batch_size {batch} is no multiple of micro_batch_size "
+            f"training.global_batch_size {batch} is not a multiple of micro_batch_size "
             f"{training.micro_batch_size} x data parallel {data}; {remedy}"
         )
     microbatches = batch // per_microbatch
     if parallel.virtual_pipeline > 1 and microbatches % parallel.pipeline:
         rounds = max(1, round(microbatches / parallel.pipeline))
         raise UserError(
-            f"{microbatches} microbatches per data-parallel rank are no multiple of "
+            f"{microbatches} microbatches per data-parallel rank are not a multiple of "
             f"parallel.pipeline {parallel.pipeline}, as parallel.virtual_pipeline "
             f"{parallel.virtual_pipeline} needs; the nearest training.global_batch_size that fits "
             f"is {rounds * parallel.pipeline * per_microbatch}"
@@ -71,11 +72,12 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 
 
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
-    """How context-parallel ranks communicate: as the recipe says, or by a rule of this function.
+    """Return how context-parallel ranks communicate; resolve ``auto``.
 
-    Ulysses moves the least (each rank's own queries, keys, values and outputs, once) and leaves the
-    kernels as fast as on one rank, but shares the key-value heads of a tensor-parallel rank; where
-    they do not divide, the ring takes any number of ranks and keeps memory at 1 / context.
+    ``auto`` prefers Ulysses, which moves the least data (each rank's own queries, keys, values and
+    outputs, once) and keeps the kernels as fast as on one rank. It needs a number of key-value
+    heads per tensor-parallel rank that the ranks divide. Otherwise ``auto`` selects the ring, which
+    works with any number of ranks and divides memory by it.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -85,11 +87,7 @@ def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather
 
 
 def check_ranks(world_size: int) -> None:
-    """Refuse a number of ranks that nobody can start.
-
-    Raises:
-        UserError: with the numbers that can be.
-    """
+    """Refuse a number of ranks outside the supported range."""
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise UserError(
             f"{clipped(str(world_size))} ranks cannot be started; give 1 to {MAX_WORLD_SIZE}"
@@ -100,7 +98,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
     tensor = recipe.parallel.tensor
     model = recipe.model
     sharded = {
-        # A key-value head with all queries that meet it is what a rank holds whole.
+        # A rank holds whole key-value heads with all queries that use them.
         "model.attention.num_kv_heads": model.attention.num_kv_heads,
         "model.ffn_hidden_size": model.ffn_hidden_size,
         "model.vocab_size": model.vocab_size,
@@ -111,14 +109,14 @@ def _check_tensor(recipe: RecipeSections) -> None:
         if size % tensor:
             common = math.gcd(*sharded.values())
             raise ValueError(
-                f"{name} {size} is no multiple of parallel.tensor {tensor}; the nearest "
+                f"{name} {size} is not a multiple of parallel.tensor {tensor}; the nearest "
                 f"tensor-parallel size that divides all it shards is "
                 f"{_nearest_divisor(common, tensor)} of {clipped(str(divisors(common)))}"
             )
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Every rank holds one chunk from each half of the sequence, and shards it over tensor."""
+    """Require that ranks can hold one chunk of each half of the sequence, sharded over tensor."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return
@@ -130,7 +128,7 @@ def _check_context(recipe: RecipeSections) -> None:
         nearest = max(1, round(length / pieces)) * pieces
         over = f" x parallel.tensor {shards}" if shards > 1 else ""
         raise ValueError(
-            f"training.seq_length {length} is no multiple of 2 x parallel.context "
+            f"training.seq_length {length} is not a multiple of 2 x parallel.context "
             f"{parallel.context}{over}; the nearest length is {nearest}, the nearest "
             f"context-parallel size for this length {fits}"
         )
@@ -138,14 +136,14 @@ def _check_context(recipe: RecipeSections) -> None:
     if parallel.context_communication == "ulysses" and heads % parallel.context:
         fits = _nearest_divisor(heads, parallel.context)
         raise ValueError(
-            f"parallel.context_communication 'ulysses' shares the {heads} key-value heads of a "
-            f"tensor-parallel rank over parallel.context {parallel.context}, which does not divide "
-            f"them; the nearest size is {fits}, and 'ring' takes any"
+            f"parallel.context_communication 'ulysses' divides the {heads} key-value heads of a "
+            f"tensor-parallel rank among parallel.context {parallel.context} ranks, which leaves a "
+            f"remainder; the nearest size is {fits}, and 'ring' works with any"
         )
 
 
 def _check_ring(recipe: RecipeSections) -> None:
-    """The chunks of a ring need a backend that attends chunk by chunk."""
+    """Require for a ring a backend that can attend to chunks of a sequence."""
     backend = recipe.training.attention_backend
     kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
     if (
@@ -155,8 +153,8 @@ def _check_ring(recipe: RecipeSections) -> None:
         and backend in whole_sequence_backends("differential")
     ):
         raise ValueError(
-            f"training.attention_backend {backend!r} attends to whole sequences, and "
-            f"parallel.context {recipe.parallel.context} by 'ring' has chunks of them; give 'auto' "
+            f"training.attention_backend {backend!r} needs whole sequences, and "
+            f"parallel.context {recipe.parallel.context} by 'ring' splits them; give 'auto' "
             "or 'triton', or parallel.context_communication 'all_gather'"
         )
 
@@ -166,21 +164,22 @@ def _check_pipeline(recipe: RecipeSections) -> None:
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     if layers % parallel.pipeline:
         raise ValueError(
-            f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline}; "
-            f"the nearest pipeline size that divides it is "
+            f"model.num_layers {layers} is not a multiple of parallel.pipeline "
+            f"{parallel.pipeline}; the nearest pipeline size that divides it is "
             f"{_nearest_divisor(layers, parallel.pipeline)}"
         )
     if layers % virtual_stages:
         per_stage = layers // parallel.pipeline
         raise ValueError(
-            f"model.num_layers {layers} is no multiple of parallel.pipeline {parallel.pipeline} x "
-            f"parallel.virtual_pipeline {parallel.virtual_pipeline}; the nearest number of "
-            f"virtual stages per rank is {_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
+            f"model.num_layers {layers} is not a multiple of parallel.pipeline "
+            f"{parallel.pipeline} x parallel.virtual_pipeline {parallel.virtual_pipeline}; the "
+            "nearest number of virtual stages per rank is "
+            f"{_nearest_divisor(per_stage, parallel.virtual_pipeline)}"
         )
 
 
 def _check_recompute(recipe: RecipeSections) -> None:
-    """Megatron-core's ``uniform`` goes beyond the last layer if its groups do not come out even."""
+    """Require equal groups, because Megatron-core's ``uniform`` would go past the last layer."""
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     if recompute.granularity != "full":

@@ -8,9 +8,9 @@ from diffmegatron.section import Count, Section
 
 
 class EvaluateConfig(Section):
-    """``suite`` every so many steps; the other keys are the suite's settings.
+    """The suite named ``suite``, run every ``every`` steps; other keys are the suite's settings.
 
-    These are checked when training starts: evaluation stands above the recipe.
+    The settings are checked when training starts, because this package must not import evaluation.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -20,5 +20,5 @@ class EvaluateConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the suite."""
+        """Settings of the suite."""
         return dict(self.model_extra or {})

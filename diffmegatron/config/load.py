@@ -1,11 +1,11 @@
-"""From YAML files and ``key=value`` overrides to a :class:`Recipe`.
+"""Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
-A recipe may ``extends`` another (a path relative to itself, or a list of them, later ones win);
-mappings merge key by key, everything else replaces. Every error names where the key came from.
-A text that begins with ``./`` or ``../`` is a path from the file that says it, and made absolute.
+``extends`` in a recipe names another recipe by a relative path, or a list of them; later ones take
+precedence. Mappings merge key by key, and other values replace each other. Every error names the
+file that a key came from. A text that begins with ``./`` or ``../`` is a path relative to the file
+it is in, and is made absolute.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from diffmegatron.config.stage_order import STAGES, by_stage, check_follows, rea
 from diffmegatron.config.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
-from diffmegatron.own_code import import_of_recipe, require_imported
+from diffmegatron.own_code import import_recipe_code, require_imported
+from diffmegatron.validation import describe, first_error
 
 COMMAND_LINE = "the command line"
-# Files that a recipe is made of, one counted as often as it is extended.
+# Limit on the files of a recipe; a file counts each time that another one extends it.
 MAX_FILES = 32
 
-# What files say, merged, and per dotted key the file that said it. Nothing of it is ever changed:
-# files and aliases share their parts.
+# Merged values of the files, and the file of each dotted key. They are never modified, because
+# files and YAML aliases share parts of them.
 Values = dict[str, Any]
 Origins = dict[str, str]
 
@@ -39,9 +40,9 @@ def load_recipe(
 
     Args:
         path: YAML file.
-        overrides: ``section.key=value`` strings; the value is read as YAML, ``./`` in it from the
-            working directory.
-        to_plan: files that other commands have yet to write may be missing.
+        overrides: ``section.key=value`` strings; the value is YAML, in which ``./`` is the working
+            directory.
+        to_plan: whether files that other commands will write may be missing.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -49,34 +50,41 @@ def load_recipe(
     name = shown(Path(path))
     values, origins = _Files().read(Path(path))
     if "stages" in values:
-        raise UserError(f"{name} has stages, each a recipe; give it to load_stages")
+        raise UserError(f"{name} has stages; read it with load_stages")
     return _validate(*_overridden(values, origins, overrides, to_plan), name)
 
 
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe that may be a list of stages, each a run that starts with the last's weights.
+    """Read a recipe or its stages; each stage starts with the weights of an earlier one.
 
-    Under ``stages`` are mappings of a ``name``, of ``start_from`` where that is another stage than
-    the one before, and whatever a stage changes of the recipe around them; ``run_dir`` becomes
-    ``run_dir/name`` and ``checkpoint.start_from`` the ``run_dir`` of the stage that it starts with.
-    An override ``stages.name.key=value`` holds for that stage, any other for every stage that has
-    none of its own; ``to_plan`` is that of :func:`load_recipe`.
+    ``stages`` is a list of mappings. Each has a ``name``, an optional ``start_from`` (default: the
+    stage before it), and changes of the recipe around them. The stage's ``run_dir`` becomes
+    ``run_dir/name``, and its ``checkpoint.start_from`` the ``run_dir`` of the stage that it starts
+    from.
+
+    Args:
+        path: YAML file.
+        overrides: as for :func:`load_recipe`. ``stages.name.key=value`` changes one stage and takes
+            precedence over an override of all stages.
+        to_plan: as for :func:`load_recipe`.
 
     Returns:
-        The stages in order; of a recipe without ``stages``, the recipe.
+        The stages in order, or the recipe alone if it has no ``stages``.
 
     Raises:
-        UserError: as :func:`load_recipe`, a stage has no name of its own, or it cannot start with
-            the weights of the one before.
+        UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
+            cannot start with the weights of the stage before it.
     """
     path = Path(path)
     values, origins = _Files().read(path)
     shared = {key: value for key, value in values.items() if key != "stages"}
     if shared == values:
         if first := next((each for each in overrides if each.startswith(STAGES)), None):
-            raise UserError(f"override {clipped(first)!r} is of a stage; {shown(path)} has none")
+            raise UserError(
+                f"override {clipped(first)!r} changes a stage; {shown(path)} has no stages"
+            )
         return (_validate(*_overridden(values, origins, overrides, to_plan), shown(path)),)
     stages = read_stages(values["stages"], shown(path))
     own_overrides = by_stage(overrides, stages, shown(path))
@@ -95,10 +103,10 @@ def load_stages(
 
 
 def recipe_files(path: Path) -> list[Path]:
-    """The files that a recipe is made of, resolved: itself and all that it extends.
+    """Return the resolved paths of a recipe and of all files that it extends.
 
     Raises:
-        UserError: one cannot be read, or they extend each other in a circle.
+        UserError: a file cannot be read, or files extend each other in a circle.
     """
     files = _Files()
     files.read(path)
@@ -106,41 +114,38 @@ def recipe_files(path: Path) -> list[Path]:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """Read what :func:`dump_recipe` wrote: one file, which names no other.
+    """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``.
 
     Raises:
-        UserError: it cannot be read, extends another file, has stages, is no recipe, or names
-            imports that nobody asked for in this process.
+        UserError: the file cannot be read or is not such a recipe, or its imports were not
+            requested in this process.
     """
     values = _read_mapping(path)
     for key in ("extends", "stages"):
         if key in values:
-            raise UserError(f"{shown(path)} has {key!r}, which a resolved recipe has not")
+            raise UserError(f"{shown(path)} has {key!r}, which a resolved recipe must not have")
     require_imported(values, shown(path))
     return _validate(values, {}, shown(path))
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe of values that no file holds.
+    """Return the recipe of values that are not in a file.
 
     Args:
-        values: of a recipe, key by key.
-        name: of the values in a sentence.
-        overrides: as :func:`load_recipe` takes them.
-
-    Raises:
-        UserError: as :func:`load_recipe`.
+        values: values of the recipe.
+        name: name of the values in messages.
+        overrides: as for :func:`load_recipe`.
     """
     return _validate(*_overridden(values, {}, overrides), name)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that :func:`load_resolved` reads back to the same."""
+    """Return the resolved recipe as YAML, for :func:`load_resolved`."""
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
 class _Files:
-    """The files of one recipe, each of them parsed once."""
+    """Files of one recipe; each is parsed once."""
 
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
@@ -148,14 +153,14 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Those that were read, resolved, each before what it extends."""
+        """Resolved paths of the files that were read; a file precedes those that it extends."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
-        """The values of a file, merged into those of the files that it extends."""
+        """Return the values of a file, merged into those of the files that it extends."""
         self._read += 1
         if self._read > MAX_FILES:
-            raise UserError(f"{shown(path)}: a recipe is made of {MAX_FILES} files at most")
+            raise UserError(f"{shown(path)}: a recipe may have at most {MAX_FILES} files")
         own = _read_mapping(path)
         file = path.resolve()
         if file not in self._merged:
@@ -163,7 +168,7 @@ class _Files:
             self._merged[file] = self._extended(path, own)
         merged = self._merged[file]
         if merged is None:
-            raise UserError(f"{shown(path)}: recipes extend each other in a circle; break it")
+            raise UserError(f"{shown(path)}: recipes extend each other in a circle; remove a link")
         return merged
 
     def _extended(self, path: Path, own: Values) -> tuple[Values, Origins]:
@@ -188,16 +193,15 @@ def _parents(extends: Any, path: Path) -> list[str]:
     parents = [extends] if isinstance(extends, str) else extends
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise UserError(
-            f"{shown(path)}: extends is {clipped(repr(extends))}; it takes a path or a list of "
-            "paths"
+            f"{shown(path)}: extends is {clipped(repr(extends))}; give a path or a list of paths"
         )
     return parents
 
 
 def _anchored(value: Any, folder: Path) -> Any:
-    """A value whose texts that begin with ``./`` or ``../`` are paths from ``folder``.
+    """Make texts that begin with ``./`` or ``../`` absolute paths, relative to ``folder``.
 
-    Absolute, so that the resolved recipe means the same wherever it lies and is read.
+    The resolved recipe then has the same meaning in every folder.
     """
     if isinstance(value, dict):
         return {key: _anchored(each, folder) for key, each in value.items()}
@@ -209,7 +213,7 @@ def _anchored(value: Any, folder: Path) -> Any:
 
 
 def _merged(below: Values, above: Values) -> Values:
-    """``below`` with what ``above`` says, mapping by mapping; neither is changed."""
+    """Return ``below`` updated by ``above``, mapping by mapping; neither is modified."""
     both = dict(below)
     for key, value in above.items():
         is_mapping = isinstance(value, dict) and isinstance(both.get(key), dict)
@@ -229,7 +233,7 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 def _overridden(
     values: Values, origins: Origins, overrides: Sequence[str], to_plan: bool = False
 ) -> tuple[Values, Origins]:
-    """Values with what the command line says, and where each came from then."""
+    """Return values and origins after the overrides of the command line."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -238,16 +242,16 @@ def _overridden(
         nested = _anchored(nested, Path())
         parts = key.split(".")
         if len(parts) > MAX_DEPTH:
-            raise UserError(f"override {clipped(override)!r} names no key: it has too many dots")
+            raise UserError(f"override {clipped(override)!r} has too many dots to be a key")
         for part in reversed(parts):
             nested = {part: nested}
         values = _merged(values, nested)
         origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
-    return _with_files(import_of_recipe(values), to_plan), origins
+    return _with_files(import_recipe_code(values), to_plan), origins
 
 
 def _with_files(values: Values, to_plan: bool) -> Values:
-    """Values with what the files hold that the section of attention names."""
+    """Return values with the content of files that ``model.attention`` names."""
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(attention, dict):
@@ -255,14 +259,14 @@ def _with_files(values: Values, to_plan: bool) -> Values:
     kind = attention.get("kind")
     if not isinstance(kind, str) or kind not in VARIANTS:
         return values
-    # The Transformer of the pair needs no file of the kind that it replaces.
+    # The baseline does not need the files of the attention that it replaces.
     may_be_missing = to_plan or model.get("baseline") is True
     read = VARIANTS[kind].with_files(attention, may_be_missing=may_be_missing)
     return _merged(values, {"model": {"attention": dict(read)}})
 
 
 def _placed(values: Values, name: str, before: Recipe | None) -> Values:
-    """A stage's values with a folder of its own and the weights of the one that it starts with."""
+    """Give a stage its own folder and the weights of the stage that it starts from."""
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
     if before is not None and isinstance(values.get("checkpoint", {}), dict):
@@ -271,37 +275,28 @@ def _placed(values: Values, name: str, before: Recipe | None) -> Values:
 
 
 def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> Recipe:
-    """The recipe of some values; ``stage`` is the place of a stage in a sentence."""
+    """Return the recipe of these values; ``stage`` names a stage in messages."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        # A mistyped key also leaves one missing; the mistyped one is what the user can see.
-        errors = error.errors(include_url=False)
-        first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
-        sentence = _sentence(first, values, origins, path)
+        sentence = _sentence(first_error(error), values, origins, path)
         if stage and not sentence.startswith(stage):
             sentence = f"{stage}: {sentence.removeprefix(f'{path}: ')}"
         raise UserError(sentence) from None
 
 
 def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path: str) -> str:
-    """One pydantic error in the words of the recipe: origin, key, value, what would be right."""
+    """Describe a pydantic error by the origin of the key, the key and the mistake."""
     key = ".".join(str(part) for part in error["loc"])
     origin = _origin(key, origins, path)
     if error["type"] == "extra_forbidden":
         if hint := _variants_key(error["loc"], values):
             return f"{origin}: unknown key {clipped(key)!r}; {hint}"
-        known = sorted(_known_keys(error["loc"][:-1], values))
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
-        return f"{origin}: unknown key {clipped(key)!r}; {hint}"
-    if error["type"] == "missing":
-        return f"{origin}: key {key!r} is missing; a recipe must give it"
-    message = str(error.get("ctx", {}).get("error") or error["msg"])
+        return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
+    sentence = describe(error, ())
     if error["type"] == "value_error":
-        return f"{_origin_of_clash(message, origins) or origin}: {message}"
-    value = clipped(repr(error["input"]))
-    return f"{origin}: {clipped(key)} is {value}: {message[:1].lower()}{message[1:]}"
+        origin = _origin_of_clash(sentence, origins) or origin
+    return f"{origin}: {sentence}"
 
 
 def _origin(key: str, origins: dict[str, str], path: str) -> str:
@@ -313,7 +308,7 @@ def _origin(key: str, origins: dict[str, str], path: str) -> str:
 
 
 def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
-    """Where the keys that a cross-check names came from; empty where it names none that was set."""
+    """Return the origins of the keys that a message names; empty if no file has set them."""
     named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)
     return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 
@@ -331,14 +326,14 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
 
 
 def _kinds(values: Values) -> list[str]:
-    """Return the kinds of attention of a recipe's values, of one section or of a list."""
+    """Return the kinds of attention in a recipe's values."""
     attention = values["model"]["attention"]
     sections = attention if isinstance(attention, list) else [attention]
     return [each["kind"] for each in sections if isinstance(each, dict) and "kind" in each]
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Where a key of a kind of attention belongs that is somewhere else in ``model``."""
+    """Return where a key of ``model.attention`` belongs if it is in a wrong place."""
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None

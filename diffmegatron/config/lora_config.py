@@ -31,5 +31,5 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """Factor of the low-rank update, alpha / rank."""
         return self.alpha / self.rank

@@ -18,17 +18,17 @@ from diffmegatron.section import Section, Size, SizeOrNone
 
 
 class Initialization(Section):
-    """Initial weights: normal with ``std``.
+    """Initial weights, normally distributed with standard deviation ``std``.
 
     ``scaled`` (default) divides the standard deviation of the two projections that write into the
-    residual stream by sqrt(2 num_layers), so that its variance does not grow with depth
-    (GPT-2; Megatron-core's own default); ``normal`` uses ``std`` everywhere. Norm weights start
-    at 1, what a kind of attention has of its own as that kind says.
+    residual stream by sqrt(2 num_layers), so that its variance does not grow with depth (GPT-2, and
+    Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at 1. The file
+    of a kind of attention defines the initial values of its own parameters.
 
-    The paper names no scheme. Embeddings start at N(0, 1): the headwise norm makes the output of
-    every differential head as large as a trained one from the first step, and embeddings of 0.02
-    are small beside it (docs/recipes.md shows the loss). Where the output layer is the same matrix
-    it would make logits of that size, so tied embeddings start with ``std``.
+    The paper does not name a scheme. Embeddings start at N(0, 1): the headwise norm makes the
+    output of every differential head as large as a trained one from the first step, and embeddings
+    of 0.02 would be small beside it (docs/recipes.md shows the loss). Tied embeddings start with
+    ``std``, because the output layer is the same matrix and would produce logits that large.
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -41,21 +41,23 @@ class Initialization(Section):
 class ModelConfig(Section):
     """The network.
 
-    ``attention`` is the section of one kind of attention, with the heads of that kind, or a list of
-    such sections with the layers of each (:mod:`diffmegatron.attention.variants.pattern`).
+    ``attention`` is the section of one kind of attention, or a list of such sections with the
+    layers of each (:mod:`diffmegatron.attention.variants.pattern`).
 
-    ``baseline`` puts the Transformer of the pair in its place: as wide, with as many keys and
-    values, so that nobody halves or doubles heads by hand. The resolved recipe has its numbers.
+    ``baseline`` replaces the attention by that of the Transformer it is compared with, which has
+    the same width, keys and values. The resolved recipe contains the resulting numbers of heads.
     """
 
     num_layers: Size
     hidden_size: Annotated[Size, Field(ge=2)]
-    baseline: bool = Field(default=False, exclude=True, description="the Transformer of the pair")
+    baseline: bool = Field(
+        default=False, exclude=True, description="replace attention by the Transformer's"
+    )
     attention: SerializeAsAny[Variant]
     ffn_hidden_size: Size
     vocab_size: Size = Field(description="padded size of the embedding")
     vocab_padding: SizeOrNone = Field(
-        default=0, description="rows at the end that no token has: out of the loss and of an export"
+        default=0, description="unused rows at the end, excluded from the loss and from exports"
     )
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
@@ -73,7 +75,7 @@ class ModelConfig(Section):
     @field_validator("attention", mode="after")
     @classmethod
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
-        """Fill in what follows from other keys, so that the saved recipe shows every number."""
+        """Fill in values that follow from other keys, so that the saved recipe contains them."""
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
         sized = attention.sized(others.data["hidden_size"])
@@ -82,30 +84,30 @@ class ModelConfig(Section):
         return sized
 
     @model_validator(mode="after")
-    def _of_the_pair(self) -> Self:
+    def _with_baseline(self) -> Self:
         if not self.baseline or self._replaced is not None:
             return self
-        pair = self.model_copy(update={"attention": self.attention.baseline()})
-        pair._replaced = self.attention
-        return pair
+        changed = self.model_copy(update={"attention": self.attention.baseline()})
+        changed._replaced = self.attention
+        return changed
 
     @model_validator(mode="after")
     def _padding_leaves_tokens(self) -> Self:
         if self.vocab_padding >= self.vocab_size:
             raise ValueError(
                 f"model.vocab_padding {self.vocab_padding} leaves no token of model.vocab_size "
-                f"{self.vocab_size}; it counts the rows at its end that pad it"
+                f"{self.vocab_size}; give the number of padding rows at its end"
             )
         return self
 
     @property
     def replaced(self) -> Variant | None:
-        """The attention in whose place ``baseline`` has put its Transformer's."""
+        """Attention that ``baseline`` has replaced; None without ``baseline``."""
         return self._replaced
 
     @property
     def tokens(self) -> int:
-        """Rows of the embedding that a token may have."""
+        """Number of rows of the embedding that belong to tokens."""
         return self.vocab_size - self.vocab_padding
 
     @property

@@ -1,4 +1,4 @@
-"""What is trained, by what optimizer, at which learning rates."""
+"""The ``optimizer`` section of a recipe: trained tensors, AdamW and learning rates."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,23 +9,23 @@ from diffmegatron.section import MAX_COUNT, Section
 _MAX_PATTERNS = 64
 
 Pattern = Annotated[str, Field(min_length=1, max_length=200)]
-"""Of tensors' names (``decoder.layers.*.mlp.linear_fc2.weight``), as the shell matches files."""
+"""Pattern of tensor names with shell wildcards: ``decoder.layers.*.mlp.linear_fc2.weight``."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Schedule(Section):
-    """The learning rate over a run: linear warm-up, then by ``kind`` down to ``final_lr``.
+    """Learning rate over a run: linear warm-up, then a decay to ``final_lr`` according to ``kind``.
 
-    ``linear`` and ``cosine`` fall from the end of the warm-up to the last step; ``constant`` never
-    does; ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak and
-    falls linearly over the last steps. Lengths are steps or a share of the run's, one of both.
+    ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
+    decays. ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak
+    and decays linearly over the last steps. A length is given in steps or as a share of the run.
     """
 
     kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
     warmup_steps: _Steps | None = None
     warmup_ratio: _Share | None = Field(default=None, description="instead of warmup_steps")
-    decay_steps: Annotated[_Steps, Field(ge=1)] | None = Field(default=None, description="of wsd")
+    decay_steps: Annotated[_Steps, Field(ge=1)] | None = Field(default=None, description="for wsd")
     decay_ratio: Annotated[_Share, Field(gt=0)] | None = Field(
         default=None, description="instead of decay_steps"
     )
@@ -45,8 +45,8 @@ class Schedule(Section):
         if decays != (self.kind == "wsd"):
             name = "decay_steps" if self.decay_steps is not None else "decay_ratio"
             raise ValueError(
-                f"optimizer.schedule.{name} is of kind 'wsd' and optimizer.schedule.kind is "
-                f"{self.kind!r}, which has none; leave it out"
+                f"optimizer.schedule.{name} belongs to kind 'wsd' and optimizer.schedule.kind is "
+                f"{self.kind!r}; leave it out"
                 if decays
                 else "optimizer.schedule.kind 'wsd' needs the length of its decay; give "
                 "optimizer.schedule.decay_ratio (0.1, say) or decay_steps"
@@ -54,11 +54,11 @@ class Schedule(Section):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a run of ``total_steps``; a ratio's nearest whole number."""
+        """Return the number of warm-up steps in a run of ``total_steps``; a ratio is rounded."""
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:
-        """Steps at the end in which ``wsd`` falls, at least one."""
+        """Return the number of last steps in which ``wsd`` decays, at least one."""
         return max(1, _steps(self.decay_steps, self.decay_ratio, total_steps))
 
 
@@ -67,19 +67,19 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and what of the network it trains.
+    """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` names tensors by patterns; those that none matches are frozen. The rows of
-    ``linear_qkv`` can be named apart, as ``...linear_qkv.weight:k`` (``:q``, ``:v``, ``:[kv]``).
-    ``lr_multipliers`` maps patterns of whole tensors to factors of the learning rate.
+    ``trainable`` is a list of patterns of tensor names; other tensors are frozen. The rows of
+    ``linear_qkv`` can be named separately, as ``...linear_qkv.weight:k`` (``:q``, ``:v``,
+    ``:[kv]``). ``lr_multipliers`` maps patterns of whole tensors to factors of the learning rate.
     """
 
     lr: float = Field(gt=0)
     lr_multipliers: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(
-        default={}, max_length=_MAX_PATTERNS, description="of lr, by patterns"
+        default={}, max_length=_MAX_PATTERNS, description="factors of lr by pattern"
     )
     trainable: Annotated[tuple[Pattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
-        default=None, description="patterns; null: everything, or with LoRA its matrices alone"
+        default=None, description="patterns; null: everything, or with LoRA its matrices only"
     )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -102,6 +102,6 @@ class OptimizerConfig(Section):
         if self.schedule.final_lr > self.lr:
             raise ValueError(
                 f"optimizer.schedule.final_lr {self.schedule.final_lr:g} is above optimizer.lr "
-                f"{self.lr:g}; it is where the decay ends"
+                f"{self.lr:g}; the learning rate decays to it, so give at most optimizer.lr"
             )
         return self

@@ -1,4 +1,4 @@
-"""How ranks share the work, and what they keep or compute again: the layout of a run."""
+"""The layout of a run: how ranks share the work, and which activations are recomputed."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,7 @@ from diffmegatron.section import Ranks, Section, Size
 
 
 class ParallelConfig(Section):
-    """What ranks do not take as tensor x context x pipeline is data parallel."""
+    """Parallel layout; ranks beyond tensor x context x pipeline are data parallel."""
 
     tensor: Ranks = 1
     pipeline: Ranks = 1
@@ -18,30 +18,29 @@ class ParallelConfig(Section):
     context: Ranks = Field(default=1, description="ranks that share each sequence")
     context_communication: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
         default="auto",
-        description="auto: ulysses where the key-value heads divide over the ranks, else ring",
+        description="auto: ulysses if the ranks divide the key-value heads, otherwise ring",
     )
     sequence_parallel: bool = False
     zero_stage: Literal[1, 2, 3] = 1
     offload_optimizer: bool = Field(
-        default=False, description="master weights and Adam's moments in the host's memory"
+        default=False, description="keep master weights and Adam's moments in host memory"
     )
-
     overlap_gradients: bool | None = Field(
         default=None,
         description="sum gradients over ranks during the last microbatch's backward pass; null: "
-        "where that can be, with ZeRO 1 on the device without pipeline",
+        "if that is possible (ZeRO 1 on the device, without pipeline)",
     )
 
     @property
     def overlaps_gradients(self) -> bool:
-        """Whether gradients are summed over the ranks while the backward pass goes on."""
+        """Whether gradients are summed over the ranks during the backward pass."""
         if self.overlap_gradients is not None:
             return self.overlap_gradients
         return self.pipeline == 1 and self.zero_stage == 1 and not self.offload_optimizer
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that together hold one model and one sequence: tensor x context x pipeline."""
+        """Number of ranks that hold one model and one sequence: tensor x context x pipeline."""
         return self.tensor * self.context * self.pipeline
 
     @model_validator(mode="after")
@@ -62,15 +61,15 @@ class ParallelConfig(Section):
             self._check_overlap()
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
-                f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves the stages of "
-                "pipeline stages, and parallel.pipeline is 1; give parallel.pipeline of at least 2 "
+                f"parallel.virtual_pipeline {self.virtual_pipeline} interleaves virtual stages of "
+                "pipeline ranks, and parallel.pipeline is 1; give parallel.pipeline of at least 2 "
                 "or parallel.virtual_pipeline 1"
             )
         if self.context_communication != "auto" and self.context == 1:
             raise ValueError(
                 f"parallel.context_communication is {self.context_communication!r} with "
-                "parallel.context 1, where one rank has nobody to communicate with; give "
-                "parallel.context of at least 2 or 'auto'"
+                "parallel.context 1, where no ranks share a sequence; give parallel.context of at "
+                "least 2 or 'auto'"
             )
         return self
 
@@ -90,11 +89,12 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that the backward pass computes again instead of keeping (Megatron-core's).
+    """Activations that the backward pass computes again instead of keeping (by Megatron-core).
 
-    ``selective`` computes the core attention again, which is useless where its kernel does so
-    anyway (every fused one); ``full`` whole layers: in groups of ``layers`` of which only the first
-    input is kept (``uniform``), or the first ``layers`` of each stage one by one (``block``).
+    ``selective`` recomputes the core attention, which gains nothing with a fused kernel, because
+    those recompute it anyway. ``full`` recomputes whole layers: ``uniform`` in groups of
+    ``layers``, keeping only the input of each group; ``block`` only the first ``layers`` of each
+    stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"
@@ -106,7 +106,7 @@ class RecomputeConfig(Section):
         is_default = self.method == "uniform" and self.layers == 1
         if self.granularity != "full" and not is_default:
             raise ValueError(
-                f"recompute.method {self.method!r} with recompute.layers {self.layers} chooses "
+                f"recompute.method {self.method!r} and recompute.layers {self.layers} apply to "
                 f"whole layers, and recompute.granularity is {self.granularity!r}; give 'full', or "
                 "leave both out"
             )

@@ -1,4 +1,4 @@
-"""The sections of a recipe side by side, each checked by itself."""
+"""The sections of a recipe, each checked alone."""
 
 from pydantic import Field
 
@@ -12,11 +12,11 @@ from diffmegatron.section import PathText, Section
 
 
 class RecipeSections(Section):
-    """What the checks between sections look at; those that pass them are a ``Recipe``."""
+    """Sections of a recipe before the checks between them; after these they are a ``Recipe``."""
 
     run_dir: PathText
     imports: tuple[str, ...] = Field(
-        default=(), max_length=64, description="Python files or modules with code of your own"
+        default=(), max_length=64, description="Python files or modules with your own code"
     )
     model: ModelConfig
     data: DataConfig

@@ -1,4 +1,4 @@
-"""The sections of a recipe about survival: ``checkpoint``, ``guard`` and ``watchdog``."""
+"""The sections ``checkpoint``, ``guard`` and ``watchdog`` of a recipe."""
 
 from typing import Annotated, Literal
 
@@ -8,31 +8,31 @@ from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Size
 
 
 class CheckpointConfig(Section):
-    """When a run saves, what it keeps and how it starts."""
+    """When a run saves, which checkpoints it keeps, and where it starts from."""
 
     interval: Count = Field(default=1000, description="steps; the last step always saves")
-    resume: bool = Field(default=True, description="go on from the newest checkpoint in run_dir")
+    resume: bool = Field(default=True, description="resume from the newest checkpoint in run_dir")
     start_from: PathText | None = Field(
         default=None, description="checkpoint or run_dir whose weights a new run starts with"
     )
-    asynchronous: bool = Field(default=True, description="write while training goes on")
-    keep_last: Size | None = Field(default=None, description="newest ones; null: all")
+    asynchronous: bool = Field(default=True, description="write during the next training steps")
+    keep_last: Size | None = Field(default=None, description="number of newest ones; null: all")
     keep_every: Count | None = Field(
-        default=None, description="steps whose multiples keep_last never removes"
+        default=None, description="keep_last never removes multiples of this step"
     )
     time_limit_margin: float = Field(
-        default=300.0, ge=0, description="seconds before the end of a Slurm job to save and stop at"
+        default=300.0, ge=0, description="seconds before the end of a Slurm job to save and stop"
     )
 
 
 class GuardConfig(Section):
-    """What to do with a step whose loss or gradient norm is not finite, or is a spike.
+    """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
-    A step that is not finite is never applied. ``spikes`` says what happens to a loss or gradient
-    norm more than ``sigma`` standard deviations above the mean of the last ``window`` applied
-    steps (once half of them are there): recorded and applied, or skipped as well. After
-    ``patience`` skipped steps in a row the run goes back to its newest good checkpoint and on with
-    the data after them, at most ``max_rollbacks`` times, or stops.
+    A step that is not finite is never applied. A spike is a loss or gradient norm more than
+    ``sigma`` standard deviations above the mean of the last ``window`` applied steps, once half of
+    these exist. ``spikes`` selects whether it is recorded and applied, or skipped. After
+    ``patience`` consecutive skipped steps the run stops, or returns to its newest good checkpoint
+    and continues with the data after the skipped steps, at most ``max_rollbacks`` times.
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"
@@ -44,10 +44,12 @@ class GuardConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """How long a rank may go without progress before it writes its stacks and ends the job."""
+    """Time that a rank may spend without progress before it dumps its stacks and ends the job."""
 
     enabled: bool = True
     startup_seconds: float = Field(
-        default=3600.0, gt=0, description="until the first step is done; also a save or a load"
+        default=3600.0, gt=0, description="limit for the first step, for a save and for a load"
     )
-    step_seconds: float = Field(default=600.0, gt=0, description="a step or evaluation batch")
+    step_seconds: float = Field(
+        default=600.0, gt=0, description="limit for a step or evaluation batch"
+    )

@@ -1,4 +1,4 @@
-"""Rotary embeddings that were scaled for longer sequences."""
+"""Rotary embeddings scaled for longer sequences."""
 
 from typing import Literal, Self
 
@@ -8,12 +8,12 @@ from diffmegatron.section import Section, Size
 
 
 class RopeScaling(Section):
-    """How the frequencies of ``model.rope_theta`` are lowered.
+    """Scaling of the rotary frequencies of ``model.rope_theta``.
 
-    ``linear`` divides all of them by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) leaves wavelengths below ``original_length / high_freq_factor`` as they
-    are, divides those above ``original_length / low_freq_factor`` by ``factor``, and interpolates
-    between.
+    ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
+    ``llama3`` (Llama 3.1) keeps wavelengths below ``original_length / high_freq_factor``, divides
+    the frequencies of those above ``original_length / low_freq_factor`` by ``factor``, and
+    interpolates between the two.
     """
 
     kind: Literal["linear", "llama3"]
@@ -27,7 +27,7 @@ class RopeScaling(Section):
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.low_freq_factor {self.low_freq_factor:g} is not below "
-                f"model.rope_scaling.high_freq_factor {self.high_freq_factor:g}; wavelengths "
-                "between the two are interpolated"
+                f"model.rope_scaling.high_freq_factor {self.high_freq_factor:g}; give a smaller "
+                "low_freq_factor"
             )
         return self

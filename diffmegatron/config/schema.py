@@ -1,7 +1,7 @@
-"""The typed recipe: every key a run can have, with its checks.
+"""The typed recipe: all keys of a run and their checks.
 
-What can be known from the recipe alone is checked here, before any process group starts; what
-needs the number of ranks is checked by :func:`Recipe.data_parallel`.
+Pydantic checks the recipe when it is read, before any process group starts. Checks that need the
+number of ranks are in :meth:`Recipe.data_parallel`.
 """
 
 from typing import Self
@@ -11,16 +11,17 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from diffmegatron.config.divisibility import check_layout, data_parallel_size
 from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.recipe_sections import RecipeSections
-from diffmegatron.config.trainable_patterns import check_trainable, of_the_pair
+from diffmegatron.config.trainable_patterns import check_trainable, without_replaced_patterns
 
 
 class Recipe(RecipeSections):
-    """One run: everything ``train`` needs, resolved and frozen."""
+    """The complete, immutable settings of one run."""
 
     @field_validator("optimizer", mode="after")
     @classmethod
-    def _of_the_pair(cls, optimizer: OptimizerConfig, others: ValidationInfo) -> OptimizerConfig:
-        return of_the_pair(optimizer, others.data["model"]) if "model" in others.data else optimizer
+    def _fit_baseline(cls, optimizer: OptimizerConfig, others: ValidationInfo) -> OptimizerConfig:
+        model = others.data.get("model")
+        return optimizer if model is None else without_replaced_patterns(optimizer, model)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -35,33 +36,33 @@ class Recipe(RecipeSections):
         warmup = schedule.warmup(steps)
         if warmup >= steps:
             raise ValueError(
-                f"optimizer.schedule.warmup_steps {warmup} leaves nothing of the run's {steps} "
-                f"steps; it must be at most {steps - 1}"
+                f"optimizer.schedule.warmup_steps {warmup} leaves no step of the run's {steps}; "
+                f"give at most {steps - 1}"
             )
         if schedule.kind == "wsd" and warmup + schedule.decay(steps) > steps:
             raise ValueError(
                 f"optimizer.schedule.decay_steps {schedule.decay(steps)} and "
                 f"optimizer.schedule.warmup_steps {warmup} are more than the run's {steps} steps; "
-                f"the decay may have {steps - warmup}"
+                f"give at most {steps - warmup} steps of decay"
             )
 
     def _check_documents(self) -> None:
-        """Rotary positions are relative: a restart shows only where attention crosses it."""
+        """Require both resets or none: rotary attention depends only on distances."""
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(
-                "data.reset_position_ids is on and data.reset_attention_mask is not; rotary "
-                "embeddings see distances only, so turn both on or both off"
+                "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
+                "embeddings depend on distances only, so turn both on or both off"
             )
 
     def data_parallel(self, world_size: int) -> int:
-        """Data-parallel size on ``world_size`` ranks.
+        """Return the data-parallel size on ``world_size`` ranks.
 
         Raises:
-            UserError: the ranks do not fill the layout, or the batch does not divide by it.
+            UserError: the ranks do not fill the layout, or the batch is not divisible by it.
         """
         return data_parallel_size(self, world_size)
 
     def num_microbatches(self, world_size: int) -> int:
-        """Microbatches that each data-parallel rank runs per step on ``world_size`` ranks."""
+        """Return the microbatches per step of each data-parallel rank on ``world_size`` ranks."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size
         return self.training.global_batch_size // per_microbatch

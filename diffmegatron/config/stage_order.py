@@ -1,4 +1,4 @@
-"""The stages of a recipe: what each may be called, and whether it can start with another."""
+"""The stages of a recipe: their names, and whether one can start from another."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
 MAX_STAGES = 64
-# Before an override of one stage alone.
+# Prefix of an override for one stage.
 STAGES = "stages."
-# What a run and its jobs write into run_dir, beside which a stage's folder would stand.
+# Files that a run and its jobs write into run_dir, which also holds the folders of stages.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
 )
-# Numbered files of jobs, and what is written beside a file before it is renamed to it.
+# Numbered files of jobs, and temporary files that are renamed to a reserved name.
 _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# What a stage may change of the network: none is in the weights that it starts with.
+# Keys of the network that a stage may change, because its initial weights do not depend on them.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
@@ -35,8 +35,9 @@ class Stage:
     """One entry of ``stages``.
 
     Attributes:
-        changes: of the recipe around it.
-        start_from: the stage that it starts with; None: of the first, what the recipe says.
+        changes: changes of the recipe around ``stages``.
+        start_from: name of the stage whose weights it starts with; None for a stage that starts as
+            the recipe does.
     """
 
     changes: dict[str, Any]
@@ -44,15 +45,15 @@ class Stage:
 
 
 def read_stages(stages: Any, path: str) -> dict[str, Stage]:
-    """The stages of a recipe by their names, in order.
+    """Return the stages of a recipe by name, in order.
 
     Raises:
-        UserError: ``stages``, of the file ``path``, is not a list of mappings with such names, or
-            one starts with something else than a stage before it.
+        UserError: ``stages`` of the file ``path`` is not a list of mappings with valid names, or a
+            stage does not start from an earlier stage.
     """
     if not isinstance(stages, list) or not 1 <= len(stages) <= MAX_STAGES:
         raise UserError(
-            f"{path}: stages is {clipped(repr(stages))}; it takes a list of 1 to {MAX_STAGES} "
+            f"{path}: stages is {clipped(repr(stages))}; give a list of 1 to {MAX_STAGES} "
             "mappings, or leave it out"
         )
     named: dict[str, Stage] = {}
@@ -61,16 +62,16 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
         name = changes.pop("name", None)
         if not isinstance(name, str) or name in named or not is_stage_name(name):
             raise UserError(
-                f"{path}: stages must be a list of mappings, each with a name of its own: up to 64 "
+                f"{path}: stages must be a list of mappings, each with its own name: up to 64 "
                 "letters, digits, '_', '-' and '.', no '-' or '.' first, and none of "
                 f"{', '.join(sorted(RESERVED))}; {clipped(repr(stage))} is not"
             )
         start = changes.pop("start_from", next(reversed(named), None))
         if start is not None and (not isinstance(start, str) or start not in named):
-            before = f"one of {', '.join(named)}" if named else "checkpoint.start_from of the first"
+            hint = f"give one of {', '.join(named)}" if named else "give checkpoint.start_from"
             raise UserError(
-                f"{path}, stage {name!r}: start_from is {clipped(repr(start))}; it takes a stage "
-                f"before it: {before}"
+                f"{path}, stage {name!r}: start_from is {clipped(repr(start))}, which is not "
+                f"an earlier stage; {hint}"
             )
         checkpoint = changes.get("checkpoint")
         if start is not None and isinstance(checkpoint, dict) and "start_from" in checkpoint:
@@ -80,7 +81,7 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
 
 
 def is_stage_name(name: str) -> bool:
-    """Return whether a folder of this name can stand in a ``run_dir``."""
+    """Return whether a folder in ``run_dir`` may have this name."""
     is_reserved = name in RESERVED or _RESERVED_FORMS.fullmatch(name)
     return _NAME.fullmatch(name) is not None and not is_reserved
 
@@ -88,19 +89,19 @@ def is_stage_name(name: str) -> bool:
 def _starts_elsewhere(origin: str, start: Any) -> UserError:
     return UserError(
         f"{origin}: checkpoint.start_from is {clipped(repr(start))}; a stage after the first "
-        "starts with the one before, or the one that start_from beside its name says; leave it out"
+        "starts from the stage before it, or from its key start_from; leave it out"
     )
 
 
 def by_stage(
     overrides: Sequence[str], stages: Mapping[str, Stage], path: str
 ) -> dict[str, list[str]]:
-    """What the command line says of each stage: ``stages.NAME.`` before a key is for one alone.
+    """Return the overrides of each stage; ``stages.NAME.`` before a key selects one stage.
 
-    Such an override comes after those for every stage, wherever it stands.
+    The overrides of one stage come after those of all stages.
 
     Raises:
-        UserError: there is no stage of that name, or it is given another start.
+        UserError: no stage has that name, or the override changes where it starts from.
     """
     shared = [each for each in overrides if not each.startswith(STAGES)]
     own: dict[str, list[str]] = {name: [] for name in stages}
@@ -108,7 +109,7 @@ def by_stage(
         if not override.startswith(STAGES):
             continue
         rest = override.removeprefix(STAGES)
-        # A name may have dots in it, and be the beginning of another.
+        # Names may contain dots and may be prefixes of each other, so the longest one is chosen.
         name = max((each for each in stages if rest.startswith(f"{each}.")), key=len, default=None)
         if name is None:
             raise UserError(
@@ -123,17 +124,17 @@ def by_stage(
 
 
 def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
-    """Refuse a run that cannot start with the weights of another; LoRA may be added to them.
+    """Refuse a run that cannot start with the weights of another one; it may add LoRA to them.
 
     Args:
-        before: whose weights they are.
-        before_name: what it is called in the sentence.
-        now: what would start with them.
-        now_name: likewise.
+        before: recipe of the weights.
+        before_name: its name in messages.
+        now: recipe of the run that starts with them.
+        now_name: its name in messages.
 
     Raises:
-        UserError: their networks or tokenizers differ, with the first key that does. Attention may
-            be of a kind that builds on the other's.
+        UserError: the networks or tokenizers differ; the message names the first key. The attention
+            of ``now`` may be a kind that extends the other's.
     """
     attention = now.model.attention
     foundation = attention.foundation()
@@ -144,30 +145,30 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # An import names its own folder in full.
+    # An import records its own folder as an absolute path.
     if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():
         is_new_lora = key == "model.lora" and was.get(key) is None
         if key not in free and not is_new_lora and was.get(key) != value:
             raise UserError(
-                f"{before_name} has {key} {was.get(key)!r} and {now_name} says {value!r}; a run "
+                f"{before_name} has {key} {was.get(key)!r} and {now_name} has {value!r}; a run "
                 "that starts with another's weights must have the same network and tokenizer"
             )
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
-    """What of the rotary embedding is another than that of the weights a run starts with.
+    """Return the changes of the rotary embedding from the weights that a run starts with.
 
-    No error, as an extension to longer sequences changes it; a stage behind the extension that does
-    not repeat it would change it back.
+    A change is allowed, because an extension to longer sequences makes one. A later stage that does
+    not repeat it would undo it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
-    """A network by dotted keys, with a kind of attention, which comes before that kind's own."""
+    """Return a network as dotted keys, with ``attention`` as its attention; its keys come first."""
     others = model.model_dump(exclude={"attention"})
     return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {
         f"model.{key}": value for key, value in others.items()

@@ -1,7 +1,6 @@
-"""The named tensors of a recipe's network, by arithmetic alone: no torch, no process.
+"""Names and shapes of all tensors of a recipe's network, computed without torch.
 
-Names and shapes are those of :mod:`diffmegatron.model.parameter_shards`, which takes them from the
-network as it is built.
+They equal those that :mod:`diffmegatron.model.parameter_shards` reads from the built network.
 """
 
 import math
@@ -20,13 +19,13 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A whole tensor of the network.
+    """A tensor of the network, over all tensor-parallel ranks.
 
     Attributes:
-        name: of it; within a layer, what follows ``decoder.layers.N.``
-        shape: whole.
-        sharded: over tensor-parallel ranks; otherwise each holds it whole.
-        float32: whatever the run's precision.
+        name: name of the tensor; within a layer without the prefix ``decoder.layers.N.``
+        shape: full shape.
+        sharded: whether tensor-parallel ranks shard it; otherwise each rank holds all of it.
+        float32: whether it is float32 in a bf16 run too.
     """
 
     name: str
@@ -35,18 +34,18 @@ class NamedTensor:
     float32: bool = False
 
     def elements(self, tensor_parallel: int) -> int:
-        """What a tensor-parallel rank holds of it."""
+        """Return the number of elements that a tensor-parallel rank holds."""
         return math.prod(self.shape) // (tensor_parallel if self.sharded else 1)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What its rows are, where they are more than one thing; otherwise nothing."""
+        """Names of the fused parts of its rows; empty if it is not fused."""
         fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         return ("q", "k", "v") if fused else ()
 
 
 def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
-    """Those of a layer whose attention is of a kind."""
+    """Return the tensors of a layer with this kind of attention."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
     declared = [
@@ -67,7 +66,7 @@ def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
 
 
 def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedTensor]:
-    """Of a projection that shards its rows B is sharded, of one that shards its columns A."""
+    """Yield LoRA's matrices: B is sharded if the projection shards its rows, otherwise A."""
     if model.lora is None:
         return
     for projection in projections:
@@ -82,7 +81,7 @@ def _lora(model: ModelConfig, projections: list[NamedTensor]) -> Iterator[NamedT
 
 
 def outer_tensors(model: ModelConfig) -> list[NamedTensor]:
-    """Those outside the layers, in the order of the forward pass."""
+    """Return the tensors outside the layers, in the order of the forward pass."""
     vocabulary = (model.vocab_size, model.hidden_size)
     output = [] if model.tied_embeddings else [NamedTensor(OUTPUT, vocabulary, sharded=True)]
     return [
@@ -93,7 +92,7 @@ def outer_tensors(model: ModelConfig) -> list[NamedTensor]:
 
 
 def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]:
-    """Those outside the layers that a pipeline stage holds; a tied embedding is on both ends."""
+    """Return a stage's tensors outside the layers; a tied embedding is on the first and last."""
     last = recipe.parallel.pipeline - 1
     first_has = {EMBEDDING}
     last_has = {FINAL_NORM, EMBEDDING if recipe.model.tied_embeddings else OUTPUT}
@@ -102,7 +101,7 @@ def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]
 
 
 def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
-    """Return the numbers of a pipeline rank's layers, from 0: a range for each virtual stage."""
+    """Return the layer numbers (from 0) of a pipeline rank, as a range per virtual stage."""
     ranks, virtual = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     size = recipe.model.num_layers // (ranks * virtual)
     firsts = ((number * ranks + stage) * size for number in range(virtual))
@@ -110,10 +109,7 @@ def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
 
 
 def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]:
-    """Return the kinds of attention of a pipeline rank's layers, and how many layers are of each.
-
-    Kinds without a layer on the stage are left out.
-    """
+    """Return the kinds of attention on a pipeline rank, each with its number of layers there."""
     own = stage_layers(recipe, stage)
     counts = (
         (kind, sum(overlap(some, others) for some in own for others in layers))
@@ -123,24 +119,24 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """A tensor of :func:`layer_tensors` under its whole name in one layer."""
+    """Return a tensor of :func:`layer_tensors` with its full name in one layer."""
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 
 def layer_number(name: str) -> int:
-    """Return the number, from 0, of the layer that a tensor of a layer is in."""
+    """Return the number (from 0) of the layer that contains the tensor of this name."""
     return int(name.removeprefix("decoder.layers.").partition(".")[0])
 
 
 def stage_tensors(recipe: RecipeSections, stage: int) -> Iterator[NamedTensor]:
-    """All that a pipeline stage holds."""
+    """Yield all tensors of a pipeline stage."""
     yield from stage_outer_tensors(recipe, stage)
     for own in stage_layers(recipe, stage):
         yield from _layers_tensors(recipe.model, own)
 
 
 def network_tensors(model: ModelConfig) -> Iterator[NamedTensor]:
-    """All of the whole network."""
+    """Yield all tensors of the network."""
     yield from outer_tensors(model)
     yield from _layers_tensors(model, range(model.num_layers))
 

@@ -1,4 +1,4 @@
-"""What a run shows of itself beyond its metrics: ``training.profile`` and ``training.wandb``."""
+"""Profiling and tracking of a run: ``training.profile`` and ``training.wandb``."""
 
 from typing import Annotated
 
@@ -10,19 +10,19 @@ _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ProfileConfig(Section):
-    """A trace of some steps, and on a GPU what was allocated in them, into ``run_dir/profile/``."""
+    """A trace of some steps, and on a GPU their allocations, written to ``run_dir/profile/``."""
 
-    start: Count = Field(description="first step that is traced, from 1")
+    start: Count = Field(description="first traced step, from 1")
     steps: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=3, description="how many; a step of a large model takes tens of MB"
+        default=3, description="number of steps; each takes tens of MB with a large model"
     )
     ranks: tuple[SizeOrNone, ...] = Field(
-        default=(0,), min_length=1, max_length=4096, description="that write a trace"
+        default=(0,), min_length=1, max_length=4096, description="ranks that write a trace"
     )
 
 
 class WandbConfig(Section):
-    """Weights & Biases beside TensorBoard; the package ``wandb`` has to be installed."""
+    """Weights & Biases in addition to TensorBoard; needs the package ``wandb``."""
 
     project: _Name
     entity: _Name | None = None

@@ -1,4 +1,4 @@
-"""Which tensors a recipe trains, and at which multiple of its learning rate: patterns of names."""
+"""Patterns of tensor names that select trained tensors and multiples of the learning rate."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,70 +20,70 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import clipped
 
-# More than any network of this kind has; a pattern is compared with every name.
+# More layers than any such network has; every pattern is compared with every tensor.
 MAX_LAYERS = 1024
 
 
 def trains_everything(recipe: RecipeSections) -> bool:
-    """Whether no tensor is frozen."""
+    """Return whether no tensor is frozen."""
     return recipe.optimizer.trainable is None and recipe.model.lora is None
 
 
 def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """What of a tensor is trained: of its parts, or ("",) for one that has none; () is frozen."""
+    """Return the trained parts of a tensor, ("",) for one without parts, or () if it is frozen."""
     parts = _parts(tensor)
     if trains_everything(recipe) or is_lora(tensor.name):
         return parts
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# A search plans a recipe some thousand times, under other layouts.
+# A search plans a recipe in thousands of layouts, each with the same tensors.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
 
 
 def frozen_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """The parts of a tensor that stay as they are while others of it are trained."""
+    """Return the frozen parts of a tensor that also has trained parts."""
     trained = trained_parts(tensor, recipe)
     return tuple(part for part in tensor.parts if part not in trained) if trained else ()
 
 
 def is_lora(name: str) -> bool:
-    """Whether a tensor is one of LoRA's two."""
+    """Return whether a tensor is one of the two LoRA matrices."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
 def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
-    """The multiple of the learning rate that a tensor is trained at."""
+    """Return the factor of the learning rate for a tensor."""
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 
 
-def of_the_pair(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
-    """Without the patterns that name only what ``model.baseline`` has taken away.
+def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
+    """Remove the patterns that match only tensors which ``model.baseline`` has removed.
 
-    So a recipe and its Transformer differ in ``model.baseline`` alone. A pattern that neither has a
-    tensor for stays, to be refused.
+    A recipe and its baseline then differ in ``model.baseline`` only. A pattern that matches no
+    tensor of either is kept, and is refused later.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
     left = list(network_tensors(model))
     replaced = list(network_tensors(model.model_copy(update={"attention": model.replaced})))
 
-    def stays(pattern: str) -> bool:
+    def is_kept(pattern: str) -> bool:
         return _names_some(pattern, left) or not _names_some(pattern, replaced)
 
     factors = optimizer.lr_multipliers
-    changed = {"lr_multipliers": {each: factors[each] for each in factors if stays(each)}}
+    changed = {"lr_multipliers": {each: factors[each] for each in factors if is_kept(each)}}
     if optimizer.trainable is None:
         return optimizer.model_copy(update=changed)
-    trainable = tuple(filter(stays, optimizer.trainable))
+    trainable = tuple(filter(is_kept, optimizer.trainable))
     return optimizer.model_copy(update={**changed, "trainable": trainable})
 
 
 def check_trainable(recipe: RecipeSections) -> None:
-    """Check that every pattern means something, and that every pipeline stage trains something.
+    """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor.
 
     Raises:
         ValueError: naming the key, the pattern and the nearest name, or the stage.
@@ -105,7 +105,7 @@ def check_trainable(recipe: RecipeSections) -> None:
     trained = [[each for each in stage if trained_parts(each, recipe)] for stage in stages]
     if not any(trained):
         raise ValueError(
-            "optimizer.trainable is [], which freezes every tensor; name what is to be trained, or "
+            "optimizer.trainable is [], which freezes every tensor; name the tensors to train, or "
             "leave it out to train everything"
         )
     for number, of_stage in enumerate(trained):
@@ -125,8 +125,8 @@ def _check_multipliers(trained: Iterable[NamedTensor], recipe: RecipeSections) -
         if len(matching) > 1:
             raise ValueError(
                 f"optimizer.lr_multipliers has {clipped(matching[0])!r} and "
-                f"{clipped(matching[1])!r}, and {tensor.name} matches both; give patterns of which "
-                "each tensor matches one"
+                f"{clipped(matching[1])!r}, and {tensor.name} matches both; each tensor may match "
+                "only one pattern"
             )
         for pattern in matching:
             unused.pop(pattern, None)
@@ -167,7 +167,7 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
 
 
 def _likeness(pattern: str, name: str) -> float:
-    """From 0 to 1; of a pattern that begins with a wildcard, to as much of the name's end."""
+    """Return a similarity from 0 to 1; a leading wildcard stands for the beginning of the name."""
     end = pattern.lstrip("*.")
     if end != pattern:
         name = ".".join(name.split(".")[-1 - end.count(".") :])

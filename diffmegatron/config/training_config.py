@@ -1,4 +1,4 @@
-"""The ``training`` section of a recipe: length, batch and precision, and what is measured."""
+"""The ``training`` section of a recipe: length, batch, precision and measurements."""
 
 from typing import Annotated, Literal, Self
 
@@ -20,25 +20,25 @@ def _check_backend(name: str) -> str:
 
 
 class TrainingConfig(Section):
-    """Length, batch and precision of a run. Batch sizes count sequences."""
+    """Length, batch, precision and measurements of a run; batch sizes are in sequences."""
 
     seq_length: Annotated[Size, Field(ge=2)]
     global_batch_size: Size
     micro_batch_size: Size = 1
     steps: Count | None = None
-    tokens: Count | None = Field(default=None, description="instead of steps")
+    tokens: Count | None = Field(default=None, description="length of the run, instead of steps")
     precision: Literal["bf16", "fp32"] = "bf16"
     attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
-        default="auto", description="what computes differential attention; doctor says what can run"
+        default="auto", description="kernel of differential attention; doctor lists those that run"
     )
     loss_chunk: Size | None = Field(
-        default=None, description="tokens whose logits exist at once; null: all"
+        default=None, description="tokens whose logits are in memory at once; null: all"
     )
     offload_activations: bool = Field(
-        default=False, description="what the backward pass needs waits in the host's memory"
+        default=False, description="keep saved activations in host memory until the backward pass"
     )
     deterministic: bool = Field(
-        default=False, description="no sums in an order that changes: the same bits, on a GPU too"
+        default=False, description="use a fixed order of sums, for the same bits on a GPU too"
     )
     seed: Seed = 1234
     log_interval: Count = 10
@@ -72,12 +72,12 @@ class TrainingConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
+        """Number of tokens of a global batch."""
         return self.global_batch_size * self.seq_length
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run; ``tokens`` rounds up to whole batches."""
+        """Number of optimizer steps of the whole run; ``tokens`` is rounded up to whole batches."""
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None

@@ -1,9 +1,9 @@
-"""YAML within limits: what a recipe's files and the values of overrides may hold.
+"""Read and write YAML within limits, for the files of recipes and the values of overrides.
 
-Mappings, lists and plain values, as JSON has them; numbers as YAML 1.2 writes them. PyYAML follows
-YAML 1.1, which reads ``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. ruamel.yaml
-follows 1.2 and refuses a key that is there twice, but it takes longer to import and to read a
-recipe, and the limits would be put into it as they are into PyYAML here.
+The data model is that of JSON, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
+``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. ruamel.yaml implements 1.2 and
+refuses duplicate keys, but it is slower to import and to read, and the limits would still be our
+own code.
 """
 
 import re
@@ -14,12 +14,12 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
-# Of a file, which is parsed within a second then; the largest dump of a recipe has two thirds.
+# Limit of a file in bytes; it is parsed within a second. The largest recipe has two thirds of it.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
-# Values and keys, those that aliases stand for counted each time.
+# Limit on values and keys; each alias counts as all the nodes that it repeats.
 MAX_NODES = 5_000
-# Larger integers are text: no key takes them, and Python stops converting at 4,300 digits.
+# Longer integers are text, which no key accepts; Python refuses to convert more than 4,300 digits.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
@@ -40,7 +40,7 @@ _NOTATION = {
 
 
 class _Notation(yaml.resolver.BaseResolver):
-    """What unquoted text stands for, the same for whoever reads and whoever writes."""
+    """Resolution of unquoted text, shared by the loader and the dumper."""
 
 
 for name, (pattern, first) in _NOTATION.items():
@@ -52,21 +52,21 @@ class _Dumper(_Notation, yaml.SafeDumper):
 
 
 class _Loader(_Notation, yaml.SafeLoader):
-    """Refuses, while it reads, what is nested too deep, too much, tagged or twice the same key."""
+    """Loader that refuses deep nesting, too many nodes, tags and duplicate keys while it reads."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # Of the node being composed: levels around it, and below it as far as they are known.
+        # For the node being composed: number of levels around it, and of levels below so far.
         self._depth = self._height = 0
         self._nodes = 0
-        # Nodes and levels of each node that is complete: what an alias for it stands for.
+        # Number of nodes and levels of each complete node, which an alias repeats.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node within the limits; those inside come through here too."""
+        """Compose a node within the limits; nested nodes call this method too."""
         event, nodes, beside = self.peek_event(), self._nodes, self._height
         if getattr(event, "tag", None) is not None:
-            self._refuse(f"tag {event.tag!r} is not one that a recipe has; leave it out", event)
+            self._refuse(f"tag {event.tag!r} is not allowed in a recipe; leave it out", event)
         self._depth += 1
         self._count(1, 0, event)
         node = super().compose_node(parent, index)
@@ -80,24 +80,24 @@ class _Loader(_Notation, yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping that has each key once; PyYAML takes the last of two."""
+        """Compose a mapping and refuse duplicate keys, of which PyYAML would use the last."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            # Merges (<<) may be several; what is no scalar the constructor refuses by itself.
+            # Merge keys (<<) may repeat, and the constructor refuses keys that are not scalars.
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if (key.tag, key.value) in seen:
-                self._refuse(f"key {clipped(key.value)!r} is there twice; keep one", key)
+                self._refuse(f"key {clipped(key.value)!r} occurs twice; keep one", key)
             seen.add((key.tag, key.value))
         return node
 
     def _count(self, nodes: int, height: int, event: yaml.Event) -> None:
         self._nodes, self._height = self._nodes + nodes, height
         if self._depth + height > MAX_DEPTH:
-            self._refuse(f"it is nested deeper than the {MAX_DEPTH} levels it may have", event)
+            self._refuse(f"it is nested deeper than {MAX_DEPTH} levels", event)
         if self._nodes > MAX_NODES:
-            self._refuse(f"it has more than the {MAX_NODES} values and keys it may have", event)
+            self._refuse(f"it has more than {MAX_NODES} values and keys", event)
 
     def _refuse(self, problem: str, at: Any) -> None:
         raise yaml.composer.ComposerError(None, None, problem, at.start_mark)
@@ -112,21 +112,21 @@ _Loader.add_constructor(f"{_TAG}int", _construct_integer)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a text says in YAML: dictionaries, lists, text, numbers, booleans and None.
+    """Parse YAML into dictionaries, lists, text, numbers, booleans and None.
 
-    What aliases stand for is one object in several places; nobody may change it.
+    Aliases become references to one object, so the result must not be modified.
 
     Raises:
-        UserError: it is not YAML within the limits; ``name`` stands for it in the sentence.
+        UserError: the text is not YAML within the limits; the message calls it ``name``.
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    # PyYAML lets the built-in errors out that escapes beyond Unicode and long versions cause.
+    # PyYAML raises built-in errors for escapes beyond Unicode and for long version numbers.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise UserError(f"{name} is not valid YAML: {clipped(_said(error))}") from None
+        raise UserError(f"{name} is not valid YAML: {clipped(_message(error))}") from None
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
@@ -134,5 +134,5 @@ def _said(error: Exception) -> str:
 
 
 def dump_yaml(values: Any) -> str:
-    """YAML that :func:`parse_yaml` reads back to the same, in the order of the keys."""
+    """Return YAML that :func:`parse_yaml` reads back unchanged, with keys in their order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)

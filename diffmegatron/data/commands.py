@@ -9,7 +9,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 
 app = typer.Typer(
-    help="Look at a recipe's data; merge and verify prepared corpora.", no_args_is_help=True
+    help="Inspect a recipe's data; merge and verify prepared corpora.", no_args_is_help=True
 )
 
 
@@ -17,26 +17,28 @@ app = typer.Typer(
 def inspect(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As of train")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, as for train")
     ] = None,
-    stage: Annotated[str | None, typer.Option(help="Of a recipe with stages")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Stage to inspect, of a recipe with stages")
+    ] = None,
     split: Annotated[
-        Literal["train", "validation", "test"], typer.Option(help="Which documents")
+        Literal["train", "validation", "test"], typer.Option(help="Split of the documents")
     ] = "train",
-    from_step: Annotated[int, typer.Option(min=0, help="The first optimizer step looked at")] = 0,
-    samples: Annotated[int, typer.Option(min=0, help="How many are decoded")] = 2,
+    from_step: Annotated[int, typer.Option(min=0, help="First optimizer step to inspect")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="Number of samples to decode")] = 2,
     batches: Annotated[
-        int, typer.Option(min=1, help="Global batches that the mixture is counted over")
+        int, typer.Option(min=1, help="Number of global batches to count the mixture over")
     ] = 10,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Shown of each sample")] = 400,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to show of each sample")] = 400,
     lengths: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw the lengths of documents")
     ] = None,
 ) -> None:
-    """Show what a recipe feeds the model. Decoded samples, mixture, lengths of documents.
+    """Show the data that a recipe feeds to the model.
 
-    Text that is a label of the loss is plain, ⟦text that is masked out of it⟧ dim; a bar marks
-    where a document begins.
+    Samples, mixture and document lengths are printed. Labels of the loss are plain, ⟦text without
+    loss⟧ is dim, and a bar marks the start of a document.
 
     Example: diffmegatron data inspect configs/quickstart.yaml --from-step 1000 --samples 4
     """
@@ -47,7 +49,7 @@ def inspect(
 
     if Path(f"{config}.idx").exists():
         raise UserError(
-            f"{shown(config)} is a prepared corpus; give a recipe that has it in data.sources"
+            f"{shown(config)} is a prepared corpus; give a recipe with it in data.sources"
         )
     recipe = inspect_samples.choose_stage(load_stages(config, overrides or []), stage)
     console = Console(highlight=False)
@@ -60,10 +62,13 @@ def inspect(
 @app.command()
 def merge(
     prefix: Annotated[
-        Path, typer.Argument(metavar="PREFIX", help="As given to prepare with --part K/N")
+        Path, typer.Argument(metavar="PREFIX", help="PREFIX given to prepare with --part K/N")
     ],
 ) -> None:
-    """Make one corpus of all parts of a PREFIX, copying none. Reads all tokens once."""
+    """Join all parts of a PREFIX into one corpus.
+
+    All tokens are read once, and none is copied.
+    """
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 
     manifest = merge_parts(prefix)
@@ -79,13 +84,16 @@ def merge(
 @app.command()
 def verify(
     prefixes: Annotated[
-        list[Path], typer.Argument(metavar="PREFIX", help="As given to prepare: no .bin, no .json")
+        list[Path], typer.Argument(metavar="PREFIX", help="PREFIX given to prepare")
     ],
     sizes: Annotated[
-        bool, typer.Option("--sizes", help="Compare sizes only, which takes no time")
+        bool, typer.Option("--sizes", help="Compare sizes only, without reading the files")
     ] = False,
 ) -> None:
-    """Read every byte and compare the checksums. Exit status 1 if anything is damaged."""
+    """Read every byte and compare checksums.
+
+    The exit status is 1 if a corpus is damaged.
+    """
     from diffmegatron.data.index.corpus_manifest import read_manifest
     from diffmegatron.data.index.verify_corpus import check_hashes, check_sizes
 

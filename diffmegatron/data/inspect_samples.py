@@ -1,4 +1,4 @@
-"""What a recipe feeds the model: decoded samples, the mixture, the lengths of documents."""
+"""Show the data that a recipe feeds to the model: samples, mixture, document lengths."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, shown
 
-# Around what carries no loss: a pipe or a file has no dim text.
+# Brackets around text without loss, because a pipe or a file cannot show dim text.
 _MASKED = "⟦", "⟧"
 
 
@@ -27,16 +27,16 @@ def inspect(
     max_tokens: int,
     lengths: Path | None,
 ) -> Iterator[Text]:
-    """Paragraphs of text to print.
+    """Yield paragraphs of text to print.
 
     Args:
-        recipe: of one run, not of stages.
-        split: which documents.
-        from_step: the first optimizer step looked at.
-        samples: how many are decoded.
-        batches: global batches that the mixture is counted over.
-        max_tokens: shown of each sample.
-        lengths: a PNG to draw the lengths of documents into, if any.
+        recipe: recipe of one run.
+        split: split of the documents.
+        from_step: first optimizer step to inspect.
+        samples: number of samples to decode.
+        batches: number of global batches to count the mixture over.
+        max_tokens: number of tokens to show of each sample.
+        lengths: PNG file for a picture of document lengths, or None.
 
     Raises:
         UserError: a corpus or the tokenizer cannot be read.
@@ -63,14 +63,14 @@ def inspect(
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
-    """One sample as text, cut after ``max_tokens``; what carries no loss is dim, in brackets."""
+    """Return a sample as text of at most ``max_tokens``; text without loss is dim, in brackets."""
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
     starts = {*sample.starts.tolist()[1:]}
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # The first token is nobody's label; it is shown as the one after it.
+    # The first token is never a label; it is shown like the token after it.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
@@ -87,10 +87,10 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """The stage of that name, which ends its ``run_dir``; a recipe without stages is one.
+    """Return the stage of this name; its name is the last folder of its ``run_dir``.
 
     Raises:
-        UserError: there is no such stage, or several and no name.
+        UserError: no stage has this name, or a recipe with several stages needs one.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

@@ -1,4 +1,4 @@
-"""From samples to the microbatches of one data-parallel rank, fetched ahead by a thread."""
+"""Collate samples into the microbatches of one data-parallel rank, prefetched by a thread."""
 
 import queue
 import threading
@@ -20,13 +20,13 @@ class Batch:
 
     Attributes:
         tokens: int64 ``[b, s]``.
-        labels: int64 ``[b, s]``, the next token of each.
-        loss_mask: float32 ``[b, s]``, 1 where the label counts.
+        labels: int64 ``[b, s]``, the token after each of ``tokens``.
+        loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss.
         position_ids: int64 ``[b, s]``.
-        document_ids: int32 ``[b, s]``, the number within its row of the document that each token
-            belongs to; None where attention crosses documents.
-        sources: int64 ``[b]``, the place in ``data.sources`` of the source that each row comes
-            from; None where there is one source.
+        document_ids: int32 ``[b, s]``, number of each token's document within its row; None if
+            attention crosses documents.
+        sources: int64 ``[b]``, index in ``data.sources`` of each row's source; None with one
+            source.
     """
 
     tokens: torch.Tensor
@@ -38,9 +38,9 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 ``[n + 1]``: where each document begins in the rows laid end to end, and b s.
+        """int32 ``[n + 1]``: starts of the documents in the flattened batch, and its size b s.
 
-        For variable-length attention kernels; ``document_ids`` must be there.
+        Kernels for sequences of variable length need it. ``document_ids`` must not be None.
         """
         assert self.document_ids is not None
         changes = torch.ones_like(self.document_ids, dtype=torch.bool)
@@ -52,8 +52,8 @@ class Batch:
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
     """Stack samples of one length into a microbatch.
 
-    What it tells of documents depends on ``reset_position_ids``, ``reset_attention_mask`` and
-    ``eod_mask_loss`` (no label after an end-of-document token), Megatron's names.
+    Positions, documents and the loss mask depend on Megatron's options ``reset_position_ids``,
+    ``reset_attention_mask`` and ``eod_mask_loss`` (no loss after an end-of-document token).
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -80,7 +80,7 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per token ``[b, s]``, int32 and int64: its document's number in the row, and its start."""
+    """Return for each token ``[b, s]`` its document's number in the row (int32) and start."""
     numbers, starts = [], []
     for sample in samples:
         lengths = np.diff(np.minimum(sample.starts, length), append=length)
@@ -97,17 +97,18 @@ def _sources(samples: list[Sample], config: DataConfig) -> torch.Tensor | None:
 
 
 class Loader:
-    """Iterates over optimizer steps; each is the list of this rank's microbatches.
+    """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
-    Global batch k is samples k G to (k + 1) G; microbatch m of data-parallel rank r takes the
-    ``micro_batch_size`` samples from k G + (m data_parallel_size + r) micro_batch_size on. So the
-    global batch, and the position after it, are the same for every layout of ranks.
+    Let G be the global batch size. Global batch k consists of the samples k G to (k + 1) G.
+    Microbatch m of data-parallel rank r starts at sample
+    k G + (m data_parallel_size + r) micro_batch_size. The global batch is therefore the same for
+    every layout of ranks.
 
-    A thread reads ``prefetch`` steps ahead and is ended by :meth:`close` or by leaving the
-    context; an error in it is raised where the step is asked for.
+    A thread reads ``prefetch`` steps ahead until :meth:`close` or the end of the context. An error
+    in the thread is raised by the step that it concerns.
 
     Raises:
-        UserError: the global batch does not divide over the ranks.
+        UserError: the global batch is not divisible by the microbatches of all ranks.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Loader:
         per_microbatch = micro_batch_size * data_parallel_size
         if global_batch_size % per_microbatch:
             raise UserError(
-                f"global batch {global_batch_size} is no multiple of micro-batch "
+                f"global batch {global_batch_size} is not a multiple of micro-batch "
                 f"{micro_batch_size} x data parallel {data_parallel_size}"
             )
         self._samples, self._seq_length = samples, seq_length
@@ -147,7 +148,7 @@ class Loader:
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
-        """This rank's microbatches of the global batch that begins there."""
+        """Return this rank's microbatches of the global batch that begins at this sample."""
         size = self._micro_batch_size
         firsts = (
             consumed_samples + (microbatch * self._ranks + self._rank) * size
@@ -162,30 +163,30 @@ class Loader:
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens that all ranks together have been given."""
+        """Number of tokens that all ranks together have consumed."""
         return self.consumed_samples * self._seq_length
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
+        """Number of samples of an optimizer step, over all ranks."""
         return self._global_batch_size
 
     def state(self) -> dict[str, Any]:
-        """Position in the data, JSON-able and the same on every rank: save it once."""
+        """Return the position in the data as JSON-able values, equal on all ranks."""
         return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`, whatever the layout of ranks that saved it.
+        """Resume at a :meth:`state`, which another layout of ranks may have saved.
 
         Raises:
-            UserError: the recipe's order is not the one that the state is a position in.
+            UserError: the state belongs to another order of samples.
         """
         self.close()
         self._samples = self._samples.resumed(state)
         self.consumed_samples = int(state["consumed_samples"])
 
     def close(self) -> None:
-        """End the thread; the next step starts another."""
+        """End the thread; the next step starts a new one."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -198,7 +199,7 @@ class Loader:
 
 
 class _Reader:
-    """The thread that reads ahead, and the queue between it and the consumer."""
+    """A thread that reads ahead, and its queue."""
 
     def __init__(self, loader: Loader, consumed_samples: int, ahead: int) -> None:
         self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, ahead))
@@ -213,7 +214,7 @@ class _Reader:
             while not self._stopped.is_set():
                 self._put(loader.read_step(consumed_samples))
                 consumed_samples += loader.global_batch_size
-        except BaseException as error:  # handed over, not swallowed: take() raises it
+        except BaseException as error:  # take() raises it in the consumer's thread.
             self._put(error)
 
     def _put(self, item: list[Batch] | BaseException) -> None:
@@ -225,14 +226,14 @@ class _Reader:
                 continue
 
     def take(self) -> list[Batch]:
-        """The next step.
+        """Return the next step.
 
         Raises:
-            BaseException: whatever reading it raised.
+            BaseException: an error of the reading thread.
         """
         item = self._queue.get()
         if isinstance(item, BaseException):
-            self._queue.put(item)  # so that asking again raises again instead of waiting
+            self._queue.put(item)  # The next call raises it again instead of waiting.
             raise item
         return item
 

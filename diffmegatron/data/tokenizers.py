@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, without ever reaching for the network."""
+"""Tokenizers: text to token ids, without network access."""
 
 import base64
 import hashlib
@@ -16,6 +16,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 from pydantic import BaseModel, Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_bytes, read_json, shown
@@ -24,9 +25,9 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-# tiktoken caches a file under the sha1 of the address that it downloads it from.
+# tiktoken names a cached file by the sha1 of the address that it was downloaded from.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# The possessive form that tiktoken >= 0.9 uses; it splits text as the published pattern does.
+# The possessive form of tiktoken >= 0.9, which splits text as the published pattern does.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -38,22 +39,22 @@ CL100K_SPECIAL_TOKENS = {
     "<|fim_suffix|>": 100260,
     "<|endofprompt|>": 100276,
 }
-# What begins and ends a message of a chat (ChatML).
+# Markers of the start and the end of a chat message (ChatML).
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
 _MAX_ID = 1 << 31
 SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
 class Tokenizer(ABC):
-    """What prepares a corpus and reads it back.
+    """A tokenizer, identified by a hash.
 
     Attributes:
-        name: the name or path that :func:`load_tokenizer` was given.
-        vocab_size: ids in use, special tokens included (the highest id plus one).
-        end_of_document: the id that ends every document.
-        sha256: hash of everything that decides the ids; two tokenizers with equal hashes agree.
-        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of its own; else they
-            are text in a chat.
+        name: the name or path given to :func:`load_tokenizer`.
+        vocab_size: highest id plus one, including special tokens.
+        end_of_document: id that ends every document.
+        sha256: hash of everything that determines the ids; equal hashes mean equal ids.
+        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens; otherwise a chat
+            contains them as text.
     """
 
     name: str
@@ -63,20 +64,20 @@ class Tokenizer(ABC):
     has_chat_tokens: bool = False
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """As :meth:`encode`, but that ``CHAT_START`` and ``CHAT_END`` become its tokens of them."""
+        """Encode text like :meth:`encode`, but with the tokenizer's tokens for chat markers."""
         return self.encode(text)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Token ids ``[n]``, uint32; the text of a special token is encoded as ordinary text.
+        """Return token ids, uint32 ``[n]``; text of a special token is encoded as ordinary text.
 
         Raises:
-            UnicodeEncodeError: the text holds a lone surrogate, which no UTF-8 file can.
+            UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of ``ids``, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ``ids`` with special tokens; invalid UTF-8 becomes U+FFFD."""
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -91,37 +92,37 @@ class TiktokenTokenizer(Tokenizer):
     @cached_property
     def sha256(self) -> str:  # type: ignore[override]
         """Hash of pattern, mergeable ranks and special tokens."""
-        # _pat_str and _mergeable_ranks are what tiktoken's own documentation says to extend from.
+        # tiktoken's documentation recommends these attributes for extending an encoding.
         digest = hashlib.sha256(self.encoding._pat_str.encode())
         for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d:%d:%s" % (rank, len(token), token))
         digest.update(json.dumps(self.encoding._special_tokens, sort_keys=True).encode())
         return digest.hexdigest()
 
+    @override
     def encode(self, text: str) -> np.ndarray:
-        """See :meth:`Tokenizer.encode`."""
-        text.encode()  # tiktoken would replace lone surrogates without a word
+        text.encode()  # tiktoken would silently replace lone surrogates.
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
+    @override
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See :meth:`Tokenizer.decode`."""
         return self.encoding.decode([int(token) for token in ids])
 
 
 class _Named(BaseModel):
-    """A token as ``tokenizer_config.json`` may describe it."""
+    """A token written as an object in ``tokenizer_config.json``."""
 
     content: str
 
 
 class _FolderConfig(BaseModel):
-    """What we read of ``tokenizer_config.json``."""
+    """The part of ``tokenizer_config.json`` that is used."""
 
     eos_token: str | _Named | None = None
 
     @property
     def end(self) -> str | None:
-        """The token that ends a document."""
+        """Token that ends a document."""
         return self.eos_token.content if isinstance(self.eos_token, _Named) else self.eos_token
 
 
@@ -136,11 +137,11 @@ class HuggingFaceTokenizer(Tokenizer):
     """The fast tokenizer of a Hugging Face folder, for continued training of imported models.
 
     Attributes:
-        folder: where ``tokenizer.json`` and ``tokenizer_config.json`` are; the latter's
-            ``eos_token`` ends a document.
+        folder: folder of ``tokenizer.json`` and ``tokenizer_config.json``; ``eos_token`` in the
+            latter ends a document.
 
     Raises:
-        UserError: one of them is missing or does not fit.
+        UserError: a file is missing or does not fit.
     """
 
     def __init__(self, folder: str) -> None:
@@ -150,17 +151,17 @@ class HuggingFaceTokenizer(Tokenizer):
         token = read_json(config, _FolderConfig).end
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # The library raises bare Exception.
             raise UserError(
-                f"{shown(self.folder / 'tokenizer.json')} is no tokenizer: {clipped(str(error))}"
+                f"{shown(self.folder / 'tokenizer.json')} is not a tokenizer: {clipped(str(error))}"
             ) from None
-        # Text of a document that looks like a special token stays text.
+        # Document text that looks like a special token must be encoded as text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
             raise UserError(
-                f"{shown(config)} has eos_token {clipped(repr(token))}, which is no token of "
-                "tokenizer.json; it must name the token that ends a document"
+                f"{shown(config)} has eos_token {clipped(repr(token))}, which is not a token of "
+                "tokenizer.json; give the token that ends a document"
             )
         self.end_of_document = end
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -170,14 +171,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.sha256 = hashlib.sha256(content + str(token).encode()).hexdigest()
 
+    @override
     def encode(self, text: str) -> np.ndarray:
-        """See :meth:`Tokenizer.encode`."""
         text.encode()
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
+    @override
     def encode_chat(self, text: str) -> np.ndarray:
-        """See :meth:`Tokenizer.encode_chat`."""
         if not self.has_chat_tokens:
             return self.encode(text)
         pieces = re.split(f"({'|'.join(map(re.escape, self._chat_tokens))})", text)
@@ -187,23 +188,23 @@ class HuggingFaceTokenizer(Tokenizer):
         ]
         return np.concatenate(ids, dtype=np.uint32)
 
+    @override
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See :meth:`Tokenizer.decode`."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer of a recipe.
+    """Load the tokenizer of a recipe.
 
     Args:
-        name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``, embedded), ``cl100k_base`` (see
-            :func:`find_cl100k`), the path of a ``.tiktoken`` file (with ``cl100k_base``'s pattern
-            and ``<|endoftext|>`` as the id after the last, unless a JSON file of the same stem
-            beside it gives ``pat_str`` and ``special_tokens``), or a Hugging Face folder or the
-            ``tokenizer.json`` in it.
+        name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``), ``cl100k_base`` (see
+            :func:`find_cl100k`), a ``.tiktoken`` file, or a Hugging Face folder or its
+            ``tokenizer.json``. A ``.tiktoken`` file has the pattern of ``cl100k_base`` and
+            ``<|endoftext|>`` as its last id, unless a JSON file of the same stem beside it gives
+            ``pat_str`` and ``special_tokens``.
 
     Raises:
-        UserError: the name is not known, or its files are missing or damaged.
+        UserError: the name is unknown, or its files are missing or damaged.
     """
     if name_or_path == BYTES:
         return _byte_level()
@@ -216,22 +217,21 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if path.is_dir():
         return HuggingFaceTokenizer(name)
     raise UserError(
-        f"tokenizer {name_or_path!r} is neither {BYTES!r} nor {CL100K!r} nor the path of a "
-        ".tiktoken file or of a Hugging Face folder or its tokenizer.json"
+        f"tokenizer {name_or_path!r} is unknown; give {BYTES!r}, {CL100K!r}, a .tiktoken file, or "
+        "a Hugging Face folder or its tokenizer.json"
     )
 
 
 def _as_folder(name_or_path: str) -> str:
-    """The folder of a ``tokenizer.json``, beside which its other files are; else what was given."""
+    """Return the folder of a ``tokenizer.json``, and any other argument unchanged."""
     path = Path(name_or_path)
     return str(path.parent) if path.name == "tokenizer.json" else name_or_path
 
 
 def vocabulary_size(name_or_path: str) -> int:
-    """How many ids a tokenizer uses; of cl100k_base known without its file, half a second to read.
+    """Return the number of ids of a tokenizer.
 
-    Raises:
-        UserError: as :func:`load_tokenizer`.
+    For cl100k_base it is a constant, because reading its file takes half a second.
     """
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1
@@ -239,11 +239,7 @@ def vocabulary_size(name_or_path: str) -> int:
 
 
 def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
-    """Refuse an embedding of ``rows`` without one for each of the ``used`` ids of a tokenizer.
-
-    Raises:
-        UserError: with both sizes.
-    """
+    """Refuse an embedding with fewer ``rows`` than the ``used`` ids of a tokenizer."""
     if used > rows:
         raise UserError(
             f"model.vocab_size {rows} is too small for the tokenizer {tokenizer!r}, which uses "
@@ -252,10 +248,10 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 
 def find_cl100k() -> Path:
-    """Where ``cl100k_base.tiktoken`` lies: ``DIFFMEGATRON_TIKTOKEN`` or tiktoken's cache.
+    """Return the path of ``cl100k_base.tiktoken`` in ``DIFFMEGATRON_TIKTOKEN`` or tiktoken's cache.
 
     Raises:
-        UserError: neither has it; nothing is downloaded.
+        UserError: no folder has the file; nothing is downloaded.
     """
     candidates = [
         folder / file
@@ -273,7 +269,7 @@ def find_cl100k() -> Path:
 
 
 def _search_folders() -> list[Path]:
-    """The folders in the order of tiktoken's own search, after the one the user named."""
+    """Return the user's folder, and then the folders that tiktoken itself searches."""
     variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
     named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
     return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]
@@ -282,7 +278,7 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        pat_str=r"[\s\S]{1,64}",  # short pieces: tiktoken's merge loop is superlinear in a piece
+        pat_str=r"[\s\S]{1,64}",  # Short pieces, because tiktoken's merge loop is superlinear.
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
     )
@@ -327,7 +323,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Lines of ``base64(token) rank``."""
+    """Parse lines of ``base64(token) rank``."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -348,7 +344,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
-    """The pattern, and special tokens with ids that are not among the ``used``."""
+    """Return the pattern, and the special tokens with ids that are not ``used``."""
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens
     ids = set(special_tokens.values())

@@ -10,7 +10,8 @@ from pydantic import Field
 from diffmegatron.data.index.corpus_manifest import manifest_path
 from diffmegatron.data.index.token_store import check_tokenizer, open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.record_formats import Fields, UnusableError, parse, segments
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
+from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shown
@@ -21,7 +22,7 @@ CHARACTERS = Field(
     description="a longer document ends there; by default 20,000 or 8 per token of the context",
 )
 _MAX_BYTES = 1 << 28
-_FIELDS = Fields()
+_SETTINGS = PrepareSettings()
 
 
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
@@ -98,11 +99,11 @@ def _of_corpus(prefix: Path) -> Iterator[str]:
 
 def _of_files(path: Path) -> Iterator[str]:
     for file in find_files([path], "*"):
-        for record in read_records(file, _FIELDS.columns, _MAX_BYTES):
+        for record in read_records(file, _SETTINGS.columns, _MAX_BYTES):
             try:
                 if record.problem:
                     raise UnusableError(record.problem)
-                (text,) = segments(parse(record, file.format, _FIELDS), _FIELDS)
+                (text,) = segments(parse(record, file.format, _SETTINGS), _SETTINGS)
             except UnusableError as error:
                 raise UserError(
                     f"{shown(file.path)} at line {record.line} is no document: {error}"

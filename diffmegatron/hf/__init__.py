@@ -1,1 +1,1 @@
-"""Hugging Face models: the names of weights in `weight_mapping.py`, export and import."""
+"""Hugging Face models: weight names in `weight_mapping.py`, export and import."""

@@ -1,4 +1,4 @@
-"""Directories that are there when all of them is written, and not before."""
+"""Create a directory atomically: it exists only when it is complete."""
 
 import fcntl
 import os
@@ -14,15 +14,14 @@ from diffmegatron.files import check_utf8, reason, shown
 
 
 @contextmanager
-def appearing_whole(out: Path) -> Iterator[Path]:
-    """A directory beside ``out`` that is renamed to it on success and removed otherwise.
+def atomic_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    What processes that were killed while they wrote ``out`` have left there is removed first. The
-    one who writes a directory holds a lock on it, which ends with its process.
+    Directories that killed processes left beside ``out`` are removed first. The writer of a
+    directory holds a lock on it, which ends with its process.
 
     Raises:
-        UserError: ``out`` exists and is not empty, cannot be written, or has a name that is not
-            UTF-8.
+        UserError: ``out`` exists and is not empty, cannot be written, or its name is not UTF-8.
     """
     out = out.resolve()
     check_utf8(out)
@@ -33,7 +32,7 @@ def appearing_whole(out: Path) -> Iterator[Path]:
                     f"{shown(out)} exists already; give a directory that is new or empty"
                 )
             out.parent.mkdir(parents=True, exist_ok=True)
-            # Else another process could take the new directory for left before it is locked.
+            # Without this lock another process could remove the new directory before it is locked.
             with _locked(out.parent):
                 _remove_left(out)
                 partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -49,12 +48,12 @@ def appearing_whole(out: Path) -> Iterator[Path]:
             partial.rename(out)
         except OSError as error:
             raise UserError(
-                f"cannot give what was written the name {shown(out)}: {reason(error)}"
+                f"cannot rename the written directory to {shown(out)}: {reason(error)}"
             ) from None
 
 
 def _remove_left(out: Path) -> None:
-    """Remove the directories beside ``out`` that nobody writes any more."""
+    """Remove the directories beside ``out`` whose writers have ended."""
     name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial")
     for path in out.parent.iterdir():
         if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -65,9 +64,9 @@ def _remove_left(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a directory's lock (flock); gives whether it is held.
+    """Hold a directory's lock (flock), and yield whether it is held.
 
-    It is not where the file system has no such locks; there nothing is taken for left.
+    It is never held on a file system without locks, so that nothing is removed there.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

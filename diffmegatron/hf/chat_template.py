@@ -1,7 +1,7 @@
-"""The chats of ``prepare`` (ChatML) as a chat template, and a tokenizer that gives their ids.
+"""A Hugging Face chat template for the ChatML of ``prepare``, and the tokenizer changes it needs.
 
-``prepare`` encodes what a model reads and what it learns apart, so no token lies across the two.
-A template is encoded as one text, so the tokenizer has to cut that text at the same places.
+``prepare`` encodes prompts and responses separately, so no token spans a boundary between them. A
+chat template is encoded as one text, so the tokenizer must split that text at the same boundaries.
 """
 
 import itertools
@@ -12,7 +12,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from diffmegatron.data.prepare.record_formats import Fields, segments
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
+from diffmegatron.data.prepare.record_formats import segments
 from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
 from diffmegatron.data.tokenizers import Tokenizer as TrainingTokenizer
 from diffmegatron.errors import UserError
@@ -31,7 +32,8 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# The first where the markers are text, the second where they are tokens, which are cut out before.
+# The first alternative matches markers that are text. The second is for markers that are tokens,
+# which the tokenizer has removed before it applies this expression.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -45,14 +47,14 @@ _ROLES = ("system", "user", "assistant", "user", "assistant")
 
 
 def split_responses(tokenizer: Tokenizer) -> None:
-    """Have a tokenizer cut a chat where ``prepare`` does: before and after each response."""
+    """Make a tokenizer split a chat before and after each response, as ``prepare`` does."""
     split = pre_tokenizers.Split(Regex(_RESPONSE), "isolated")
     before = tokenizer.pre_tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *([before] if before else [])])
 
 
 def load_exported(directory: Path) -> Any:
-    """Return the tokenizer of an export as its users load it; no code of the folder is run."""
+    """Return the tokenizer of an export as users load it, without running code of the folder."""
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
@@ -60,12 +62,12 @@ def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: s
     """Compare the ids of an exported chat template with those of prepared chats.
 
     Args:
-        tokenizer: that prepared them.
-        directory: of the export.
-        before_response: what each response begins with.
+        tokenizer: tokenizer of the training data.
+        directory: folder of the export.
+        before_response: text that every response of the compared chats begins with.
 
     Raises:
-        UserError: they differ.
+        UserError: the ids differ.
     """
     exported = load_exported(directory)
     roles, texts = itertools.cycle(_ROLES), itertools.cycle(_TEXTS)
@@ -77,15 +79,18 @@ def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: s
             _check(chat, tokenizer, exported)
 
 
+_CHATML = PrepareSettings(layout="chat")
+
+
 def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
-    parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, Fields("chat"))]
+    parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
-    # Not verbose: the chats are longer than a small model's seq_length, which is no trouble.
+    # The chats may exceed a small model's seq_length, about which verbose=True would warn.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         pairs = enumerate(itertools.zip_longest(ids, expected))
         place = next(place for place, (one, other) in pairs if one != other)
         raise UserError(
-            f"the chat template gives {ids[place : place + 4]} at place {place} of "
-            f"{clipped(repr(chat))} and the training's tokenizer {expected[place : place + 4]}"
+            f"the chat template gives ids {ids[place : place + 4]} at place {place} of "
+            f"{clipped(repr(chat))}; the tokenizer of training gives {expected[place : place + 4]}"
         )

@@ -1,4 +1,4 @@
-"""A recipe's network as the configuration of a Hugging Face model, and the way back."""
+"""Convert a recipe's network to the configuration of a Hugging Face model, and back."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown
 from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.section import MAX_SIZE
+from diffmegatron.validation import describe, first_error
 
-# What a field of config.json must be where it stands, for the networks here have nothing else.
+# Fields of config.json with the only values (the first is the usual one) that our networks support.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -28,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# And of one kind of model, where it is another.
+# The same for fields of one model type.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -36,12 +37,12 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_dropout": (0,),
     }
 }
-# An adapter's configuration, beside which transformers loads the adapter where peft is installed.
+# Configuration of an adapter, which transformers loads with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Far above what anybody trains; transformers makes lists as long as a file says.
+# Far above any real model; transformers creates lists of as many entries as the file asks for.
 _MAX_LAYERS = 10_000
-# By kind of scaling: keys of the recipe and of Hugging Face's rope_parameters.
+# Key in the recipe and key in Hugging Face's rope_parameters, for each kind of scaling.
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -54,27 +55,27 @@ _SCALINGS: dict[str, dict[str, str]] = {
 
 
 def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> PretrainedConfig:
-    """The configuration of the class that computes the recipe's kind of attention.
+    """Return the configuration of the class that computes the recipe's kind of attention.
 
     Args:
-        recipe: the run the weights come from.
-        end_of_document: token id that separated documents in training; it begins and ends text.
-        dtype: of the exported weights.
+        recipe: recipe of the run that trained the weights.
+        end_of_document: id of the token between training documents; it begins and ends text.
+        dtype: dtype of the exported weights.
 
     Raises:
-        UserError: Hugging Face's class does not compute this model.
+        UserError: Hugging Face's class cannot compute this network.
     """
     model = recipe.model
     described = model.attention.hugging_face(model.hidden_size)
-    values = decided(model) | {
+    values = network_keys(model) | {
         **described.fixed,
         "max_position_embeddings": recipe.training.seq_length,
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # A padding id here becomes the embedding's padding_idx, whose row gets no gradient: who
-        # fine-tunes the export could not move the end-of-document token. Generation and the
-        # tokenizer have it in their own files.
+        # A padding id in this file would become the embedding's padding_idx, whose row gets no
+        # gradient, and fine-tuning could not change the end-of-document token. The files of
+        # generation and of the tokenizer have a padding id.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -85,13 +86,13 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
 
 
 def write_config(config: PretrainedConfig, directory: Path) -> None:
-    """Write ``config.json`` so that transformers 5 and 4.57 read the same rotary embedding.
+    """Write ``config.json`` so that transformers 5 and 4.57 use the same rotary embedding.
 
-    transformers 5 writes ``rope_parameters``, which 4.57 passes over: it would take a theta of
-    10,000 without a word. The keys of 4.57, ``rope_theta`` and ``rope_scaling``, go beside it.
+    transformers 5 writes ``rope_parameters``, which 4.57 ignores: it would silently use a theta of
+    10,000. The keys of 4.57, ``rope_theta`` and ``rope_scaling``, are therefore added.
 
     Args:
-        config: of a model that has ``rope_parameters``.
+        config: configuration with ``rope_parameters``.
         directory: an existing directory.
     """
     config.save_pretrained(directory)
@@ -110,11 +111,11 @@ def _keys_of_transformers_4(rope_parameters: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def decided(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a configuration that say which network it is, as the recipe decides them.
+def network_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a configuration that define the network of a recipe.
 
     Raises:
-        UserError: Hugging Face's class does not compute this model.
+        UserError: Hugging Face's class cannot compute this network.
     """
     return {
         "vocab_size": model.tokens,
@@ -136,43 +137,45 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
     return {"rope_type": scaling.kind, "rope_theta": theta} | values
 
 
-def changes(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """What must change in a pretrained model's configuration for it to be that of a recipe.
+def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
+    """Return the changes that turn a pretrained model's configuration into that of a recipe.
 
     Args:
-        config: of the class that computes the recipe's network.
-        recipe: of the run that started from that model.
+        config: configuration of the class that computes the recipe's network.
+        recipe: recipe of the run that started from that model.
     """
     changed = {
-        key: value for key, value in decided(recipe.model).items() if not _says(config, key, value)
+        key: value
+        for key, value in network_keys(recipe.model).items()
+        if not _has_value(config, key, value)
     }
     if recipe.training.seq_length > config.max_position_embeddings:
         changed["max_position_embeddings"] = recipe.training.seq_length
     return changed
 
 
-def _says(config: PretrainedConfig, key: str, value: Any) -> bool:
-    stands = getattr(config, key, None)
+def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
+    own = getattr(config, key, None)
     if key != "rope_parameters":
-        return bool(stands == value)
-    return stands is not None and bool(value.items() <= stands.items())
+        return bool(own == value)
+    return own is not None and bool(value.items() <= own.items())
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The configuration of any model that ``transformers`` has a class for, or that is ours.
+    """Load the configuration of any model that transformers or this package has a class for.
 
-    None of the code that may lie in the folder is run. transformers chooses the attention function
-    of a model that is loaded with it, whatever ``config.json`` names.
+    Code in the folder is never run. When transformers loads a model, it chooses the attention
+    function itself, whatever ``config.json`` contains.
 
     Raises:
-        UserError: ``config.json`` cannot be read or used, names an attention function that would
-            have to be loaded from somewhere, or has an adapter beside it.
+        UserError: ``config.json`` cannot be read or used, names an attention function that would be
+            downloaded, or has an adapter beside it.
     """
     path = folder / CONFIG_NAME
     if (folder / _ADAPTER).exists():
         raise UserError(
             f"{shown(folder)} has an {_ADAPTER} beside its {CONFIG_NAME}, and the adapter would be "
-            "left out; merge it into the weights and save these without it"
+            "ignored; merge it into the weights and save these without it"
         )
     raw = read_json(path, dict[str, Any])
     if "num_hidden_layers" in raw:
@@ -180,25 +183,23 @@ def load_config(folder: Path) -> PretrainedConfig:
     register()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers has no narrower one for what it does not like
+    except Exception as error:  # transformers raises many classes of exceptions here.
         raise UserError(f"{shown(path)} cannot be used: {clipped(str(error))}") from None
     attention = config._attn_implementation
     if attention is not None and not (isinstance(attention, str) and attention.isidentifier()):
         raise UserError(
-            f"{shown(path)} has attn_implementation {clipped(repr(attention))}, whose code is "
-            "loaded from elsewhere; remove the key"
+            f"{shown(path)} has attn_implementation {clipped(repr(attention))}, whose code "
+            "would be downloaded; remove the key"
         )
     config._attn_implementation = None
     return config
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration of a pretrained model whose network a recipe can have.
-
-    None of the code that may lie in the folder is run.
+    """Load the configuration of a pretrained model whose network a recipe can express.
 
     Raises:
-        UserError: ``config.json`` cannot be read, or has a field with no equivalent here.
+        UserError: ``config.json`` cannot be read, or has a field without an equivalent in a recipe.
     """
     path = folder / CONFIG_NAME
     raw = read_json(path, dict[str, Any])
@@ -226,23 +227,23 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
     value = values.get(key)
     if not isinstance(value, int) or not 1 <= value <= most:
         raise UserError(
-            f"{shown(path)} has {key} {clipped(repr(value))}; a model here has 1 to {most}"
+            f"{shown(path)} has {key} {clipped(repr(value))}; give a number from 1 to {most}"
         )
 
 
 def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse a folder whose model is computed by code in it, unless that is this project's."""
+    """Refuse a model that is computed by code in its folder, other than this project's."""
     code = raw.get("auto_map")
     own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
     if code is not None and code not in own:
         raise UserError(
-            f"{shown(path)} has auto_map {clipped(repr(code))}, code of its own, which is not run; "
-            f"if transformers' {raw['model_type']} computes the same, remove the key"
+            f"{shown(path)} has auto_map {clipped(repr(code))}, code that is not run here; if "
+            f"transformers' {raw['model_type']} computes the same, remove the key"
         )
 
 
 def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    # Older files have the type of the scaling here.
+    # Older files have the type of the scaling in rope_scaling.
     section = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise _no_equivalent(path, f"{section}.{nested[0]}", rope[nested[0]], "one for all layers")
@@ -255,14 +256,14 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
     for key in ("rope_theta", *_SCALINGS.get(kind, {}).values()):
         if isinstance(rope.get(key), str):
             raise UserError(
-                f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; it must be a number"
+                f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; give a number"
             )
-    # transformers 4 and 5 differ in which of the two they take.
+    # transformers 4 and 5 use different ones of the two.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
             raise UserError(
-                f"{shown(path)} has {key} {clipped(repr(raw[key]))} beside {section}, whose own is "
+                f"{shown(path)} has {key} {clipped(repr(raw[key]))}, but in {section} it is "
                 f"{clipped(repr(own.get(key, rope.get(key))))}; keep one of the two"
             )
 
@@ -275,14 +276,14 @@ def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserErr
 
 
 def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any]:
-    """The section ``model`` of a configuration that :func:`read_config` gave.
+    """Return the section ``model`` of a recipe for the configuration of a pretrained model.
 
     Args:
-        config: of the model.
-        vocab_padding: rows that are added to its vocabulary.
+        config: result of :func:`read_config`.
+        vocab_padding: number of rows to add to the vocabulary.
 
     Raises:
-        UserError: a value that the section cannot have.
+        UserError: the section cannot have a value of the configuration.
     """
     values = config.to_dict()
     rope = dict(values["rope_parameters"])
@@ -315,8 +316,5 @@ def _attention(values: Mapping[str, Any]) -> Variant:
     try:
         return variant.from_hugging_face(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"{CONFIG_NAME} of model_type {model_type!r} makes {'.'.join(map(str, first['loc']))} "
-            f"{clipped(repr(first['input']))}: {first['msg']}"
-        ) from None
+        problem = describe(first_error(error), variant.model_fields)
+        raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None

@@ -1,4 +1,4 @@
-"""``diffmegatron export``: a checkpoint of any layout as a Hugging Face directory, verified."""
+"""``diffmegatron export``: write a checkpoint of any layout as a verified Hugging Face model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 
 # Largest relative difference of logits, by the dtype in which the two sides may round differently.
 # In a bf16 file V1's headwise norm is folded into the output projection before rounding; training
-# multiplies by it after: each rounds by up to 2^-9. Weights that are only rearranged round alike.
+# multiplies by it after rounding. Each rounds by up to 2^-9. Rearranged weights round alike.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -36,25 +36,25 @@ _SAMPLE = (
 def export_checkpoint(
     directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
 ) -> Verified | None:
-    """Write a checkpoint as Hugging Face files and compare the logits of what was written.
+    """Write a checkpoint as Hugging Face files and compare the logits of the two.
 
     Args:
-        directory: of the checkpoint; its layout does not matter.
+        directory: directory of the checkpoint, of any layout.
         out: directory to create.
-        verify: whether to load the files with ``transformers`` and compare with the training
-            network, in this process and float32 arithmetic: both must fit its memory.
+        verify: whether to load the files with ``transformers`` and compare them with the training
+            network. Both models must fit into this process's memory in float32.
         tokens: ids [b, s] to compare on, at most 256; default: a line of text.
 
     Returns:
-        Verified: the comparison, None without.
+        The comparison; None without ``verify``.
 
     Raises:
-        UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out``
-            is in use, or the logits differ by more than rounding explains; then ``out`` is not
+        UserError: the checkpoint is unusable, Hugging Face cannot compute this network, ``out`` is
+            in use, or the logits differ by more than rounding explains. ``out`` is then not
             created.
     """
     transformers_logging.disable_progress_bar()
-    # Verified: damaged bytes would be on both sides of the comparison of logits.
+    # Damaged bytes would be on both sides of the comparison of logits, so checksums are verified.
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -114,7 +114,7 @@ def _why(dtype: torch.dtype) -> str:
 
 
 def _suspicion(recipe: Recipe) -> str:
-    """Name the likely cause of other logits: an export that was made for another kind."""
+    """Return a likely cause of different logits: an export that is inherited from another kind."""
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
         return ""
@@ -122,13 +122,13 @@ def _suspicion(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Whether the run read ChatML, and nothing that the tokenizer's own template has written."""
+    """Return whether all data were ChatML, without a corpus in the tokenizer's own template."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The whole network, float32, with LoRA's matrices added into the weights they belong to."""
+    """Yield the weights of the whole network in float32, with LoRA's matrices added in."""
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():
@@ -142,9 +142,9 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Logits [b, s, tokens] float32 of the Megatron network with a checkpoint's weights.
+    """Return float32 logits [b, s, tokens] of the Megatron network with a checkpoint's weights.
 
-    The weights are rounded to the precision of the run, the arithmetic is float32.
+    The weights have the precision of the run, and the arithmetic is float32.
     """
     recipe = _single_process(checkpoint.recipe)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
@@ -157,7 +157,7 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def _single_process(recipe: Recipe) -> Recipe:
-    # On a GPU the own kernels' float32 is tf32, which differs by more than an export may.
+    # On a GPU our float32 kernels use tf32, which differs by more than an export may.
     exact = {"precision": "fp32", "attention_backend": "reference"}
     training = recipe.training.model_copy(update=exact)
     return recipe.model_copy(
@@ -170,5 +170,5 @@ def _single_process(recipe: Recipe) -> Recipe:
 
 
 def sample(tokenizer: Tokenizer) -> Tensor:
-    """Token ids [1, s] of a line of text, to compare logits on."""
+    """Return token ids [1, s] of a line of text, for the comparison of logits."""
     return torch.tensor(tokenizer.encode(_SAMPLE), dtype=torch.int64)[None, :128]

@@ -1,4 +1,4 @@
-"""``diffmegatron import``: a pretrained Hugging Face model as a run to start from, verified."""
+"""``diffmegatron import``: write a pretrained Hugging Face model as a verified run directory."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown
-from diffmegatron.hf.atomic_directory import appearing_whole
+from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export_checkpoint import sample, training_logits
 from diffmegatron.hf.pretrained_files import keep_original
@@ -22,7 +22,8 @@ from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 
 FOLDER = "hugging_face"
-# Both sides compute in float32 with the same weights: what is left is the order of summation.
+# Largest relative difference of logits. Both sides compute in float32 with the same weights, so
+# only the order of summation differs.
 TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
@@ -32,24 +33,24 @@ def import_model(
 ) -> Verified | None:
     """Write a pretrained model as a run directory whose weights other runs start from.
 
-    ``out`` has ``recipe.yaml`` for them to extend, a checkpoint of step 0 with weights alone, and
-    ``hugging_face/`` with the model's other files, which an export takes over.
+    ``out`` contains ``recipe.yaml``, which recipes of other runs extend, a checkpoint of step 0
+    with weights only, and ``hugging_face/`` with the model's other files, which an export copies.
 
     Args:
-        folder: of the model: config.json, safetensors files, tokenizer.json and its configuration.
+        folder: folder of the model: config.json, safetensors files, tokenizer.json and its
+            configuration.
         out: directory to create.
-        vocab_multiple: rows are added to the vocabulary up to a multiple of it, which no token has
-            and no export holds, so that tensor-parallel ranks can share it.
-        verify: whether to compute logits with ``transformers`` and with the training network, in
-            this process and in float32, and compare them: both must fit its memory.
+        vocab_multiple: rows are added to the vocabulary up to a multiple of this number, so that
+            tensor-parallel ranks can shard it. No token uses them and no export contains them.
+        verify: whether to compare logits of ``transformers`` and of the training network. Both
+            models must fit into this process's memory in float32.
 
     Returns:
-        Verified: the comparison, None without.
+        The comparison; None without ``verify``.
 
     Raises:
-        UserError: the model's files cannot be used, it is of no network that a recipe can have,
-            ``out`` is in use, or the logits differ by more than float32 explains; then ``out`` is
-            not created.
+        UserError: the model's files cannot be used, a recipe cannot express its network, ``out`` is
+            in use, or the logits differ by more than float32 explains. ``out`` is then not created.
     """
     transformers_logging.disable_progress_bar()
     config, source = read_config(folder), Source(folder)
@@ -60,7 +61,7 @@ def import_model(
     _check_tokenizer(tokenizer, recipe)
     rules = table(recipe.model)
     source.check(rules, tied=recipe.model.tied_embeddings)
-    with appearing_whole(out) as directory:
+    with atomic_directory(out) as directory:
         keep_original(source, directory / FOLDER)
         (directory / RECIPE).write_text(dump_recipe(recipe))
         weights = from_hf(source.stream(rules), recipe.model)
@@ -81,7 +82,7 @@ def import_model(
 
 
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
-    """A recipe of the model; what is not the model's is there to be replaced."""
+    """Return a recipe with the model's network; a run must replace the other values."""
     out = out.resolve()
     values = {
         "run_dir": str(out),
@@ -102,11 +103,11 @@ def _check_tokenizer(tokenizer: HuggingFaceTokenizer, recipe: Recipe) -> None:
     config = tokenizer.folder / CONFIG
     if code := read_json(config, dict[str, Any]).get("auto_map"):
         raise UserError(
-            f"{shown(config)} has auto_map {clipped(repr(code))}, code of its own, which is not "
-            "run; if tokenizer.json gives the same ids, remove the key"
+            f"{shown(config)} has auto_map {clipped(repr(code))}, code that is not run here; "
+            "if tokenizer.json gives the same ids, remove the key"
         )
     if tokenizer.vocab_size > recipe.model.tokens:
         raise UserError(
             f"the tokenizer in {shown(Path(tokenizer.name))} uses {tokenizer.vocab_size} ids, and "
-            f"vocab_size in its config.json has rows for {recipe.model.tokens} of them"
+            f"config.json has vocab_size {recipe.model.tokens}; use the model's own tokenizer"
         )

@@ -1,7 +1,7 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
-``diffmegatron import`` keeps the files of the model beside its weights, config.json among them, in
-the folder that the recipe names as its tokenizer; ``dtypes.json`` there says that it did.
+``diffmegatron import`` keeps the model's files, including config.json, in the folder that the
+recipe names as its tokenizer. ``dtypes.json`` in that folder marks it as such.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from diffmegatron.attention.variants.hugging_face import HuggingFace
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_json, reason, shown
-from diffmegatron.hf.configuration import changes, read_config, write_config
+from diffmegatron.hf.configuration import changed_keys, read_config, write_config
 from diffmegatron.hf.pretrained_weights import DTYPES, Source
 from diffmegatron.hf.tokenizer import copy_tokenizer
 
@@ -27,7 +27,7 @@ _Name = Literal["F16", "BF16", "F32"]
 
 
 class Dtypes(BaseModel):
-    """``dtypes.json``: of most tensors, and of the others by name."""
+    """``dtypes.json``: the most frequent dtype of the tensors, and other dtypes by tensor name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -40,9 +40,9 @@ class Original:
     """The kept files of a pretrained model.
 
     Attributes:
-        folder: where they are.
-        config: what is in its ``config.json``.
-        dtypes: of its tensors.
+        folder: folder of the files.
+        config: content of ``config.json``.
+        dtypes: dtypes of the model's tensors.
     """
 
     folder: Path
@@ -51,20 +51,20 @@ class Original:
 
     @property
     def usual_dtype(self) -> torch.dtype:
-        """Of most of its tensors."""
+        """Dtype of most tensors."""
         return DTYPES[self.dtypes.usual]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor by its name there."""
+        """Return the dtype of a tensor of the pretrained model."""
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def computes(self, described: HuggingFace) -> bool:
-        """Whether its class is one that computes the network of a recipe."""
+        """Return whether the model's class computes the network of a recipe."""
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
-        """Its configuration files as they are, but for what the recipe has changed since."""
-        if changed := changes(self.config, recipe):
+        """Write the model's configuration files, with the changes that the recipe made."""
+        if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
             write_config(config, directory)
         else:
@@ -75,10 +75,10 @@ class Original:
 
 
 def keep_original(source: Source, folder: Path) -> None:
-    """Copy a model's files but its weights into a new folder, with the dtypes of the weights.
+    """Copy a model's files except its weights into a new folder, and record their dtypes.
 
     Raises:
-        UserError: they cannot be copied.
+        UserError: a file cannot be copied.
     """
     folder.mkdir()
     try:
@@ -98,10 +98,10 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """The pretrained model that a run started from; None: it started from none.
+    """Return the pretrained model that a run started from, or None.
 
     Raises:
-        UserError: its files are there and cannot be used.
+        UserError: the files exist and cannot be used.
     """
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():
@@ -110,10 +110,6 @@ def find_original(recipe: Recipe) -> Original | None:
 
 
 def read_dtypes(folder: Path) -> Dtypes:
-    """What :func:`keep_original` has written of the dtypes.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Read the dtypes that :func:`keep_original` recorded."""
     dtypes: Dtypes = read_json(folder / DTYPES_NAME, Dtypes)
     return dtypes

@@ -1,4 +1,4 @@
-"""The weights of a pretrained model's folder: safetensors files, read tensor by tensor."""
+"""Weights in a pretrained model's folder: safetensors files, read tensor by tensor."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, file_size, read_json, shown
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-# Buffers that old files hold beside the weights; transformers too computes them itself.
+# Buffers in old files that are not weights; transformers recomputes them too.
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
@@ -25,7 +25,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Stored(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """The description of a tensor in the header of its file."""
 
     path: Path
     shape: tuple[int, ...]
@@ -33,21 +33,21 @@ class Stored(NamedTuple):
 
 
 class _Index(BaseModel):
-    """What we read of the index of several files."""
+    """The part of the index of several files that is used."""
 
     weight_map: dict[str, str]
 
 
 class Source:
-    """The tensors of a folder, by the headers of its files.
+    """The tensors of a folder, according to the headers of its files.
 
     Attributes:
-        folder: of the model.
-        tensors: by name.
+        folder: folder of the model.
+        tensors: description of each tensor by name.
 
     Raises:
-        UserError: there are no safetensors files, one of them is missing or cut short, or they are
-            not those that the index lists.
+        UserError: there are no safetensors files, a file is missing or truncated, or the files
+            differ from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,78 +64,78 @@ class Source:
                 self.tensors[name] = stored
         if not self.tensors:
             raise UserError(
-                f"{shown(folder / SAFE_WEIGHTS_NAME)} has no tensor in it; copy it again"
+                f"{shown(folder / SAFE_WEIGHTS_NAME)} contains no tensor; copy it again"
             )
         for name, file in index.items():
             if name not in self.tensors or self.tensors[name].path.name != file:
                 raise UserError(
                     f"{shown(folder / file)} lacks {clipped(name)}, which "
-                    f"{SAFE_WEIGHTS_INDEX_NAME} says it holds"
+                    f"{SAFE_WEIGHTS_INDEX_NAME} lists for it; copy both again"
                 )
 
     @property
     def usual_dtype(self) -> str:
-        """Of most tensors, as safetensors calls it."""
+        """Dtype of most tensors, in the notation of safetensors."""
         return Counter(stored.dtype for stored in self.tensors.values()).most_common(1)[0][0]
 
     def check(self, rules: Iterable[WeightRule], *, tied: bool) -> None:
-        """Compare with what the configuration makes of the model, by the headers alone.
+        """Compare the headers with the network that the configuration describes.
 
         Args:
             rules: the weight table of the model.
-            tied: the embedding is the output layer too, which the files may hold once more.
+            tied: whether the embedding is also the output layer; the files may contain both.
 
         Raises:
-            UserError: a tensor is missing, of another shape, of a dtype that is no floating point
-                number of 16 or 32 bits, or none of this model's.
+            UserError: a tensor is missing or unknown, or has another shape, or its dtype is not a
+                floating-point number of 16 or 32 bits.
         """
         config, left = "config.json", set(self.tensors)
         for name, shape in (item for rule in rules for item in rule.theirs.items()):
             stored = self.tensors.get(name)
             if stored is None:
                 raise UserError(
-                    f"{shown(self.folder)} has no tensor {name}, which its {config} asks for"
+                    f"{shown(self.folder)} has no tensor {name}, which its {config} requires"
                 )
             if stored.shape != shape:
                 raise UserError(
-                    f"{shown(stored.path)} has {name} in the shape {list(stored.shape)}; "
-                    f"{config} makes it {list(shape)}"
+                    f"{shown(stored.path)} has {name} with shape {list(stored.shape)}; "
+                    f"{config} requires {list(shape)}"
                 )
             if stored.dtype not in DTYPES:
                 raise UserError(
-                    f"{shown(stored.path)} has {name} in {stored.dtype}; weights of "
+                    f"{shown(stored.path)} has {name} in {stored.dtype}; only "
                     f"{', '.join(DTYPES)} can be imported"
                 )
             left.remove(name)
         copies = {_OUTPUT} if tied else set()
         if unknown := sorted(n for n in left - copies if not _BUFFER.fullmatch(n)):
             raise UserError(
-                f"{shown(self.tensors[unknown[0]].path)} has {clipped(unknown[0])}, which is no "
-                f"tensor of the model that {config} describes"
+                f"{shown(self.tensors[unknown[0]].path)} has {clipped(unknown[0])}, which is not a "
+                f"tensor of the model in {config}"
             )
         if left & copies and not torch.equal(self.read(_OUTPUT), self.read(_EMBEDDING)):
             raise UserError(
-                f"{shown(self.tensors[_OUTPUT].path)} has another {_OUTPUT} than {_EMBEDDING}, and "
-                f"tie_word_embeddings in {config} makes them one"
+                f"{shown(self.tensors[_OUTPUT].path)} has different {_OUTPUT} and {_EMBEDDING}, "
+                f"and {config} ties them (tie_word_embeddings)"
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a weight table in its order, one at a time, in its own dtype.
+        """Yield the tensors of a weight table in its order and in their own dtypes.
 
         Raises:
-            UserError: it cannot be read, or holds numbers that are not finite.
+            UserError: a tensor cannot be read, or has values that are not finite.
         """
         for name in (name for rule in rules for name in rule.theirs):
             tensor = self.read(name)
             if not tensor.isfinite().all():
                 raise UserError(
-                    f"{shown(self.tensors[name].path)} has numbers in {name} that are not finite; "
-                    "no training goes on from it"
+                    f"{shown(self.tensors[name].path)} has values in {name} that are not finite; "
+                    "training cannot start from it"
                 )
             yield name, tensor
 
     def read(self, name: str) -> Tensor:
-        """A tensor's values."""
+        """Return the values of a tensor."""
         path = self.tensors[name].path
         try:
             with safe_open(path, framework="pt") as file:
@@ -145,10 +145,10 @@ class Source:
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
-    """The file of every tensor where there are several; empty where all are in one.
+    """Return the file of each tensor from the index; empty for a model in one file.
 
     Raises:
-        UserError: there is neither, or the index names what is no file of its folder.
+        UserError: there is neither an index nor a single file, or the index is damaged.
     """
     if (folder / SAFE_WEIGHTS_NAME).exists():
         return {}
@@ -159,7 +159,7 @@ def _read_index(folder: Path) -> Mapping[str, str]:
     bad = next((file for file in index.values() if not _PLAIN.fullmatch(file)), None)
     if bad is not None or not index:
         raise UserError(
-            f"{shown(path)} is damaged: its weight_map must give a .safetensors file of its folder "
+            f"{shown(path)} is damaged: its weight_map must have a .safetensors file of its folder "
             f"for each tensor{'' if bad is None else f', not {clipped(repr(bad))}'}"
         )
     return index
@@ -179,10 +179,10 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
-    file_size(path)  # says it where there is none, or where it is no ordinary file
+    file_size(path)  # Reports a missing file, or one that is not a regular file.
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - The file cannot be iterated.
                 tensor = file.get_slice(name)
                 yield name, Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
     except (SafetensorError, OSError) as error:

@@ -1,7 +1,7 @@
-"""Safetensors files of bounded size, and the index that finds a weight in them.
+"""Write weights to safetensors files of bounded size, with an index.
 
-huggingface_hub divides a state dict whose weights are all at hand into such files; here they come
-one by one, as they are gathered from a checkpoint, and no more than one file is held.
+huggingface_hub can do this for a complete state dict. Here the weights arrive one by one from a
+checkpoint, and at most one file is in memory.
 """
 
 import json
@@ -16,7 +16,7 @@ from diffmegatron.errors import UserError
 
 
 class ShardWriter:
-    """Writes weights in the order they come; holds no more than one shard of them."""
+    """Writer of weights in the order of their arrival; at most one shard is in memory."""
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
         self._directory = directory
@@ -26,12 +26,12 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Take a copy of a weight in ``dtype``; a full shard goes to disk first.
+        """Add a copy of a weight in ``dtype``; a full shard is written first.
 
         Raises:
             UserError: the shard cannot be written.
         """
-        # A view would be refused by safetensors, and would keep its whole base alive.
+        # safetensors refuses a view, and a view would keep its whole base in memory.
         contiguous = torch.contiguous_format
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
         held = sum(weight.nbytes for weight in self._pending.values())
@@ -41,7 +41,7 @@ class ShardWriter:
         self._total_bytes += copy.nbytes
 
     def close(self) -> None:
-        """Write what is left, and give the files the names ``transformers`` looks for."""
+        """Write the last shard, and give the files the names that ``transformers`` expects."""
         self._flush()
         if len(self._shards) == 1:
             self._path(1).rename(self._directory / "model.safetensors")
@@ -61,9 +61,9 @@ class ShardWriter:
         try:
             path.touch()
             mode = path.stat().st_mode
-            # Older transformers refuse a file whose metadata does not name the framework.
+            # Older versions of transformers require the framework in the metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
-            # Which safetensors lets the owner alone read, whatever the umask is.
+            # safetensors makes files readable by the owner only, whatever the umask is.
             path.chmod(mode)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {path}: {error}") from error

@@ -1,8 +1,8 @@
-"""A tiktoken encoding as a fast Hugging Face tokenizer with the same ids.
+"""Convert a tiktoken encoding to a fast Hugging Face tokenizer with the same ids.
 
-``transformers.integrations.tiktoken`` does not do: it needs a package (blobfile) to write a file
-it reads back, renumbers special tokens although cl100k_base leaves a gap before them, and hands
-the pattern over as it is, which splits long numbers elsewhere (see :func:`oniguruma_pattern`).
+``transformers.integrations.tiktoken`` cannot be used. It needs the package blobfile, renumbers
+special tokens although cl100k_base has a gap before them, and does not convert the pattern, so that
+long numbers are split differently (see :func:`oniguruma_pattern`).
 """
 
 import itertools
@@ -32,7 +32,7 @@ from diffmegatron.hf.chat_template import (
 log = logging.getLogger(__name__)
 
 CONFIG = "tokenizer_config.json"
-# The class that takes tokenizer.json as it is, by the name that both majors of transformers have.
+# A class that uses tokenizer.json unchanged, by its name in transformers 4 and 5.
 _CLASS = "PreTrainedTokenizerFast"
 _FILES = (
     "tokenizer.json",
@@ -44,7 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# Which a tokenizer would join to the line end before a response.
+# A tokenizer could join this text to the line end before a response.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -66,23 +66,22 @@ SAMPLE = (
 def write_tokenizer(
     tokenizer: Tokenizer, seq_length: int, directory: Path, *, chat: bool = False
 ) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check what they say.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check the result.
 
-    Those of a Hugging Face folder are copied, with what lies beside them. It pads on the left,
-    as generation needs.
+    The files of a Hugging Face folder are copied. Padding is on the left, as generation requires.
 
     Args:
-        tokenizer: the run's; its end-of-document token begins, ends and pads text.
+        tokenizer: tokenizer of the run; its end-of-document token begins, ends and pads text.
         seq_length: longest text of the model, in tokens.
-        directory: an existing directory; a ``config.json`` in it takes part in the check, for
-            ``AutoTokenizer`` lets the model's type choose the class.
-        chat: whether it has the template of :mod:`diffmegatron.hf.chat_template`, which gives the
-            ids of a prepared chat. Where a copied tokenizer cannot give them, it is left without a
-            template and a warning says so.
+        directory: an existing directory. A ``config.json`` in it is part of the check, because
+            ``AutoTokenizer`` chooses a class by the model type.
+        chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`, which gives the
+            ids of prepared chats. If a copied tokenizer cannot give them, a warning is logged and
+            there is no template.
 
     Raises:
-        UserError: the tokenizer is no tiktoken encoding, or what was written gives other ids or
-            other text for the sample.
+        UserError: the tokenizer is not a tiktoken encoding, or the written files give other ids or
+            other text for a sample.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -107,7 +106,7 @@ def write_tokenizer(
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
-    # transformers 5 writes a name of its own for this class, which 4.57 does not know.
+    # transformers 5 writes its own name of this class, which 4.57 does not have.
     config = read_json(directory / CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
     _write_config(config, directory)
     check_tokenizer(tokenizer.encoding, directory)
@@ -119,10 +118,10 @@ def write_tokenizer(
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
     config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
-    # Training took tokenizer.json alone, and the code that this key names is not copied.
+    # Training used tokenizer.json only, and the code that this key names is not copied.
     config.pop("auto_map", None)
     if chat:
-        # Its own is of other ids than those that the run was trained on.
+        # The folder's own template gives other ids than those that the run was trained on.
         config.pop("chat_template", None)
         for template in directory.glob("chat_template.*"):
             template.unlink()
@@ -142,7 +141,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
 
 
 def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
-    """Return the first text of the sample of which AutoTokenizer gives other ids; None: of none."""
+    """Return the first text of the sample with other ids in AutoTokenizer, or None."""
     exported = load_exported(directory)
     for text in SAMPLE:
         ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -154,8 +153,8 @@ def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str |
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add our chat template to copied files; whether it gives the ids of the training."""
-    # Other classes build parts of tokenizer.json again, and would leave the split out.
+    """Add our chat template to copied files; return whether it gives the ids of training."""
+    # Other classes rebuild parts of tokenizer.json and would lose the split.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     split_responses(changed)
@@ -181,27 +180,23 @@ def _write_config(config: dict[str, Any], directory: Path) -> None:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy a tokenizer's files from one Hugging Face folder into another.
-
-    Raises:
-        OSError: one cannot be.
-    """
+    """Copy a tokenizer's files from one Hugging Face folder into another."""
     for pattern in _FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, directory / path.name)
 
 
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
-    """The encoding as byte-level BPE of the ``tokenizers`` library; special tokens keep their ids.
+    """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    Text is cut by the encoding's pattern, the pieces become bytes, and the merges are every way
-    to put a token together from two others, by rank of the token, as tiktoken merges.
+    The encoding's pattern splits text into pieces of bytes. The merges are all ways to join a token
+    from two others, ordered by the rank of the token, which is the order in which tiktoken merges.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Only a token of the model's own vocabulary may leave a gap between its id and the others.
+    # Only tokens of the model's vocabulary may leave a gap in the ids.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # tiktoken, too, looks a whole piece up before it merges anything.
+    # tiktoken also looks up a whole piece before it merges.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -221,7 +216,7 @@ _CHARACTERS: dict[int, str] = bytes_to_unicode()
 
 
 def _visible(token: bytes) -> str:
-    """Byte-level BPE's spelling (GPT-2): one printable character per byte."""
+    """Return GPT-2's spelling of a token in byte-level BPE: one printable character per byte."""
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 
@@ -243,11 +238,11 @@ _REGEX_PART = re.compile(
 
 
 def oniguruma_pattern(pattern: str) -> str:
-    r"""A pattern of tiktoken (Rust's fancy-regex) in the dialect of ``tokenizers`` (Oniguruma).
+    r"""Translate a pattern of tiktoken (Rust's fancy-regex) to ``tokenizers`` (Oniguruma).
 
-    The two agree on ``++``, ``*+`` and ``?+``, but Oniguruma reads ``X{1,3}+`` as one or more
-    times ``X{1,3}``, not as possessive, so it becomes ``(?>X{1,3})``; and ``^`` and ``$`` match
-    at every line there, so they become ``\A`` and ``\z``.
+    ``++``, ``*+`` and ``?+`` have the same meaning in both. Oniguruma reads ``X{1,3}+`` as a
+    repetition of ``X{1,3}`` and not as possessive, so it becomes ``(?>X{1,3})``. ``^`` and ``$``
+    match at every line in Oniguruma, so they become ``\A`` and ``\z``.
     """
     parts: list[str] = []
     open_groups: list[int] = []
@@ -259,24 +254,24 @@ def oniguruma_pattern(pattern: str) -> str:
             continue
         if part == "(":
             open_groups.append(len(parts))
-        # A quantifier after this part applies to all of it: a group from its opening on.
+        # A quantifier after a closing parenthesis applies to the whole group.
         atom = open_groups.pop() if part == ")" else len(parts)
         parts.append({"^": r"\A", "$": r"\z"}.get(part, part))
     return "".join(parts)
 
 
 def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
-    """Compare ``AutoTokenizer.from_pretrained(directory)`` with the encoding on the sample.
+    """Compare ``AutoTokenizer.from_pretrained(directory)`` with the encoding on sample texts.
 
     Raises:
-        UserError: ids differ, or decoding does not give the text back.
+        UserError: ids differ, or decoding does not return the text.
     """
     exported = load_exported(directory)
     specials = sorted(encoding.special_tokens_set)
     texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]
     for text in texts:
         expected = encoding.encode(text, allowed_special="all")
-        # Not verbose: the sample is longer than a small model's seq_length, which is no trouble.
+        # The sample may exceed a small model's seq_length, about which verbose=True would warn.
         ids = exported(text, verbose=False)["input_ids"]
         if ids != expected:
             raise UserError(

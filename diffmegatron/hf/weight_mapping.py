@@ -1,8 +1,9 @@
-"""The one table between our full (tensor parallel 1) weights and Hugging Face's.
+"""The table between our unsharded weights and Hugging Face's.
 
-A :class:`WeightRule` is a line of it: weights of ours, weights of theirs, and the rearrangement
-that leads either way; those of attention are its variant's. :func:`to_hf` and :func:`from_hf` read
-the same lines. Rotary embeddings turn halves of a head on both sides, so rows within a head stay.
+A :class:`WeightRule` has weights of ours, weights of theirs, and the conversions in both
+directions. The kind of attention defines its own rules. :func:`to_hf` and :func:`from_hf` use the
+same table. Rotary embeddings rotate halves of a head on both sides, so rows within a head keep
+their order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,15 +20,15 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
-    """Every weight of the model, in the order of the forward pass.
+    """Return the rules of all weights of the model, in the order of the forward pass.
 
     Args:
-        model: whose weights.
-        step: optimizer steps that they have behind them, which kinds that anneal ask for.
+        model: section ``model`` of the recipe.
+        step: number of optimizer steps of the weights, for kinds of attention that anneal.
 
     Raises:
-        UserError: the model is not one that the Hugging Face class of its kind computes, or its
-            kind declares other parameters, or computes something else, than its export has.
+        UserError: the Hugging Face class of its kind cannot compute the model, or the kind declares
+            other parameters, or computes something else, than its export.
     """
     model.attention.hugging_face(model.hidden_size)
     for kind, _ in model.attention.by_kind(model.num_layers):
@@ -61,17 +62,17 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 def _check_own_parameters(
     attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
 ) -> None:
-    """Refuse rules of another kind, which know nothing of a parameter that this one declares.
+    """Refuse rules inherited from another kind that lack a parameter of this kind.
 
     Raises:
-        UserError: a declared parameter is in no rule, with the kind whose rules these are.
+        UserError: a declared parameter has no rule; the message names the kind of the rules.
     """
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
     if left_out := [name for name in own if f"{ours}.{name}" not in known]:
         raise UserError(
             f"kind {attention.kind!r} {_whose(attention.inherited_export)} without its parameter "
-            f"{', '.join(left_out)}; give the kind hugging_face and weight_rules with it"
+            f"{', '.join(left_out)}; define hugging_face and weight_rules of the kind with it"
         )
 
 
@@ -80,7 +81,7 @@ def _whose(inherited: str | None) -> str:
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
-    """A row per token; what pads our vocabulary is dropped there, and zero from there."""
+    """Return the rule of a matrix with a row per token; drop or add zeros as padding rows."""
 
     def drop(weight: Tensor) -> tuple[Tensor, ...]:
         return (weight[: model.tokens],)
@@ -120,18 +121,18 @@ def _join_halves(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Our weights as Hugging Face's, each as soon as all that it is made of has arrived.
+    """Convert our weights to Hugging Face's, each as soon as its inputs have arrived.
 
     Args:
-        weights: every weight of the model by name, whole (not a tensor-parallel shard), any order.
-        model: the model the weights belong to.
-        step: optimizer steps that they have behind them, which kinds that anneal ask for.
+        weights: all unsharded weights of the model with their names, in any order.
+        model: section ``model`` of the recipe.
+        step: number of optimizer steps of the weights, for kinds of attention that anneal.
 
     Yields:
-        Name and tensor, in the dtype of the source; at least fp32 where something was folded in.
+        Name and tensor in the dtype of the source, or at least fp32 if a norm was folded in.
 
     Raises:
-        UserError: the model cannot be expressed; a weight is missing, unknown, twice there or of
+        UserError: the model cannot be expressed, or a weight is missing, unknown, duplicate or of
             another shape.
     """
     lines = ((rule.ours, rule.theirs, rule.to_hf) for rule in table(model, step))
@@ -139,7 +140,7 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 
 
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The way back of :func:`to_hf`, same terms; the headwise norm's weight comes back as ones."""
+    """Convert Hugging Face's weights to ours; the headwise norm's weight becomes ones."""
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)
 
@@ -157,7 +158,7 @@ def _convert(
         source, target, rearrange = line_of[name]
         if tuple(tensor.shape) != source[name]:
             raise UserError(
-                f"weight {name!r} has shape {list(tensor.shape)}; the recipe makes it "
+                f"weight {name!r} has shape {list(tensor.shape)}; the recipe requires "
                 f"{list(source[name])}"
             )
         missing.remove(name)

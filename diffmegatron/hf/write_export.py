@@ -1,4 +1,4 @@
-"""From our weights to a directory that plain ``transformers`` loads, and the proof that it does."""
+"""Write our weights as a directory that plain ``transformers`` loads, and verify it."""
 
 import math
 import shutil
@@ -15,7 +15,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import Tokenizer, check_vocabulary
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_json, shown
-from diffmegatron.hf.atomic_directory import appearing_whole
+from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import to_hf_config, write_config
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.pretrained_files import Original
@@ -25,27 +25,27 @@ from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
-# Why two networks of equal weights differ in float32.
+# Reason for different logits of two float32 networks with equal weights.
 SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference of two sets of logits; infinite where either is not finite."""
+    """Largest difference of two sets of logits; infinite if a logit is not finite."""
 
     absolute: float
     relative: float
-    """``absolute`` over the largest expected logit."""
+    """``absolute`` divided by the largest expected logit."""
 
 
 class Verified(NamedTuple):
-    """Logits that agree, as text the sentence that an export or an import prints of them."""
+    """Result of a comparison within its tolerance; as text, the line that commands print."""
 
     absolute: float
     relative: float
     tolerance: float
-    """Largest ``relative`` that passes."""
+    """Largest allowed ``relative`` difference."""
     reason: str
-    """Why there may be a difference."""
+    """Reason for a difference."""
 
     def __str__(self) -> str:
         return (
@@ -67,30 +67,29 @@ def write_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write the model as the Hugging Face class that computes it, with the tokenizer.
+    """Write a model and its tokenizer for the Hugging Face class that computes it.
 
-    A class that ``transformers`` lacks is written along, as code that it loads with
-    ``trust_remote_code=True``.
-
-    The files go into a directory beside ``out`` that takes its name when all is done and checked;
-    when anything fails, nothing stays behind, and what a killed export left is removed by the next.
+    If ``transformers`` lacks the class, its code is written too and is loaded with
+    ``trust_remote_code=True``. The files are written to a temporary directory, which is renamed to
+    ``out`` when it is complete and verified, and removed after an error.
 
     Args:
-        weights: whole weights under Megatron's names (see :mod:`diffmegatron.hf.weight_mapping`),
-            in any order; a generator is read one weight at a time.
-        recipe: the run they come from.
-        tokenizer: the run's tokenizer.
-        out: directory to create; one that exists must be empty.
-        dtype: of the file; lambda vectors stay fp32 in it. (``from_pretrained`` rounds them too
-            when it loads in bf16, which no configuration of DiffLlama prevents.)
-        original: the pretrained model that the run started from. Where its class computes the
-            recipe's network the export is of that class: its configuration but for what the recipe
-            has changed, each tensor in its dtype there (unless that would round a lambda vector).
-        step: optimizer steps that the weights have behind them, which kinds that anneal ask for.
-        chat: whether the run was trained on chats: the tokenizer then has their template.
-        max_shard_bytes: largest safetensors file, and the memory the writer needs.
-        verify: called with the complete directory before it takes the name ``out``; what it
-            raises ends the export.
+        weights: unsharded weights with Megatron's names (see
+            :mod:`diffmegatron.hf.weight_mapping`), in any order; a generator is read one weight at
+            a time.
+        recipe: recipe of the run.
+        tokenizer: tokenizer of the run.
+        out: directory to create; it may exist and be empty.
+        dtype: dtype of the file. Lambda vectors stay fp32 in it, but DiffLlama's
+            ``from_pretrained`` rounds them when it loads in bf16, which no configuration prevents.
+        original: the pretrained model that the run started from. If its class computes the recipe's
+            network, the export has that class, the original configuration with the recipe's
+            changes, and the original dtype of each tensor (unless that would round a lambda
+            vector).
+        step: number of optimizer steps of the weights, for kinds of attention that anneal.
+        chat: whether the run was trained on chats; the tokenizer then has their template.
+        max_shard_bytes: largest safetensors file, and the memory that the writer needs.
+        verify: called with the complete directory before the rename; its errors end the export.
 
     Raises:
         UserError: Hugging Face cannot compute this model, ``out`` is in use or cannot be written,
@@ -101,7 +100,7 @@ def write_export(
         original = None
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
     check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)
-    with appearing_whole(out) as directory:
+    with atomic_directory(out) as directory:
         if original is None:
             write_config(config, directory)
             _generation_config(tokenizer.end_of_document).save_pretrained(directory)
@@ -124,7 +123,7 @@ def _generation_config(end_of_document: int) -> GenerationConfig:
 def _stored_dtypes(
     model: ModelConfig, original: Original | None, dtype: torch.dtype
 ) -> Callable[[str, Tensor], torch.dtype]:
-    """What gives the dtype that a tensor of a name is stored in."""
+    """Return a function that gives the dtype to store a tensor in."""
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -151,33 +150,34 @@ def _write_weights(
 
 @torch.no_grad()
 def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDifference:
-    """Load a Hugging Face model as any user would, in fp32 on the CPU, and compare its logits.
+    """Load a Hugging Face model as a user would, in fp32 on the CPU, and compare its logits.
 
     Args:
-        directory: what :func:`write_export` wrote, or a model to import.
-        tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS`` of them, for this needs memory and time.
+        directory: a directory of :func:`write_export`, or a model to import.
+        tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS``, because they need memory and time.
         expected: logits of the training model, [b, s, vocab_size].
 
     Raises:
-        UserError: transformers cannot load the files, or they lack a weight of the model or hold
-            one it does not have.
-        ValueError: too many tokens, or shapes that do not fit.
+        UserError: transformers cannot load the files, or they lack a weight of the model or have an
+            unknown one.
+        ValueError: there are too many tokens, or the shapes do not fit.
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # Without the report, transformers would fill a missing weight with random numbers.
+        # transformers would silently fill a missing weight with random numbers; the report shows
+        # it.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
-            # Not what config.json may name, which could be a path to a kernel or its address.
+            # config.json could name a kernel to download.
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=_carries_our_code(directory),
             output_loading_info=True,
             use_safetensors=True,
         )
-    except Exception as error:  # transformers has no narrower one for what it does not like
+    except Exception as error:  # transformers raises many classes of exceptions here.
         raise UserError(
             f"{shown(directory)} does not load as a model: {clipped(str(error))}"
         ) from None
@@ -193,7 +193,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Whether the files that its class comes from are those of this package, byte for byte."""
+    """Return whether the code files of the directory equal those of this package."""
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
     return bool(ours) and all(
@@ -202,8 +202,8 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """The largest difference of two tensors of one shape."""
+    """Return the largest difference of two tensors of one shape."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
-    # NaN would compare as "not larger" with any tolerance.
+    # Comparisons with NaN are false, so NaN would pass as small enough; it becomes infinity.
     return LogitDifference(*(math.inf if x.isnan() else x.item() for x in (absolute, relative)))

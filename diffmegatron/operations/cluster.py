@@ -4,13 +4,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, read_text, shown
+from diffmegatron.files import read_text, shown
 from diffmegatron.section import PathText, Section, Size, SizeOrNone
+from diffmegatron.validation import validated
 
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
@@ -70,7 +71,9 @@ class Cluster(Section):
     @classmethod
     def _check_time_limit(cls, text: str) -> str:
         if _TIME.fullmatch(text) is None or parse_time(text) < 60:
-            raise ValueError("give minutes, H:MM:SS or D-HH:MM:SS, at least one minute")
+            raise PydanticCustomError(
+                "time_limit", "give minutes, H:MM:SS or D-HH:MM:SS, at least one minute"
+            )
         return text
 
     @property
@@ -105,17 +108,4 @@ def load_cluster(path: Path) -> Cluster:
     values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), name)
     if not isinstance(values, dict):
         raise UserError(f"{name} must be a mapping of keys, not {type(values).__name__}")
-    try:
-        return Cluster.model_validate(values)
-    except ValidationError as error:
-        # A mistyped key also leaves a required one missing. The user sees the mistyped one.
-        found = error.errors(include_url=False)
-        first = min(found, key=lambda each: each["type"] != "extra_forbidden")
-        key = clipped(".".join(map(str, first["loc"])))
-        if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(Cluster.model_fields))
-            raise UserError(f"{name}: unknown key {key!r}; known keys are {known}") from None
-        if first["type"] == "missing":
-            raise UserError(f"{name}: key {key!r} is missing; a cluster file needs it") from None
-        value = clipped(repr(first["input"]))
-        raise UserError(f"{name}: {key} is {value}: {first['msg']}") from None
+    return validated(Cluster, values, name)

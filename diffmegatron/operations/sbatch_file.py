@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from diffmegatron.operations.cluster import Cluster, Container
-from diffmegatron.own_code import asked_variables
+from diffmegatron.own_code import import_environment
 
 # Files that a launch writes into run_dir. Only a stage with a job of its own has a job.yaml.
 JOB_FILE = "job.sh"
@@ -61,7 +61,7 @@ def job_file(job: Job) -> str:
         *cluster.setup,
         *(
             f"export {name}={shlex.quote(text)}"
-            for name, text in (cluster.environment | asked_variables()).items()
+            for name, text in (cluster.environment | import_environment()).items()
         ),
         # The ranks inherit the job's environment, whatever the job inherits of the shell.
         "export SRUN_EXPORT_ENV=ALL",

@@ -13,7 +13,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts
-from diffmegatron.own_code import asked_variables
+from diffmegatron.own_code import import_environment
 
 SCRIPT = "torchrun.sh"
 _ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
@@ -86,7 +86,7 @@ def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: st
             *cluster.setup,
             *(
                 f"export {name}={shlex.quote(text)}"
-                for name, text in (cluster.environment | asked_variables() | settings).items()
+                for name, text in (cluster.environment | import_environment() | settings).items()
             ),
             f"exec bash {shlex.join([script, *arguments])}",
             "",

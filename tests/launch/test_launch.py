@@ -159,7 +159,7 @@ def test_pyxis_takes_options_of_srun(launched):
         (["training.stepz=3"], {}, "did you mean 'steps'"),
         (["parallel.tensor=2"], {"ranks_per_node": 3, "nodes": 1}, "--nodes 1 means 3 ranks"),
         (["training.global_batch_size=6"], {}, "--nodes 2 means 4 ranks on this cluster: "),
-        ([], {"partitoin": "gpu"}, "unknown key 'partitoin'; known keys are account, constraint"),
+        ([], {"partitoin": "gpu"}, "unknown key 'partitoin'; did you mean 'partition'"),
         ([], {"time_limit": "soon"}, "time_limit is 'soon': .*give minutes, H:MM:SS"),
         ([], {"partition": "a b"}, "partition is 'a b'"),
         ([], {"memory": 0}, "memory is 0: quote it, because YAML reads it as a number$"),

@@ -104,7 +104,7 @@ def test_from_the_transformer_to_the_transformer(base, make, tmp_path):
 
 def test_a_run_starts_on_its_foundation_alone(base, make, tiny_recipe, tmp_path):
     wide = make(tmp_path / "other", "model.attention.num_kv_heads=8")
-    with pytest.raises(UserError, match=r"num_kv_heads 4 and the recipe says 8"):
+    with pytest.raises(UserError, match=r"num_kv_heads 4 and the recipe has 8"):
         train(wide)
     fingerprint = saved(base, 4).fingerprint()
     on = "model.attention.selected_on={num_layers: 2, num_heads: 8, fingerprint: %s}"
@@ -116,5 +116,5 @@ def test_a_run_starts_on_its_foundation_alone(base, make, tiny_recipe, tmp_path)
     onwards = (f"checkpoint.start_from={tmp_path}/dex", "model.attention.annealing_steps=null")
     train(make(tmp_path / "on", *onwards, "training.steps=3"))
     back = tiny_recipe(SOFTMAX, f"run_dir={tmp_path}/back", onwards[0])
-    with pytest.raises(UserError, match=r"kind 'dex' and the recipe says 'softmax'"):
+    with pytest.raises(UserError, match=r"kind 'dex' and the recipe has 'softmax'"):
         train(back)

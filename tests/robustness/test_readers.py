@@ -21,13 +21,13 @@ from diffmegatron.config.load import check_recipe, load_stages
 from diffmegatron.data.index.sealed_json import write_sealed
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.encode import Batch, EncodeSettings, encode_batch
+from diffmegatron.data.prepare.encode import Batch, encode_batch
 from diffmegatron.data.prepare.journal import Journal, last_commit
 from diffmegatron.data.prepare.merge_parts import merge
 from diffmegatron.data.prepare.parts import Part
 from diffmegatron.data.prepare.preparation import Identity, State
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.data.prepare.record_formats import Fields
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
@@ -164,7 +164,7 @@ def unmerged_part(suffix: str) -> Reader:
 
 def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
     """A file that ``prepare`` reads: documents and rejects."""
-    settings = EncodeSettings("bytes", Fields("text", id_field="id"), deduplicate=True)
+    settings = PrepareSettings("bytes", id_field="id", deduplicate=True)
 
     def make(folder: Path) -> tuple[Path, Read]:
         path = folder / f"in{suffix}"
@@ -172,7 +172,7 @@ def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
 
         def read() -> None:
             (file,) = find_files([path], "*")
-            records = list(read_records(file, settings.fields.columns, 1 << 20))
+            records = list(read_records(file, settings.columns, 1 << 20))
             found = encode_batch(Batch([(file, record) for record in records]), settings)
             assert len(found.counts) + len(found.rejects) + found.empty == len(records)
 

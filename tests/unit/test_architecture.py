@@ -38,7 +38,7 @@ LAYERS = [
     {"config"},
     # The recipe has a section of each variant; their computation they import inside.
     {"attention.variants"},
-    {"file_lock", "own_code", "user_paths"},
+    {"command_options", "file_lock", "own_code", "user_paths", "validation"},
     {"attention.kernels", "section", "config.yaml_documents"},
     {"files"},
     {"errors"},

@@ -181,7 +181,7 @@ def test_ranks_that_do_not_fill_the_layout_are_refused(recipe, refused_here):
 
 
 def test_a_search_names_its_own_gpus(recipe):
-    assert "without --gpus 4" in refused("plan", recipe, "--search", "8", "--gpus", "4")
+    assert "drop --gpus 4" in refused("plan", recipe, "--search", "8", "--gpus", "4")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_stage_that_cannot_follow_is_refused_before_the_first_is_trained(recip
     stages = "stages: [{name: a}, {name: b, model: {num_layers: 4}}]"
     Path(recipe).write_text(f"{Path(recipe).read_text()}\n{stages}")
     for command in ("plan", "train"):
-        assert "stage 'b' says 4; a run that starts with another's" in refused(command, recipe)
+        assert "stage 'b' has 4; a run that starts with another's" in refused(command, recipe)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,1 +1,1 @@
-"""Prepared corpora on disk: tokens, index and manifest, and how they are opened."""
+"""Prepared corpora on disk: tokens, index and manifest."""

@@ -1,7 +1,7 @@
-"""``PREFIX.json``: what a prepared corpus is and what it was made of.
+"""``PREFIX.json``: the manifest of a prepared corpus, with its origin.
 
-It holds no times and no machine, so that the same input and settings give the same bytes. Names
-of files are written as :func:`printable` gives them.
+It contains no times and no machine names, so that the same input and settings give the same bytes.
+Names of files are :func:`printable` text.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """The tokenizer of a corpus; ``sha256`` decides whether another one agrees with it."""
+    """The tokenizer of a corpus; tokenizers with equal ``sha256`` are interchangeable."""
 
     name: str
     sha256: str
@@ -36,7 +36,7 @@ class TokenizerRecord(Section):
 
 
 class FileRecord(Section):
-    """One file as it was read or written; ``path`` is :func:`printable`."""
+    """A file that was read or written; ``path`` is :func:`printable` text."""
 
     path: str
     bytes: Count
@@ -44,14 +44,14 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """What was read of a file: ``bytes`` of it, after ``before`` and before ``after`` others."""
+    """Range of an input: ``bytes`` bytes, with ``before`` and ``after`` bytes outside it."""
 
     before: Count = 0
     after: Count = 0
 
 
 class PartRecord(Section):
-    """Which part of an input it is; ``corpus`` is equal for parts of the same input."""
+    """The part of an input; ``corpus`` is equal for parts of the same input."""
 
     number: Annotated[int, Field(ge=1)]
     of: Annotated[int, Field(ge=1)]
@@ -59,7 +59,7 @@ class PartRecord(Section):
 
 
 class LengthBin(Section):
-    """Documents of ``at_least`` to twice as many tokens less one, end of document counted."""
+    """Documents of ``at_least`` to 2 ``at_least`` - 1 tokens, including the end of document."""
 
     at_least: Annotated[Count, Field(ge=1)]
     documents: Count
@@ -67,14 +67,14 @@ class LengthBin(Section):
 
 
 class Manifest(Section):
-    """The whole of ``PREFIX.json``; counts are of documents and of tokens in ``PREFIX.bin``.
+    """The content of ``PREFIX.json``; counts refer to the documents and tokens of ``PREFIX.bin``.
 
     Attributes:
-        checksum: of all the rest; None in corpora of earlier versions, which have none.
-        part: which one it is of a preparation in parts (:mod:`diffmegatron.data.prepare.parts`); a
-            part may have no document.
-        parts: of a merged corpus (:mod:`diffmegatron.data.prepare.merge_parts`), whose
-            ``PREFIX.bin`` is no file but these in ``PREFIX.parts``, one after the other.
+        checksum: hash of all other fields; None in corpora of earlier versions.
+        part: the part that this is, in a preparation in parts
+            (:mod:`diffmegatron.data.prepare.parts`); a part may have no document.
+        parts: token files of a merged corpus (:mod:`diffmegatron.data.prepare.merge_parts`) in
+            ``PREFIX.parts``, which take the place of ``PREFIX.bin``.
     """
 
     version: Literal[1] = 1
@@ -109,7 +109,7 @@ class Manifest(Section):
     @model_validator(mode="after")
     def _is_unchanged(self) -> Self:
         if self.checksum not in (None, self._checksum_of_rest()):
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum differs")
         return self
 
     def _checksum_of_rest(self) -> str:
@@ -117,7 +117,7 @@ class Manifest(Section):
         return hashlib.sha256(rest.encode()).hexdigest()
 
     def sealed(self) -> Self:
-        """Return the manifest with the checksum of what it holds."""
+        """Return the manifest with its checksum."""
         return self.model_copy(update={"checksum": self._checksum_of_rest()})
 
     def to_json(self) -> str:
@@ -126,30 +126,30 @@ class Manifest(Section):
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether documents alternate between prompts and responses: instructions, chats."""
+        """Whether documents alternate between prompts and responses."""
         return self.settings["layout"] != "text"
 
     @property
     def content(self) -> str:
-        """Hash of the prepared files: what the caches and the sampling order depend on."""
+        """Hash of the prepared files, on which caches and the sampling order depend."""
         joined = ",".join(output.sha256 for output in self.outputs)
         return hashlib.sha256(joined.encode()).hexdigest()
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names and values of those ``before`` that are others ``now``, for a sentence."""
+    """Return names and values of the settings in ``before`` that differ in ``now``."""
     return [
         f"{name} {clipped(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
     ]
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """``PREFIX.json``."""
+    """Return ``PREFIX.json``."""
     return Path(f"{prefix}.json")
 
 
 def parts_folder(prefix: str | Path) -> Path:
-    """``PREFIX.parts``, where the parts of a corpus lie that is prepared in parts."""
+    """Return ``PREFIX.parts``, the folder of a corpus that is prepared in parts."""
     return Path(f"{prefix}.parts")
 
 
@@ -157,24 +157,20 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """Read ``PREFIX.json``.
 
     Raises:
-        UserError: it is missing, damaged or of another version.
+        UserError: the file is missing, damaged or has another version.
     """
     path = manifest_path(prefix)
     if not os.path.lexists(path):
         command = f"prepare INPUT --output {shown(Path(prefix))}"
         if parts_folder(prefix).is_dir():
             command = f"data merge {shown(Path(prefix))}"
-        raise UserError(f"{shown(path)} does not exist; 'diffmegatron {command}' writes it")
+        raise UserError(f"{shown(path)} does not exist; write it with 'diffmegatron {command}'")
     manifest: Manifest = read_json(path, Manifest)
     return manifest
 
 
 def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
-    """sha256 of an ordinary file, read in pieces, but for so many bytes at its ends.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the sha256 of a file, without ``before`` and ``after`` bytes at its ends."""
     digest = hashlib.sha256()
     left = file_size(path) - before - after if after else sys.maxsize
     for piece in pieces(path, before):
@@ -186,11 +182,7 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 
 
 def hash_in_parts(path: Path) -> Iterator[str]:
-    """The same, given after every gibibyte and at the end: sha256 of what has been read so far.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Yield the sha256 of the bytes read so far, after every GiB and at the end of the file."""
     digest, read = hashlib.sha256(), 0
     for piece in pieces(path):
         digest.update(piece)
@@ -202,10 +194,10 @@ def hash_in_parts(path: Path) -> Iterator[str]:
 
 
 def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
-    """The bytes of an ordinary file after the first ``before``; each piece until the next is asked.
+    """Yield the bytes of a file after the first ``before``; a piece is valid until the next one.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     with open_file(path, buffering=0) as stream:
         stream.seek(before)
@@ -218,11 +210,11 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
-    """Documents and tokens per power of two of the length, in constant memory.
+    """Count documents and tokens per power of two of the document length, in constant memory.
 
     Args:
-        lengths: int32 ``[sequences]``, tokens of each.
-        counts: int32 ``[documents]``, sequences of each.
+        lengths: int32 ``[sequences]``, tokens of each sequence.
+        counts: int32 ``[documents]``, sequences of each document.
     """
     histogram = Histogram()
     sequence = 0
@@ -236,19 +228,19 @@ def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin
 
 
 class Histogram:
-    """Documents and tokens per power of two of a document's length."""
+    """Numbers of documents and tokens per power of two of the document length."""
 
     def __init__(self) -> None:
         self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
 
     def add(self, lengths: np.ndarray) -> None:
-        """Count documents of these lengths, each at least 1."""
+        """Add documents of these lengths, each at least 1."""
         exponents = np.frexp(lengths.astype(np.float64))[1] - 1
         self._documents += np.bincount(exponents, minlength=64)
         self._tokens += np.bincount(exponents, weights=lengths, minlength=64).astype(np.int64)
 
     def bins(self) -> tuple[LengthBin, ...]:
-        """From the first bin that is not empty to the last."""
+        """Return the bins from the first to the last that is not empty."""
         used = np.flatnonzero(self._documents)
         if not len(used):
             return ()

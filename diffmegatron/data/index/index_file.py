@@ -1,9 +1,9 @@
 """The ``.idx`` file of Megatron's IndexedDataset, written and checked in constant memory.
 
-The layout is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``): 9 bytes of
-magic, version (u64) 1, type code (u8), sequences S (u64), document boundaries D (u64), then
+The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``): 9 bytes of
+magic, version (u64) 1, type code (u8), number of sequences S (u64), number of boundaries D (u64),
 lengths int32 ``[S]``, byte offsets int64 ``[S]`` and boundaries int64 ``[D]``. Megatron's own
-writer keeps all of it in Python lists, which a corpus of a billion documents does not survive.
+writer keeps all of it in Python lists, which needs too much memory for a billion documents.
 """
 
 import os
@@ -26,7 +26,7 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What an index says of itself."""
+    """Header of an index."""
 
     dtype: np.dtype
     sequences: int
@@ -34,12 +34,12 @@ class IndexHeader:
 
     @property
     def documents(self) -> int:
-        """Documents that the sequences make up."""
+        """Number of documents."""
         return self.boundaries - 1
 
     @property
     def file_size(self) -> int:
-        """Bytes that an index with this header has."""
+        """Number of bytes of an index with this header."""
         return _HEADER.size + 12 * self.sequences + 8 * self.boundaries
 
 
@@ -47,9 +47,10 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
     """Write and sync an index.
 
     Args:
+        path: file to write.
         lengths: int32 ``[sequences]``, tokens of each sequence; may be memory-mapped.
         counts: int32 ``[documents]``, sequences of each document; may be memory-mapped.
-        dtype: type of the tokens, int32 or uint16.
+        dtype: dtype of the tokens, int32 or uint16.
     """
     with create_file(path) as stream:
         header = (_MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(counts) + 1)
@@ -66,13 +67,14 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and sync the index of the documents of several, one after the other.
+    """Write and sync the index of the concatenated documents of several indexes.
 
     Args:
-        indexes: of tokens of one type; one without documents is passed over.
+        path: file to write.
+        indexes: indexes of tokens of one dtype; those without documents are skipped.
 
     Raises:
-        UserError: one cannot be read.
+        UserError: an index cannot be read.
     """
     headers = [read_header(index) for index in indexes]
     opened = [
@@ -103,7 +105,7 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
 
 
 def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lengths, byte offsets and boundaries of an index with that header."""
+    """Return lengths, byte offsets and boundaries of an index with this header, memory-mapped."""
     place, arrays = _HEADER.size, []
     for dtype, count in (
         (np.int32, header.sequences),
@@ -117,11 +119,10 @@ def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read and check the header of an index against the size and the end of its file.
+    """Read the header of an index, and check it against the size and the end of the file.
 
     Raises:
-        UserError: it is missing, is no ordinary file or no index, or is truncated or damaged at its
-            end.
+        UserError: the file is missing, is not an index, is truncated, or is damaged at its end.
     """
     with open_file(path) as stream:
         content = stream.read(_HEADER.size)
@@ -131,18 +132,18 @@ def read_header(path: Path) -> IndexHeader:
     types: dict[int, np.dtype] = {code: dtype for dtype, code in _TYPE_CODES.items()}
     if len(content) < _HEADER.size or not content.startswith(_START) or content[17] not in types:
         raise UserError(
-            f"{shown(path)} is not an index of Megatron's, version 1, with int32 or uint16 tokens"
+            f"{shown(path)} is not an index of Megatron (version 1, int32 or uint16 tokens)"
         )
     _, _, code, sequences, boundaries = _HEADER.unpack(content)
     header = IndexHeader(types[code], sequences, boundaries)
     if not (1 <= header.documents <= sequences or header.documents == sequences == 0):
         raise UserError(
-            f"index {shown(path)} says that {sequences} sequences make {header.documents} "
-            "documents; copy or prepare it again"
+            f"index {shown(path)} has {sequences} sequences for {header.documents} documents; copy "
+            "or prepare it again"
         )
     if size != header.file_size:
         raise UserError(
-            f"index {shown(path)} has {size} bytes, but one of {sequences} sequences has "
+            f"index {shown(path)} has {size} bytes, but {sequences} sequences need "
             f"{header.file_size}; copy or prepare it again"
         )
     if end != sequences:
@@ -154,15 +155,15 @@ def read_header(path: Path) -> IndexHeader:
 
 
 def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
-    """Refuse documents that are not runs of sequences, one after the other.
+    """Refuse document boundaries that do not increase.
 
     Args:
-        path: of the index, for the sentence.
-        boundaries: int64 ``[documents + 1]``, the sequence at which each document begins, and
-            their number, which :func:`read_header` has checked; may be memory-mapped.
+        path: path of the index, for the message.
+        boundaries: int64 ``[documents + 1]``, first sequence of each document, and the number of
+            sequences; may be memory-mapped.
 
     Raises:
-        UserError: the first begins elsewhere, or a document has no sequence.
+        UserError: the first boundary is not 0, or a document has no sequence.
     """
     if boundaries[0] != 0:
         raise _damaged_boundary(path, boundaries, 0)
@@ -185,7 +186,7 @@ def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The sum of what lies before each element, int64, in pieces."""
+    """Yield in pieces the sum of the elements before each element, int64."""
     total = 0
     for part in _buffers(array):
         ends = total + np.cumsum(part, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The tokens of a corpus that was prepared in parts, read as if they were one array."""
+"""Tokens of a corpus in several files, read like one array."""
 
 import itertools
 from bisect import bisect_right
@@ -12,16 +12,16 @@ import numpy as np
 from diffmegatron.errors import UserError
 from diffmegatron.files import open_file, shown
 
-# Each keeps a file open, of which a process may often have 1024 only.
+# Each mapping keeps a file open, and the limit per process is often 1024.
 _MAPPED_AT_ONCE = 128
 
 
 class Tokens(Protocol):
-    """Token ids, of which slices are read: an array, or what reads like one."""
+    """Token ids that can be sliced: an array, or a class that reads like one."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an id."""
+        """Number of bytes of an id."""
 
     def __len__(self) -> int: ...
 
@@ -29,25 +29,25 @@ class Tokens(Protocol):
 
 
 class PartTokens:
-    """Files of token ids, one after the other; mapped when they are read, nothing is copied.
+    """Concatenation of files of token ids, which are mapped when they are first read.
 
-    (A slice over the seam of two is; no document lies there.)
+    A slice within one file is a view. Documents never span two files, so copies are rare.
 
     Args:
-        files: each with its size in bytes.
-        dtype: of an id.
+        files: path and size in bytes of each file.
+        dtype: dtype of an id.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
         self.dtype = dtype
         filled = [(path, size // dtype.itemsize) for path, size in files if size]
         self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
-        # Not a method, which would keep this alive.
+        # A cached method would keep this object alive.
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an id."""
+        """Number of bytes of an id."""
         return self.dtype.itemsize
 
     def __len__(self) -> int:

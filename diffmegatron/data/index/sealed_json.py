@@ -1,6 +1,6 @@
-"""JSON files that carry their own checksum: state of ours that nobody edits by hand.
+"""JSON files with their own checksum, for state that users never edit.
 
-A number that a damaged disk changed is still JSON; believed, it would lose or repeat documents.
+A number changed by a damaged disk is still valid JSON, and would lose or repeat documents.
 """
 
 import hashlib
@@ -12,24 +12,24 @@ from diffmegatron.files import parse_json, read_bytes, shown, write_durably
 
 
 def write_sealed(path: Path, content: str) -> None:
-    """Write JSON on one line and its sha256 on the next, whole or not at all.
+    """Write JSON on one line and its sha256 on the next, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     line = content.encode()
     write_durably(path, line + b"\n" + _seal(line) + b"\n")
 
 
 def read_sealed(path: Path, schema: Any) -> Any:
-    """What :func:`write_sealed` wrote, as :func:`diffmegatron.files.parse_json` gives it.
+    """Read a file of :func:`write_sealed`, as :func:`diffmegatron.files.parse_json` does.
 
     Raises:
-        UserError: it is missing, no ordinary file, was changed, or is of another schema.
+        UserError: the file is missing, was changed, or does not fit the schema.
     """
     line, _, seal = read_bytes(path).removesuffix(b"\n").rpartition(b"\n")
     if seal != _seal(line):
-        raise UserError(f"{shown(path)} is damaged and cannot be used: its checksum is another")
+        raise UserError(f"{shown(path)} is damaged and cannot be used: its checksum differs")
     return parse_json(line, schema, shown(path))
 
 

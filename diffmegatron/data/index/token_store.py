@@ -1,4 +1,4 @@
-"""Prepared corpora, opened memory-mapped through Megatron's own reader."""
+"""Prepared corpora, memory-mapped by Megatron's reader."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,18 @@ _BUFFER = 1 << 22
 
 @dataclass(frozen=True)
 class Corpus:
-    """One prepared corpus; the arrays are views of the mapped files, nothing is copied.
+    """One prepared corpus; the arrays are views of the mapped files.
 
     Attributes:
-        prefix: where it lies.
-        manifest: ``PREFIX.json``.
-        tokens: int32 or uint16 ``[tokens]``, documents one after the other; of a merged corpus
-            in several files.
-        lengths: int32 ``[documents]``, the end-of-document token counted.
+        prefix: path without ``.bin``.
+        manifest: content of ``PREFIX.json``.
+        tokens: int32 or uint16 ``[tokens]``, all documents; of a merged corpus in several files.
+        lengths: int32 ``[documents]``, including the end-of-document token.
         offsets: int64 ``[documents]``, bytes from the start of ``tokens``.
         index: Megatron's reader of the index.
         dataset: Megatron's reader of both files; None for a merged corpus. The readers must live as
-            long as the arrays: they close the mapping when they go, and reading an array after that
-            is a segmentation fault.
+            long as the arrays: they close the mapping when they are deleted, and reading an array
+            after that is a segmentation fault.
     """
 
     prefix: str
@@ -44,36 +43,36 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the files."""
+        """Number of documents."""
         return len(self.lengths)
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the tokenizer uses, from 0 on."""
+        """Number of ids of the tokenizer."""
         return self.manifest.tokenizer.vocab_size
 
     @property
     def end_of_document(self) -> int:
-        """The id that ends every document."""
+        """Id that ends every document."""
         return self.manifest.tokenizer.end_of_document
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether documents alternate between prompts and responses, and only the latter learn."""
+        """Whether documents alternate between prompts and responses; only responses carry loss."""
         return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
-        """Which tokens of a fine-tuning document count in the loss: bool ``[length]``."""
+        """Return the tokens of a fine-tuning document that carry loss, bool ``[length]``."""
         first, end = self.index.document_indices[document : document + 2]
         segments = self.index.sequence_lengths[first:end]
         _check_segments(self.prefix, segments)
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
-        """Check every entry of the index, which takes time; opening looks at its end alone.
+        """Check every entry of the index; opening a corpus checks only its end.
 
         Raises:
-            UserError: a document lies outside the file, over another, or is empty.
+            UserError: a document is outside the file, overlaps another, or is empty.
         """
         segments = self.index.sequence_lengths
         check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
@@ -95,17 +94,19 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open ``PREFIX.bin``, ``.idx`` and ``.json`` in a time that does not grow with them.
+    """Open ``PREFIX.bin``, ``.idx`` and ``.json`` in constant time.
 
-    (For fine-tuning corpora it grows with the number of documents, a cumulative sum.)
+    For fine-tuning corpora the time grows with the number of documents (a cumulative sum).
 
     Raises:
-        UserError: a file is missing or truncated, or they do not belong together.
+        UserError: a file is missing or truncated, or the files do not belong together.
     """
     manifest = read_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:
-        raise UserError(f"corpus {shown(Path(prefix))} is a part without documents; give the whole")
+        raise UserError(
+            f"corpus {shown(Path(prefix))} is a part without documents; give the merged corpus"
+        )
     tokens: Tokens
     if manifest.parts:
         dataset, index = None, _IndexReader(f"{prefix}.idx", multimodal=False)
@@ -118,7 +119,7 @@ def open_corpus(prefix: str) -> Corpus:
     last = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     if last != manifest.tokens * index.dtype_size:
         raise UserError(
-            f"index {_shown(prefix)} ends at byte {last} of the tokens, which have "
+            f"index {_shown(prefix)} ends at byte {last} of the tokens, and the tokens have "
             f"{manifest.tokens * index.dtype_size}; copy or prepare it again"
         )
     lengths, offsets = index.sequence_lengths, index.sequence_pointers
@@ -142,7 +143,7 @@ def _shown(prefix: str) -> str:
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that is not the corpus's own.
+    """Refuse a tokenizer other than the corpus's own.
 
     Raises:
         UserError: the hashes differ.
@@ -152,12 +153,12 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"corpus {corpus.prefix} was prepared with tokenizer {clipped(repr(recorded.name))} "
             f"(sha256 {clipped(recorded.sha256[:12])}), but data.tokenizer is {tokenizer.name!r} "
-            f"({tokenizer.sha256[:12]}); prepare it again or name the tokenizer it was made with"
+            f"({tokenizer.sha256[:12]}); prepare it again, or give the tokenizer of the corpus"
         )
     made = recorded.vocab_size, recorded.end_of_document
     if made != (tokenizer.vocab_size, tokenizer.end_of_document):
         raise UserError(
-            f"{corpus.prefix}.json is damaged: it says that tokenizer {tokenizer.name!r} has "
-            f"{made[0]} ids and ends documents with {made[1]}, which are {tokenizer.vocab_size} "
-            f"and {tokenizer.end_of_document}; copy or prepare it again"
+            f"{corpus.prefix}.json is damaged: its tokenizer {tokenizer.name!r} has {made[0]} ids "
+            f"and end of document {made[1]}, but the tokenizer has {tokenizer.vocab_size} and "
+            f"{tokenizer.end_of_document}; copy or prepare it again"
         )

@@ -1,7 +1,7 @@
-"""Whether ``PREFIX.bin`` (or its parts) and ``PREFIX.idx`` are what ``PREFIX.json`` says of them.
+"""Compare ``PREFIX.bin`` (or its parts) and ``PREFIX.idx`` with ``PREFIX.json``.
 
-Sizes take no time and catch files that are missing, cut short or of another corpus. Hashes read
-every byte and catch everything else: flipped bits, zeros where a disk lost a block.
+Comparing sizes is fast and detects missing, truncated and foreign files. Comparing hashes reads
+every byte and detects everything else, such as flipped bits or a lost block.
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ from diffmegatron.files import file_size, shown
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """What PREFIX is followed by in the names of the files that hold a corpus, its index last."""
+    """Return the endings of the data files after PREFIX, the index last."""
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
-    """Compare what the three files say of each other, without reading tokens.
+    """Compare the sizes and counts of the files with the manifest, without reading tokens.
 
     Raises:
-        UserError: a file is missing, no ordinary file or truncated, or one is of another corpus.
+        UserError: a file is missing, truncated or of another corpus.
     """
     header = read_header(Path(f"{prefix}.idx"))
-    said = shown(manifest_path(prefix))
+    name = shown(manifest_path(prefix))
     for part in manifest.parts:
         path = parts_folder(prefix) / part.path
         if (size := file_size(path)) != part.bytes:
             raise UserError(
-                f"{shown(path)} has {size} bytes, but {said} says {part.bytes}; copy it again, or "
+                f"{shown(path)} has {size} bytes, but {name} has {part.bytes}; copy it again, or "
                 "prepare that part again"
             )
     data = Path(f"{prefix}.bin")
@@ -45,25 +45,25 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
     wanted = manifest.tokens * header.dtype.itemsize
     if size != wanted:
         raise UserError(
-            f"{shown(data)} has {size} bytes, but {said} says {manifest.tokens} tokens of "
+            f"{shown(data)} has {size} bytes, but {name} has {manifest.tokens} tokens of "
             f"{header.dtype.itemsize} bytes ({wanted}); copy or prepare it again"
         )
     if header.documents != manifest.documents:
         raise UserError(
-            f"index {shown(Path(f'{prefix}.idx'))} has {header.documents} documents, but {said} "
-            f"says {manifest.documents}; copy or prepare it again"
+            f"index {shown(Path(f'{prefix}.idx'))} has {header.documents} documents, but {name} "
+            f"has {manifest.documents}; copy or prepare it again"
         )
     return header
 
 
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
-    """Read ``PREFIX`` + ``suffix`` (of :func:`data_files`), giving way after every gibibyte.
+    """Compare the hash of ``PREFIX`` + ``suffix`` (:func:`data_files`), yielding after every GiB.
 
     Raises:
-        UserError: it cannot be read, or has another sha256 than the manifest says.
+        UserError: the file cannot be read, or its sha256 differs from the manifest's.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
-    # Only the suffix of a recorded name holds: files may be copied to another prefix.
+    # Files may have been copied to another prefix, so only the suffix of a recorded name is used.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
     sha256 = ""
@@ -78,10 +78,10 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
 
 def check_hashes(prefix: str | Path) -> Manifest:
-    """Sizes first, then every byte of both files; what they are.
+    """Check sizes, then the hashes of all files; return the manifest.
 
     Raises:
-        UserError: as :func:`check_sizes` and :func:`check_hash`.
+        UserError: a file is missing or damaged.
     """
     manifest = read_manifest(prefix)
     check_sizes(prefix, manifest)

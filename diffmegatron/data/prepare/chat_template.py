@@ -1,15 +1,15 @@
-"""Chats as the template of a Hugging Face tokenizer writes them, and what of them is learned.
+"""Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-A chat is rendered once and encoded as one text, as ``apply_chat_template`` does, so the ids are
-those that a server of the model sends. What the assistant writes is found in that text:
+A chat is rendered once and encoded as one text, as ``apply_chat_template`` does, so the ids equal
+those that a server sends to the model. The responses, which carry loss, are found in that text:
 
-- by ``{% generation %}`` where the template has it;
-- otherwise by prefixes. The messages before a response, rendered with ``add_generation_prompt``,
-  must be a prefix of the rendered chat. The response begins there, and ends with the first special
-  token behind its content, or where the next message begins.
+- by ``{% generation %}`` if the template has it;
+- otherwise by prefixes: the messages before a response, rendered with ``add_generation_prompt``,
+  must be a prefix of the rendered chat. The response begins there, and ends after the first special
+  token that follows its content, or where the next message begins.
 
-Either way the ids before a response must be those of the prompt encoded by itself, for these are
-what the model is given when it writes. A chat of which this does not hold is refused.
+In both cases the ids before a response must equal those of the prompt encoded alone, because the
+model receives these when it generates. Other chats are refused.
 """
 
 import re
@@ -28,7 +28,7 @@ from diffmegatron.files import clipped
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
-# Some templates write the day on which they are rendered; a corpus depends on its inputs alone.
+# Some templates render the current date; a fixed one makes a corpus depend on its inputs alone.
 _DAY = date(2024, 7, 26)
 _PROBE = (
     {"role": "user", "content": "What is 1 + 1?"},
@@ -39,7 +39,7 @@ _PROBE = (
 
 
 class _Rendered(NamedTuple):
-    """A chat as text, and the characters of it that are learned, from and up to."""
+    """A chat as text, and the character ranges ``[start, end)`` of its responses."""
 
     text: str
     learned: list[tuple[int, int]]
@@ -52,8 +52,8 @@ class ChatTemplate:
         sha256: hash of the template.
 
     Raises:
-        UserError: the tokenizer has no template, or the responses of an ordinary chat cannot be
-            told from the rest of what it writes.
+        UserError: the tokenizer has no template, or the responses of a simple chat cannot be found
+            in its output.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,10 +62,10 @@ class ChatTemplate:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UserError(
                 f"tokenizer {tokenizer.name!r} has no chat template; --layout template needs the "
-                "folder of a Hugging Face tokenizer, and --layout chat takes any tokenizer"
+                "folder of a Hugging Face tokenizer, and --layout chat works with any tokenizer"
             )
         self._end = tokenizer.end_of_document
-        # Not AutoTokenizer: training takes tokenizer.json as it is.
+        # AutoTokenizer could replace parts of tokenizer.json, which training uses unchanged.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
             tokenizer.folder, local_files_only=True
         )
@@ -74,7 +74,7 @@ class ChatTemplate:
         except ValueError:
             raise UserError(
                 f"tokenizer {tokenizer.name!r} has no chat template, neither in "
-                "chat_template.jinja nor in tokenizer_config.json; --layout chat writes ChatML"
+                "chat_template.jinja nor in tokenizer_config.json; use --layout chat for ChatML"
             ) from None
         self.sha256 = sha256(self._template.encode()).hexdigest()
         added = self._tokenizer.added_tokens_decoder.values()
@@ -83,21 +83,21 @@ class ChatTemplate:
             self.encode(list(_PROBE))
         except UnusableError as error:
             raise UserError(
-                f"the chat template of tokenizer {tokenizer.name!r} cannot be learned from: {error}"
+                f"the chat template of tokenizer {tokenizer.name!r} cannot be used: {error}"
             ) from None
 
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
-        """Return the rendered chat, and the ids that are read and learned in turn.
+        """Return the rendered chat, and the ids of its prompts and responses in turn.
 
         Args:
-            messages: dictionaries with ``role`` and ``content``, one of the assistant among them.
+            messages: dictionaries with ``role`` and ``content``; at least one is the assistant's.
 
         Returns:
-            The text, and uint32 ids; the first are read, the last learned, and what follows the
-            last response is left out, an end-of-document token at its end too.
+            The text, and uint32 ids of prompt, response, prompt, and so on. The text after the last
+            response is left out, and so is an end-of-document token at its end.
 
         Raises:
-            UnusableError: the chat is not of this form, or its responses cannot be found.
+            UnusableError: the messages have another form, or the responses cannot be found.
         """
         checked_messages(messages, self._special)
         rendered = self._rendered(messages)
@@ -111,7 +111,7 @@ class ChatTemplate:
             prompt = self._encoded(rendered.text[:start])["input_ids"]
             if ids[:first].tolist() != prompt:
                 raise UnusableError(
-                    "a token of the chat template lies across the beginning of a response"
+                    "a token of the chat template extends over the beginning of a response"
                 )
             parts += [ids[place:first], ids[first:last]]
             place = last
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise _not_written(error) from None
         learned = [(start, end) for start, end in spans[0] if end > start]
         if not learned:
-            raise UnusableError("the chat template marks nothing of the assistant")
+            raise UnusableError("the chat template marks no text of the assistant")
         return _Rendered(texts[0], learned)
 
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
@@ -164,7 +164,7 @@ class ChatTemplate:
         return text
 
     def _response(self, text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Return the characters of one response in the text of the whole chat."""
+        """Return the range of characters of one response in the text of the whole chat."""
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])
         shared = takewhile(_are_equal, zip(text, as_last, strict=False))
@@ -172,8 +172,8 @@ class ChatTemplate:
         content = messages[number]["content"].strip()
         if not text.startswith(before) or content not in until[len(before) :]:
             raise UnusableError(
-                f"the chat template writes message {number + 1} otherwise within the chat than "
-                "when it is the last, and has no {% generation %}"
+                f"the chat template renders message {number + 1} differently within the chat than "
+                "at its end, and has no {% generation %}"
             )
         written = until.index(content, len(before)) + len(content)
         places = {token: until.find(token, written) for token in self._special}
@@ -186,4 +186,4 @@ def _are_equal(pair: tuple[str, str]) -> bool:
 
 
 def _not_written(error: Exception) -> UnusableError:
-    return UnusableError(f"the chat template does not write this chat: {clipped(str(error))}")
+    return UnusableError(f"the chat template cannot render this chat: {clipped(str(error))}")

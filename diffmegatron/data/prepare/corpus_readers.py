@@ -1,6 +1,6 @@
-"""Readers: from corpus files to raw records, in an order that never changes.
+"""Read corpus files as raw records, in a fixed order.
 
-A reader yields bytes; decoding, parsing and tokenising is the workers' part (``encode.py``).
+A record holds bytes; workers decode, parse and tokenise them (``encode.py``).
 """
 
 import gzip
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
 import pyarrow
 import pyarrow.parquet
 import zstandard
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, open_file, reason, shown
@@ -29,21 +30,21 @@ _SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
 }
 _ARCHIVES = (".gz", ".zst")
-# What the libraries say of a file that is damaged or breaks off.
+# Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# One call may unpack that much input to 32,768 times its size.
+# Input bytes per call, which can unpack to 32,768 times as many.
 _ZSTD_BYTES = 1 << 12
 
 
 class Record(NamedTuple):
-    """One document as it lies in its file.
+    """One raw document of a file.
 
     Attributes:
-        line: 1-based line (of a cut: counted from its first), row, or 1 for a file that is one
-            document.
+        line: line or row, counted from 1 (in a cut file from the first line of the cut); 1 for a
+            file that is one document.
         payload: a JSON line, the document's text, or the columns of a row (strings as bytes).
-        problem: why it could not be read, the payload then being empty.
+        problem: reason why the document cannot be read; the payload is then empty.
     """
 
     line: int
@@ -52,7 +53,7 @@ class Record(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """What changes with a file: its size in bytes, time of modification in ns, and inode."""
+    """Values that change with a file: size in bytes, modification time in ns, and inode."""
 
     size: int
     modified: int
@@ -61,10 +62,10 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One input file, its path as the user would name it, and what it was when it was found.
+    """An input file: its path, its state when it was found, and the range of it that is used.
 
-    Where ``before`` or ``after`` is not 0, it is whole lines of a file that was cut: so many bytes
-    of it belong to others (see :mod:`diffmegatron.data.prepare.parts`).
+    ``before`` and ``after`` are the numbers of bytes at its ends that belong to other parts (see
+    :mod:`diffmegatron.data.prepare.parts`).
     """
 
     path: Path
@@ -75,19 +76,19 @@ class CorpusFile:
 
     @property
     def size(self) -> int:
-        """Bytes, of the cut if it is one."""
+        """Number of bytes that are used."""
         return self.fingerprint.size - self.before - self.after
 
     @property
     def can_be_cut(self) -> bool:
-        """Between any two lines."""
+        """Whether the file can be cut between any two lines."""
         return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
 
     def check_unchanged(self) -> None:
-        """Refuse to use what was read of a file that is another by now.
+        """Refuse a file that has changed since it was found.
 
         Raises:
-            UserError: it was written, replaced or removed since it was found.
+            UserError: the file was written, replaced or removed.
         """
         try:
             changed = "was changed" if _fingerprint(self.path.stat()) != self.fingerprint else None
@@ -95,21 +96,21 @@ class CorpusFile:
             changed = "was removed"
         if changed:
             raise UserError(
-                f"corpus file {shown(self.path)} {changed} while it was read; let it be, and start "
-                "again with --restart"
+                f"corpus file {shown(self.path)} {changed} while it was read; leave it unchanged, "
+                "and start again with --restart"
             )
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """The files of a corpus, each folder's in the order of their names.
+    """Return the files of a corpus, those of each folder sorted by name.
 
     Args:
         inputs: files, and folders that are searched recursively.
-        pattern: glob of the files that count within a folder, such as ``*.py``.
+        pattern: glob of the files to use within a folder, such as ``*.py``.
 
     Raises:
-        UserError: an input does not exist, is no ordinary file or cannot be read, or there is no
-            file in it.
+        UserError: an input does not exist, is not a regular file or cannot be read, or a folder has
+            no matching file.
     """
     if not pattern:
         raise UserError("--pattern is empty; give one such as '*' or '*.jsonl'")
@@ -117,13 +118,13 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
 
 
 def _find(path: Path, pattern: str) -> list[Path]:
-    if not os.path.lexists(path):  # False too for a name that is too long, where others raise
+    if not os.path.lexists(path):  # Other calls raise an error for a name that is too long.
         raise UserError(f"corpus {shown(path)} does not exist; give a file or a folder")
     if not path.is_dir():
         return [path]
     found = [
         Path(folder, name)
-        # A folder that cannot be read would go unseen otherwise, with all that it holds.
+        # Without onerror, an unreadable folder would be skipped silently.
         for folder, _, names in os.walk(path, onerror=_refuse_folder)
         for name in names
         if Path(folder, name).relative_to(path).match(pattern)
@@ -149,15 +150,16 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Every record of a file in order; one above ``max_bytes`` is a failed record.
+    """Yield the records of a file in order; a record above ``max_bytes`` has a problem.
 
     Args:
-        columns: those of a Parquet file that are read, as far as it has them.
-        max_bytes: the longest payload that is read.
+        file: file to read.
+        columns: columns to read from a Parquet file, if it has them.
+        max_bytes: largest payload that is read.
 
     Raises:
-        UserError: the file cannot be read to its end (an archive that breaks off, a disk error),
-            so that documents would be missing, or it is not what it was when it was found.
+        UserError: the file cannot be read to its end, so that documents would be missing, or it has
+            changed since it was found.
     """
     line = 0
     try:
@@ -201,13 +203,13 @@ def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> It
 def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with (
         open_file(file.path) as stream,
-        # Pages without a checksum are read as they are.
+        # Pages without a checksum are accepted.
         pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as table,
     ):
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
-            # Rows without columns would be no rows to Arrow, and the file would go unseen.
+            # Arrow drops rows without columns, and the file would seem to be empty.
             yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
@@ -219,11 +221,11 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
                 size = sum(len(value) for value in row.values() if isinstance(value, bytes))
                 yield Record(line, row) if size <= max_bytes else _oversized(line, max_bytes)
         if line != table.metadata.num_rows:
-            raise EOFError(f"it says that it has {table.metadata.num_rows} rows")
+            raise EOFError(f"its header has {table.metadata.num_rows} rows")
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """The rows as Python values, or why one has none: bad UTF-8, a date beyond Python's."""
+    """Yield rows as Python values, or the reason why a row has none (bad UTF-8, a late date)."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError) as error:
@@ -235,7 +237,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """With string columns as binary: bad UTF-8 in one row would fail the whole batch."""
+    """Return string columns as binary, because bad UTF-8 in one row would fail the batch."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
@@ -254,10 +256,10 @@ def _oversized(line: int, max_bytes: int) -> Record:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, unpacked where it is an archive.
+    """Open a file, and unpack it if it is an archive.
 
     Raises:
-        EOFError: on reading; the archive breaks off.
+        EOFError: on reading, if the archive is truncated.
     """
     with open_file(path, buffering=_READ_BYTES) as raw:
         if path.suffix not in _ARCHIVES:
@@ -271,9 +273,9 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of the frames of a zstd archive; several in a row are one to zstd's own tools.
+    """Content of a zstd archive, which may consist of several frames.
 
-    (The library's own reader ends silently where a frame breaks off.)
+    The reader of the zstandard library ends silently at a truncated frame.
     """
 
     def __init__(self, archive: BinaryIO) -> None:
@@ -284,12 +286,8 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    @override
     def readinto(self, buffer: Any) -> int:
-        """See :class:`io.RawIOBase`.
-
-        Raises:
-            EOFError: the archive ends within a frame.
-        """
         target = memoryview(buffer)
         while not self._unpacked and (packed := self._archive.read(_ZSTD_BYTES)):
             self._unpacked = memoryview(self._unpack(packed))

@@ -1,4 +1,4 @@
-"""What a worker of ``prepare`` does: a batch of raw records becomes token ids."""
+"""Turn a batch of raw records into token ids; ``prepare`` runs this in its workers."""
 
 import hashlib
 import json
@@ -10,33 +10,26 @@ import numpy as np
 
 from diffmegatron.data.prepare.chat_template import ChatTemplate
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
-from diffmegatron.data.prepare.record_formats import Fields, UnusableError, parse, segments
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
+from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.files import clipped, printable
 
 DIGEST_BYTES = 16
-_SURROGATE = "the text has a lone surrogate, which is no character"
+_SURROGATE = "the text has a lone surrogate, which is not a character"
 
 
-@dataclass(frozen=True)
-class EncodeSettings:
-    """What a worker has to know; ``deduplicate`` asks for the digests of the documents."""
-
-    tokenizer: str
-    fields: Fields
-    deduplicate: bool
-
-    def dtype(self) -> np.dtype:
-        """The narrowest type of Megatron's that holds every id (``DType.optimal_dtype``)."""
-        return np.dtype(np.uint16 if loaded(self.tokenizer).vocab_size < 65500 else np.int32)
+def token_dtype(tokenizer: str) -> np.dtype:
+    """Return Megatron's narrowest dtype that holds every id (``DType.optimal_dtype``)."""
+    return np.dtype(np.uint16 if loaded(tokenizer).vocab_size < 65500 else np.int32)
 
 
 class Reject(NamedTuple):
-    """A document that could not be used, and why.
+    """A document that cannot be used, with the reason.
 
     Attributes:
-        file: its name as :func:`printable`.
-        before: bytes of the file before the line from which lines are counted; 0: all are.
+        file: name of the file, as :func:`printable` text.
+        before: number of bytes of the file before line 1 of this part.
     """
 
     file: str
@@ -46,7 +39,7 @@ class Reject(NamedTuple):
     reason: str
 
     def to_json(self) -> bytes:
-        """One line of the rejects file."""
+        """Return a line of the rejects file."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -66,13 +59,13 @@ class EncodedBatch:
     """Documents of one batch.
 
     Attributes:
-        tokens: all ids ``[n]``; every document ends with the tokenizer's end-of-document id.
-        lengths: int32 ``[sequences]``, that id counted in the last of each document.
-        counts: int32 ``[documents]``, sequences of each.
-        digests: 16 bytes per document, equal where the token ids are; only to deduplicate.
-        rejects: the records that are not among them.
-        empty: records without text; neither documents nor rejects.
-        text_bytes: bytes of UTF-8 text that were encoded.
+        tokens: ids of all documents, ``[n]``; every document ends with the end-of-document id.
+        lengths: int32 ``[sequences]``; the last sequence of a document includes that id.
+        counts: int32 ``[documents]``, number of sequences of each document.
+        digests: 16-byte hashes of the documents' ids; empty unless duplicates are dropped.
+        rejects: records that cannot be used.
+        empty: number of records without text; they are neither documents nor rejects.
+        text_bytes: number of UTF-8 bytes that were encoded.
     """
 
     tokens: np.ndarray
@@ -86,13 +79,13 @@ class EncodedBatch:
 
 @lru_cache(maxsize=4)
 def loaded(tokenizer: str) -> Tokenizer:
-    """The tokenizer of that name, loaded once per process."""
+    """Return the tokenizer of this name, loaded once per process."""
     return load_tokenizer(tokenizer)
 
 
-def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
+def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
     """Decode, parse and tokenise a batch; a record that cannot be used becomes a reject."""
-    tokenizer, dtype = loaded(settings.tokenizer), settings.dtype()
+    tokenizer, dtype = loaded(settings.tokenizer), token_dtype(settings.tokenizer)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     documents: list[np.ndarray] = []
     lengths: list[int] = []
@@ -103,7 +96,7 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
         try:
             texts, ids = _encoded(file, record, settings)
         except UnusableError as error:
-            rejects.append(_reject(file, record, settings.fields, str(error)))
+            rejects.append(_reject(file, record, settings, str(error)))
             continue
         if not ids or not len(ids[-1]):
             empty += 1
@@ -127,59 +120,47 @@ def encode_batch(batch: Batch, settings: EncodeSettings) -> EncodedBatch:
 
 @lru_cache(maxsize=4)
 def template(tokenizer: str) -> ChatTemplate:
-    """The chat template of the tokenizer of that name, loaded once per process."""
+    """Return the chat template of the tokenizer of this name, loaded once per process."""
     return ChatTemplate(loaded(tokenizer))
 
 
 def _encoded(
-    file: CorpusFile, record: Record, settings: EncodeSettings
+    file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """The texts of a record, and the ids of its segments."""
-    fields, tokenizer = settings.fields, loaded(settings.tokenizer)
-    if fields.layout != "template":
-        texts = _texts(file, record, fields)
-        return texts, [_encode(tokenizer, text, fields) for text in texts]
-    document = _document(file, record, fields)
+    """Return the texts of a record and the ids of its segments; none for a blank line of JSONL."""
+    document = _document(file, record, settings)
     if document is None:
         return [], []
+    tokenizer = loaded(settings.tokenizer)
     try:
-        text, ids = template(settings.tokenizer).encode(document[fields.messages_field])
-        return [text], ids
+        if settings.layout == "template":
+            text, ids = template(settings.tokenizer).encode(document[settings.messages_field])
+            return [text], ids
+        texts = segments(document, settings)
+        encode = tokenizer.encode_chat if settings.layout == "chat" else tokenizer.encode
+        return texts, [encode(text) for text in texts]
     except UnicodeEncodeError:
         raise UnusableError(_SURROGATE) from None
 
 
-def _texts(file: CorpusFile, record: Record, fields: Fields) -> list[str]:
-    """The segments of a record; none for a blank line of JSONL."""
-    document = _document(file, record, fields)
-    return [] if document is None else segments(document, fields)
-
-
-def _document(file: CorpusFile, record: Record, fields: Fields) -> dict[str, Any] | None:
-    """The fields of a record; None for a blank line of JSONL."""
+def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
+    """Return the fields of a record; None for a blank line of JSONL."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
         return None
-    return parse(record, file.format, fields)
-
-
-def _encode(tokenizer: Tokenizer, text: str, fields: Fields) -> np.ndarray:
-    try:
-        return (tokenizer.encode_chat if fields.layout == "chat" else tokenizer.encode)(text)
-    except UnicodeEncodeError:
-        raise UnusableError(_SURROGATE) from None
+    return parse(record, file.format, settings)
 
 
 def _digest(document: np.ndarray) -> bytes:
     return hashlib.blake2b(document.data, digest_size=DIGEST_BYTES).digest()
 
 
-def _reject(file: CorpusFile, record: Record, fields: Fields, reason: str) -> Reject:
+def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason: str) -> Reject:
     identity = None
-    if fields.id_field is not None and record.problem is None:
+    if settings.id_field is not None and record.problem is None:
         try:
-            identity = parse(record, file.format, fields).get(fields.id_field)
+            identity = parse(record, file.format, settings).get(settings.id_field)
         except UnusableError:
             identity = None
     name = None if identity is None else str(identity)
@@ -187,14 +168,14 @@ def _reject(file: CorpusFile, record: Record, fields: Fields, reason: str) -> Re
 
 
 class Deduplicator:
-    """Drops documents whose token ids have been seen; holds 16 bytes of hash for each one kept."""
+    """Drops documents whose token ids occurred before; stores a 16-byte hash per kept document."""
 
     def __init__(self, digests: bytes) -> None:
         starts = range(0, len(digests), DIGEST_BYTES)
         self._seen = {digests[start : start + DIGEST_BYTES] for start in starts}
 
     def drop_duplicates(self, batch: EncodedBatch) -> int:
-        """Drop them from ``batch`` in place; their number."""
+        """Drop duplicates from ``batch`` in place, and return their number."""
         new = np.ones(len(batch.digests), dtype=bool)
         for number, digest in enumerate(batch.digests):
             new[number] = digest not in self._seen

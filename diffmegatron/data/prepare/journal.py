@@ -1,4 +1,4 @@
-"""Append-only files with a commit point: what was committed survives a kill at any moment."""
+"""Append-only files with commits: committed data survives a kill at any moment."""
 
 import hashlib
 import os
@@ -20,24 +20,24 @@ State = TypeVar("State", bound=BaseModel)
 
 
 class FileState(BaseModel):
-    """How long a file validly is, and the sha256 of that much of it."""
+    """Committed length of a file, and the sha256 of its content up to there."""
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: str
 
 
 class Commit(BaseModel, Generic[State]):
-    """What a commit makes survive: a state, and what the files then hold."""
+    """A committed state, and the state of each file at that commit."""
 
     state: State
     files: dict[str, FileState]
 
 
 def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
-    """The last commit in ``folder``; None where there was none.
+    """Return the last commit in ``folder``, or None.
 
     Raises:
-        UserError: it cannot be read, or was changed since.
+        UserError: the commit cannot be read, or was changed.
     """
     path = folder / _STATE
     if not os.path.lexists(path):
@@ -47,19 +47,18 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
 
 
 class Journal:
-    """A folder of files that only grow, and a state that says how long each one validly is.
+    """A folder of append-only files and a state that records their committed lengths.
 
-    Opening it cuts every file back to its committed length, so bytes written after the last
-    commit are as if never written. What was committed is read once and compared to its hash.
-    It is a context, which closes the files; what was not committed is lost at the next opening.
+    Opening it truncates every file to its committed length, after comparing that much of it with
+    its hash. It is a context that closes the files; data appended after the last commit are lost.
 
     Args:
-        folder: made where it is missing.
-        names: of the files.
-        commit: of :func:`last_commit`; None starts over.
+        folder: created if it is missing.
+        names: names of the files.
+        commit: result of :func:`last_commit`; None starts with empty files.
 
     Raises:
-        UserError: a file is no ordinary file, or not what was committed.
+        UserError: a file is not a regular file, or differs from its commit.
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], commit: Commit[Any] | None) -> None:
@@ -72,13 +71,14 @@ class Journal:
             for name in names:
                 self._files[name] = _open(folder / name)
                 committed = commit.files.get(name) if commit else nothing
-                if committed is None or not self._goes_on_from(name, committed):
-                    raise UserError(f"{shown(folder / name)} is not what was committed")
+                if committed is None or not self._resume(name, committed):
+                    raise UserError(f"{shown(folder / name)} differs from what was committed")
         except BaseException:
             self.close()
             raise
 
-    def _goes_on_from(self, name: str, committed: FileState) -> bool:
+    def _resume(self, name: str, committed: FileState) -> bool:
+        """Truncate a file to its committed length; return False if its content differs."""
         file, digest, left = self._files[name], self._digests[name], committed.bytes
         while left and (part := file.read(min(left, _BUFFER))):
             digest.update(part)
@@ -95,11 +95,11 @@ class Journal:
         self._digests[name].update(content)
 
     def sha256(self, name: str) -> str:
-        """Hash of all that is in one of the files."""
+        """Return the hash of the whole content of one of the files."""
         return self._digests[name].hexdigest()
 
     def commit(self, state: BaseModel) -> None:
-        """Make everything appended so far, and ``state``, survive."""
+        """Make ``state`` and everything appended so far survive a kill."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -123,16 +123,16 @@ class Journal:
 
 
 def _open(path: Path) -> BinaryIO:
-    # Without O_NONBLOCK the opening of a FIFO could wait forever.
+    # Without O_NONBLOCK, opening a FIFO could block forever.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{shown(path)} is no ordinary file")
+        raise UserError(f"{shown(path)} is not a regular file")
     return os.fdopen(descriptor, "r+b")
 
 
 def remove_journal(folder: Path) -> None:
-    """Delete the folder, the state last: a kill on the way leaves a journal that still reads."""
+    """Delete the folder, the state last, so that a kill leaves a readable journal."""
     for path in folder.iterdir():
         if path.name != _STATE:
             _remove(path)

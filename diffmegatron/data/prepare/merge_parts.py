@@ -1,8 +1,8 @@
-"""``diffmegatron data merge``: join the parts of a preparation to one corpus without copying them.
+"""``diffmegatron data merge``: join the parts of a preparation into one corpus.
 
-``PREFIX.idx`` and ``PREFIX.json`` are written, those that one ``prepare`` of everything would have
-written, checksums and all; the tokens stay in ``PREFIX.parts``. To have the checksum of all tokens
-they are read once, and each part's is compared meanwhile.
+``PREFIX.idx`` and ``PREFIX.json`` are written, equal to those of one ``prepare`` of all inputs. The
+tokens stay in ``PREFIX.parts`` and are read once, to compare the checksum of each part and to
+compute that of the whole.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
-    """Make one corpus of the parts of a prefix; run on a merged one, it verifies it.
+    """Join the parts of a prefix into one corpus; verify it if they are joined already.
 
-    Killed, it starts over when it is run again; the manifest is written last.
+    The manifest is written last, so a killed merge starts over when it is run again.
 
     Args:
-        prefix: as given to ``prepare``.
-        show_progress: a progress line on standard error.
+        prefix: prefix given to ``prepare``.
+        show_progress: whether to show a progress line on standard error.
 
     Raises:
-        UserError: a part is missing, unfinished, damaged or not like the others, there is something
-            else at the prefix, it cannot be written, or another process is at it.
+        UserError: a part is missing, unfinished, damaged or unlike the others, the prefix holds
+            other files or cannot be written, or another process has the lock.
     """
     place = f"the parts of {shown(prefix)}"
     try:
@@ -64,10 +64,10 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             for part, manifest in zip(prefixes, manifests, strict=True):
                 check_sizes(part, manifest)
             return _write(prefix, prefixes, manifests, show_progress)
-    except ValidationError:  # numbers that no corpus has
+    except ValidationError:  # The sums of damaged counts may exceed the bounds of a manifest.
         raise UserError(
-            f"the manifests in {shown(parts_folder(prefix))} are damaged: their counts have no "
-            "sum; copy them again, or prepare the parts again"
+            f"the manifests in {shown(parts_folder(prefix))} are damaged: the sums of their counts "
+            "are too large; copy them again, or prepare the parts again"
         ) from None
     except OSError as error:
         raise UserError(
@@ -77,12 +77,12 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
 
 
 def _complete(prefix: Path) -> list[Part]:
-    """All parts, each of them finished."""
+    """Return all parts; refuse missing and unfinished ones."""
     found, folder = find_parts(prefix), shown(parts_folder(prefix))
     if not found:
         raise UserError(
-            f"{folder} holds no part; 'diffmegatron prepare INPUT --output {shown(prefix)} --part "
-            "1/8' and so on write them"
+            f"{folder} holds no part; write parts with 'diffmegatron prepare INPUT --output "
+            f"{shown(prefix)} --part 1/8' and so on"
         )
     whole = [Part(number, found[0].of) for number in range(1, found[0].of + 1)]
     for problem, parts in (
@@ -106,13 +106,13 @@ def _is_finished(prefix: Path, part: Part) -> bool:
 
 def _read(prefix: Path, part: Part) -> Manifest:
     manifest = read_manifest(part.prefix(prefix))
-    said = manifest.part
-    if said is None or (said.number, said.of) != (part.number, part.of):
+    recorded = manifest.part
+    if recorded is None or (recorded.number, recorded.of) != (part.number, part.of):
         path = shown(manifest_path(part.prefix(prefix)))
-        what = f"part {said.number}/{said.of}" if said else "no part"
+        what = f"part {recorded.number}/{recorded.of}" if recorded else "a whole corpus"
         raise UserError(
-            f"{path} says that it is {what}, not {part}; delete it, and run 'diffmegatron prepare' "
-            f"with --part {part}"
+            f"{path} is the manifest of {what}, not of part {part}; delete it, and run "
+            f"'diffmegatron prepare' with --part {part}"
         )
     return manifest
 
@@ -123,23 +123,23 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
         if first.part and (problem := difference(manifest, first.settings, first.part)):
             name = f"{shown(part.prefix(prefix))}.*"
             raise UserError(
-                f"part {part} was prepared {problem}, unlike part {parts[0]}, and all must be "
-                f"prepared alike; delete {name} and prepare it as part {parts[0]} was"
+                f"part {part} was prepared {problem}, unlike part {parts[0]}; delete {name} and "
+                f"prepare it like part {parts[0]}"
             )
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Where one part ends within a file, the next must begin."""
-    goes_on: tuple[str, int] | None = None
+    """Require that each part begins where the one before ends within a file."""
+    expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
         begins = (record.path, record.before) if record.before else None
-        if begins != goes_on:
+        if begins != expected:
             break
-        goes_on = (record.path, record.before + record.bytes) if record.after else None
+        expected = (record.path, record.before + record.bytes) if record.after else None
     else:
-        if goes_on is None:
+        if expected is None:
             return
-    path = (begins or goes_on or ("",))[0]
+    path = (begins or expected or ("",))[0]
     raise UserError(
         f"input file {clipped(path)} was changed between the parts of {shown(prefix)} that read "
         "it: one does not begin where another ends; delete these parts and prepare them again"
@@ -147,10 +147,10 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
-    """What is there must be these parts."""
+    """Verify that the merged corpus consists of these parts."""
     path = shown(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
-        raise UserError(f"{path} is of other files than these parts; delete it to merge them")
+        raise UserError(f"{path} was merged from other parts; delete it to merge these")
     try:
         return check_hashes(prefix)
     except UserError as damage:
@@ -161,13 +161,13 @@ def _check_free(prefix: Path) -> None:
     for name in (f"{prefix}.bin", f"{prefix}.partial"):
         if os.path.lexists(name):
             raise UserError(
-                f"{shown(Path(name))} is of a preparation that was not done in parts; finish it, "
-                "or delete it to merge the parts"
+                f"{shown(Path(name))} belongs to a preparation without parts; finish it, or delete "
+                "it to merge the parts"
             )
 
 
 def _record(manifest: Manifest) -> FileRecord:
-    """The tokens of a part, by the name that it was prepared under."""
+    """Return the record of a part's tokens, with the name that it was prepared under."""
     return manifest.outputs[0]
 
 
@@ -206,7 +206,7 @@ def _write(
 
 
 def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
-    """The histogram of all documents."""
+    """Return the length histogram of all documents."""
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -220,7 +220,7 @@ def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
 def _hash_tokens(
     prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
 ) -> str:
-    """sha256 of the tokens of all parts, end to end; both files of each part are compared."""
+    """Return the sha256 of the concatenated tokens; compare both files of each part."""
     whole, console = hashlib.sha256(), Console(stderr=True)
     numbered = list(zip(prefixes, manifests, strict=True))
     with ThreadPoolExecutor(1) as other_core:

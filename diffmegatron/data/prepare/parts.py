@@ -1,8 +1,8 @@
-"""Parts of a preparation, which machines do at once: which inputs each has, and where they lie.
+"""Parts of a preparation that machines work on at the same time.
 
-The input files, end to end, are cut into N ranges of equally many bytes. A plain file of JSON
-lines is cut between two lines; any other file (text, Parquet, an archive) belongs to one part. So
-the documents of the parts, one part after the other, are those of the whole in their order.
+The concatenation of the input files is cut into N ranges of equal bytes. A plain JSONL file can be
+cut between two lines; any other file (text, Parquet, an archive) belongs to one part. The documents
+of all parts in order are therefore the documents of the whole corpus in order.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ _LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """One of ``of`` parts, counted from 1."""
+    """Part ``number`` (from 1) of ``of`` parts."""
 
     number: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """``K/N`` of the command line.
+        """Parse ``K/N``.
 
         Raises:
-            UserError: it is something else, or there is no such part.
+            UserError: the text has another form, or there is no such part.
         """
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         number, of = map(int, found.groups()) if found else (0, 0)
@@ -57,34 +57,35 @@ class Part:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """The part whose files begin with that name, if it is one of :attr:`name`'s."""
+        """Return the part whose files have this name; None for other names."""
         found = _NAME.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
 
     @property
     def name(self) -> str:
-        """Of its files in the folder of parts."""
+        """Name of the part's files in the folder of parts."""
         return f"{self.number:05}-of-{self.of:05}"
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
     def prefix(self, prefix: Path) -> Path:
-        """Of its files, the whole being at ``prefix``."""
+        """Return the prefix of the part's files, given the prefix of the whole corpus."""
         return parts_folder(prefix) / self.name
 
 
 class _Place(NamedTuple):
-    """A place in the input: a file's number, and bytes of it that lie before."""
+    """A place in the input: the index of a file and a byte offset within it."""
 
     file: int
     offset: int
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """What a part reads, which may be nothing, and what tells it from others.
+    """Return the inputs of a part, which may be none, and the record that identifies the part.
 
-    A function of the files alone: of their names, sizes and, where one is cut, the end of a line.
+    The result depends only on the names and sizes of the files and, where a file is cut, on the
+    ends of its lines.
 
     Raises:
         UserError: a file that is cut cannot be read.
@@ -96,14 +97,14 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = first.offset if number == first.file else 0
         after = file.size - last.offset if number == last.file else 0
-        # An empty file is read too, by one part: that an archive is empty has to be found.
+        # One part also reads each empty file, so that an empty archive is detected.
         if before + after < file.size or (not file.size and number < last.file):
             chosen.append(replace(file, before=before, after=after))
     return chosen, PartRecord(number=part.number, of=part.of, corpus=_corpus(files))
 
 
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
-    """Where part ``number`` ends and the next begins; never at the end of a file."""
+    """Return the end of part ``number``; the end of a file becomes the start of the next."""
     if number == 0:
         return _Place(0, 0)
     wanted = starts[-1] * number // part.of
@@ -119,7 +120,7 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 
 
 def _next_line(file: CorpusFile, offset: int) -> int:
-    """Where the first line begins that does not begin before ``offset``; the file's end if none."""
+    """Return the start of the first line that begins at or after ``offset``, or the file's size."""
     if not offset:
         return 0
     try:
@@ -133,16 +134,16 @@ def _next_line(file: CorpusFile, offset: int) -> int:
 
 
 def _corpus(files: list[CorpusFile]) -> str:
-    """Equal for parts of the same input."""
+    """Return a hash that is equal for parts of the same input."""
     listed = [(printable(file.path), file.size) for file in files]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def find_parts(prefix: str | Path) -> list[Part]:
-    """Of which something is in ``PREFIX.parts``, finished or not, in order.
+    """Return the parts, finished or not, that have files in ``PREFIX.parts``, in order.
 
     Raises:
-        UserError: they are not parts of one number, or the folder cannot be read.
+        UserError: the parts do not have the same number of parts, or the folder cannot be read.
     """
     folder = parts_folder(prefix)
     try:
@@ -155,18 +156,18 @@ def find_parts(prefix: str | Path) -> list[Part]:
     numbers = sorted({part.of for part in found})
     if len(numbers) > 1:
         raise UserError(
-            f"{shown(folder)} holds parts of {numbers[0]} and parts of {numbers[1]}; delete those "
-            "that you do not want"
+            f"{shown(folder)} holds parts of {numbers[0]} and parts of {numbers[1]}; delete the "
+            "parts of one number"
         )
     return sorted(found, key=lambda part: part.number)
 
 
 def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[str, Any]) -> None:
-    """Refuse to begin a part that could not be merged with those that are there.
+    """Refuse to begin a part that could not be merged with the existing parts.
 
     Raises:
-        UserError: they are of another number of parts, or the first that is finished is of other
-            settings or another input.
+        UserError: the existing parts have another number of parts, or the first finished part has
+            other settings or inputs.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
@@ -181,13 +182,13 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
             if problem:
                 raise UserError(
                     f"{shown(other.prefix(prefix))} was prepared {problem}, and all parts must be "
-                    "prepared alike; give the same, or delete that part"
+                    "prepared alike; use the same settings and inputs, or delete that part"
                 )
             return
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Why a finished part does not belong to the same preparation; empty: it is."""
+    """Return how a finished part differs from this preparation; empty if it belongs to it."""
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {clipped(repr(manifest.tokenizer.name))}"
     if others := other_settings(manifest.settings, settings):

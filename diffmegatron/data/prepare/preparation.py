@@ -1,4 +1,4 @@
-"""The work of ``prepare``: from the last commit over the rest of a corpus to finished files."""
+"""Encode the rest of a corpus from the last commit, and write the finished files."""
 
 import dataclasses
 import time
@@ -20,9 +20,10 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
-from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, EncodeSettings, loaded
+from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, loaded, token_dtype
 from diffmegatron.data.prepare.journal import Journal, remove_journal
 from diffmegatron.data.prepare.prepare_progress import PrepareProgress
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.worker_pool import Position, encode_in_order
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, open_file, printable, shown, write_durably
@@ -32,7 +33,7 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# Below this many documents one bad one is a large share; the limit then holds at the end only.
+# With fewer documents a single reject is a large share, so the limit is checked only at the end.
 _EARLY_CHECK = 1000
 
 
@@ -48,7 +49,7 @@ class Counts:
     duplicates: int = 0
 
     def add(self, batch: EncodedBatch, duplicates: int) -> None:
-        """Count a batch."""
+        """Add the counts of a batch."""
         self.documents += len(batch.counts)
         self.tokens += len(batch.tokens)
         self.text_bytes += batch.text_bytes
@@ -58,7 +59,7 @@ class Counts:
 
 
 class Identity(Section):
-    """What makes two preparations the same one; files by name, bytes, time of modification."""
+    """Inputs and settings of a preparation; a file is its name, bytes and modification time."""
 
     settings: dict[str, str | bool | int | None]
     files: tuple[tuple[str, int, int], ...]
@@ -66,7 +67,7 @@ class Identity(Section):
 
 
 class State(Section):
-    """How far a preparation is; ``finished`` when its files wait to be published."""
+    """Progress of a preparation; ``finished`` means that its files can be renamed into place."""
 
     identity: Identity
     position: Position = Position()
@@ -76,13 +77,13 @@ class State(Section):
 
 
 class Preparation:
-    """One run over the rest of a corpus, from a state and its journal to the finished journal."""
+    """The encoding of a corpus from a committed state to a finished journal."""
 
     def __init__(
         self,
         prefix: Path,
         files: list[CorpusFile],
-        settings: EncodeSettings,
+        settings: PrepareSettings,
         state: State,
         journal: Journal,
     ) -> None:
@@ -95,30 +96,21 @@ class Preparation:
             Deduplicator((journal.folder / DIGESTS).read_bytes()) if settings.deduplicate else None
         )
 
-    def encode(
-        self,
-        workers: int,
-        max_document_bytes: int,
-        max_reject_share: float,
-        commit_seconds: float,
-        progress: PrepareProgress,
-    ) -> None:
-        """Tokenise what is left, committing as it goes."""
+    def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
+        """Tokenise the rest of the corpus, with a commit every ``commit_seconds``."""
         progress.update(self.position, self.counts)
         committed = time.monotonic()
-        for position, batch in encode_in_order(
-            self.files, self.position, self.settings, workers, max_document_bytes
-        ):
+        for position, batch in encode_in_order(self.files, self.position, self.settings, workers):
             self._append(batch)
             self.position = position
             progress.update(position, self.counts)
             if time.monotonic() - committed >= commit_seconds:
                 self._commit(finished=False)
                 if self.counts.documents + self.counts.rejected >= _EARLY_CHECK:
-                    self._check_rejects(max_reject_share)
+                    self._check_rejects()
                 committed = time.monotonic()
         self._commit(finished=False)
-        self._check_rejects(max_reject_share)
+        self._check_rejects()
 
     def _append(self, batch: EncodedBatch) -> None:
         duplicates = self.deduplicator.drop_duplicates(batch) if self.deduplicator else 0
@@ -143,7 +135,8 @@ class Preparation:
             )
         )
 
-    def _check_rejects(self, limit: float) -> None:
+    def _check_rejects(self) -> None:
+        limit = self.settings.max_reject_share
         bad, seen = self.counts.rejected, self.counts.documents + self.counts.rejected
         if bad > limit * seen:
             restart = " with --restart" if self.counts.documents else ""
@@ -151,7 +144,7 @@ class Preparation:
                 f"{bad} of {seen} documents cannot be used, more than the share --max-reject-share "
                 f"{limit:g}; the first is {self.first_reject}{self._columns()}; all are in "
                 f"{shown(self.journal.folder / REJECTS)}; name the right fields "
-                f"({self._field_options()}){restart}, or allow more and go on"
+                f"({self._field_options()}){restart}, or allow more and resume"
             )
 
     def _field_options(self) -> str:
@@ -161,11 +154,11 @@ class Preparation:
             "chat": "--messages-field",
             "template": "--messages-field",
         }
-        return options[self.settings.fields.layout]
+        return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """The columns of a Parquet file that lacks one; its reader sees those it asks for only."""
-        required = set(self.settings.fields.required)
+        """Return the columns of a Parquet file that lacks one; records hold only the read ones."""
+        required = set(self.settings.required_fields)
         for file in self.files:
             if file.format == "parquet" and self.first_reject.startswith(
                 f"{printable(file.path)} line"
@@ -178,13 +171,13 @@ class Preparation:
         return ""
 
     def finish(self) -> None:
-        """Write index and manifest, and mark the journal as ready to be published."""
+        """Write index and manifest, and mark the journal as finished."""
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()
         folder = self.journal.folder
         index = folder / INDEX
         lengths, counts = _mapped(folder / LENGTHS), _mapped(folder / COUNTS)
-        write_index(index, lengths, counts, self.settings.dtype())
+        write_index(index, lengths, counts, token_dtype(self.settings.tokenizer))
         content = self._manifest(index, lengths, counts).sealed().to_json()
         write_durably(folder / MANIFEST, content.encode())
         self._commit(finished=True)
@@ -214,7 +207,7 @@ class Preparation:
             outputs=(
                 FileRecord(
                     path=printable(f"{self.prefix.name}.bin"),
-                    bytes=self.counts.tokens * self.settings.dtype().itemsize,
+                    bytes=self.counts.tokens * token_dtype(self.settings.tokenizer).itemsize,
                     sha256=self.journal.sha256(TOKENS),
                 ),
                 FileRecord(

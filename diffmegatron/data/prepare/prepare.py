@@ -1,13 +1,13 @@
-"""``diffmegatron prepare``: a corpus becomes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
+"""``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Work in progress lies in the folder ``PREFIX.partial`` (a :class:`Journal`); the three files appear
-under their names only when they are complete, the manifest last. A run that was killed at any
-moment goes on from its last commit, and its files are byte for byte those of a run that was not.
+Work in progress is in the folder ``PREFIX.partial`` (a :class:`Journal`). The three files are
+renamed to their places when they are complete, the manifest last. A run that was killed resumes
+from its last commit, and writes the same bytes as a run that was not.
 """
 
-import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 from diffmegatron.data.index.corpus_manifest import (
     InputRecord,
@@ -19,7 +19,7 @@ from diffmegatron.data.index.corpus_manifest import (
 )
 from diffmegatron.data.index.verify_corpus import check_hashes
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
-from diffmegatron.data.prepare.encode import EncodeSettings, loaded, template
+from diffmegatron.data.prepare.encode import loaded, template
 from diffmegatron.data.prepare.journal import Journal, last_commit, remove_journal
 from diffmegatron.data.prepare.parts import Part, check_fits, cut
 from diffmegatron.data.prepare.preparation import (
@@ -33,7 +33,7 @@ from diffmegatron.data.prepare.preparation import (
     State,
 )
 from diffmegatron.data.prepare.prepare_progress import PrepareProgress
-from diffmegatron.data.prepare.record_formats import Fields, Layout
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import clipped, printable, reason, shown, sync_folder
@@ -49,68 +49,46 @@ def prepare(
     *,
     workers: int = 1,
     pattern: str = "*",
-    layout: Layout = "text",
-    prompt_field: str = "prompt",
-    response_field: str = "response",
-    messages_field: str = "messages",
-    id_field: str | None = None,
-    deduplicate: bool = False,
-    max_document_bytes: int = 1 << 26,
-    max_reject_share: float = 0.05,
     part: Part | None = None,
     restart: bool = False,
     commit_seconds: float = 10.0,
     show_progress: bool = True,
+    **settings: Any,
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    A prefix that these inputs and settings have filled before is verified and left as it is. One
-    process at a time is at a prefix: ``PREFIX.lock`` is held meanwhile.
+    A prefix that already holds the result of these inputs and settings is only verified. The lock
+    ``PREFIX.lock`` admits one process at a time.
 
     Args:
         inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
             plain-text file is one document.
-        output_prefix: the three files are this plus ``.bin``, ``.idx`` and ``.json``; documents
-            that could not be used are listed in ``.rejects.jsonl``.
+        output_prefix: path of the three files without ``.bin``, ``.idx`` and ``.json``; documents
+            that cannot be used are listed in ``.rejects.jsonl``.
         tokenizer: see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
-        text_field: key of a JSON line, or column of a Parquet file, that holds the text.
-        workers: processes that tokenise; 1 does it in this one.
-        pattern: which files of a folder count, such as ``*.py``.
-        layout: ``text``, or for fine-tuning ``instruction``, ``chat`` or ``template`` (see
-            :class:`diffmegatron.data.prepare.record_formats.Fields`, also for the next three).
-        prompt_field: of ``instruction``; not learned.
-        response_field: of ``instruction``; learned.
-        messages_field: of ``chat`` and ``template``; what the assistant says is learned.
-        id_field: names a document in the rejects file, beside its file and line.
-        deduplicate: drop a document whose token ids equal an earlier one's.
-        max_document_bytes: a longer document is rejected.
-        max_reject_share: the share of unusable documents above which the corpus is refused.
-        part: do only this part of the inputs, at ``PREFIX.parts/``; see
-            :func:`diffmegatron.data.prepare.merge_parts.merge`. Shares of rejects and duplicates
-            are then those within the part.
-        restart: drop what is at this prefix and cannot be used: unfinished work that is damaged or
-            of other inputs or settings, finished files that are damaged.
-        commit_seconds: how much work a kill may cost.
-        show_progress: a progress line on standard error.
+        text_field: key of a JSON line, or column of a Parquet file, with the text.
+        workers: number of processes that tokenise; 1 uses this process.
+        pattern: glob of the files to read of a folder, such as ``*.py``.
+        part: prepare only this part of the inputs, in ``PREFIX.parts/``, for
+            :func:`diffmegatron.data.prepare.merge_parts.merge`. Rejects and duplicates are then
+            counted within the part.
+        restart: drop unusable results at this prefix: unfinished work that is damaged or has other
+            inputs or settings, and damaged finished files.
+        commit_seconds: time between commits, which is the most work that a kill can lose.
+        show_progress: whether to show a progress line on standard error.
+        settings: other fields of :class:`PrepareSettings`.
 
     Raises:
-        UserError: an input cannot be read to its end or is changed meanwhile, the prefix cannot
-            be written, no document is usable, too many are not, the prefix holds something else
-            or something damaged, another process is at it, or the part is not like those that are
-            there.
+        UserError: an input cannot be read or changes meanwhile, the prefix cannot be written or
+            holds other or damaged files, no document or too few are usable, another process has the
+            lock, or the part does not match the parts that exist.
     """
     _check_prefix(output_prefix)
-    fields = Fields(layout, text_field, prompt_field, response_field, messages_field, id_field)
-    settings = EncodeSettings(tokenizer, fields, deduplicate)
-    recorded = {
-        "tokenizer_sha256": loaded(tokenizer).sha256,
-        **dataclasses.asdict(fields),
-        "deduplicate": deduplicate,
-        "max_document_bytes": max_document_bytes,
-    }
-    if layout == "chat" and loaded(tokenizer).has_chat_tokens:
+    chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
+    recorded = {"tokenizer_sha256": loaded(tokenizer).sha256, **chosen.recorded()}
+    if chosen.layout == "chat" and loaded(tokenizer).has_chat_tokens:
         recorded["chat_tokens"] = True
-    if layout == "template":
+    if chosen.layout == "template":
         recorded["chat_template_sha256"] = template(tokenizer).sha256
     files, place = find_files(inputs, pattern), f"--output {output_prefix}"
     record = None
@@ -124,7 +102,7 @@ def prepare(
         part=record,
     )
     try:
-        if part is not None:  # or one that ends at once could remove it before another's lock
+        if part is not None:  # The lock of a part must not create and remove the shared folder.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -133,37 +111,36 @@ def prepare(
             state, journal = _unfinished(_partial(output_prefix), identity, restart=restart)
             with journal:
                 if not state.finished:
-                    run = Preparation(output_prefix, files, settings, state, journal)
+                    run = Preparation(output_prefix, files, chosen, state, journal)
                     with PrepareProgress(files, show_progress) as progress:
-                        run.encode(
-                            workers, max_document_bytes, max_reject_share, commit_seconds, progress
-                        )
+                        run.encode(workers, commit_seconds, progress)
                         run.finish()
             _publish(output_prefix)
-            # What a killed run had finished may have been damaged since.
+            # Files that a killed run had finished may have been damaged since.
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
             f"cannot write {shown(Path(error.filename or output_prefix))}: {reason(error)}; correct"
-            " that and run the same command again, it goes on where it was"
+            " that and run the same command again to resume"
         ) from None
 
 
 def _check_prefix(prefix: Path) -> None:
-    """What a prefix is, said to whoever gives a folder or one of the files."""
+    """Refuse a folder or an output file given as the prefix."""
     name = shown(prefix)
     if os.path.lexists(prefix) and prefix.is_dir():
         raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
     if prefix.suffix in (".bin", ".idx", ".json", ".parts"):
         raise UserError(
-            f"--output {name} becomes {name}.bin and more; give {shown(prefix.with_suffix(''))}"
+            f"--output {name} has the ending of an output file; give "
+            f"{shown(prefix.with_suffix(''))}"
         )
 
 
 def _finished(
     prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
 ) -> Manifest | None:
-    """The manifest at ``prefix``, verified; None where there is none, or it is dropped."""
+    """Return the verified manifest at ``prefix``; None if there is none or it was dropped."""
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None
@@ -188,13 +165,13 @@ def _check_same(
 ) -> None:
     if manifest.parts:
         raise UserError(
-            f"{shown(path)} is of {len(manifest.parts)} parts that were merged, which "
-            "'diffmegatron data merge' verifies; choose another --output or delete it"
+            f"{shown(path)} was merged from {len(manifest.parts)} parts; verify it with "
+            "'diffmegatron data merge', choose another --output or delete it"
         )
     others = other_settings(manifest.settings, identity.settings)
     others += _other_input(manifest.inputs, files)
     if not others and manifest.part != identity.part:
-        others.append("other input files beside these")
+        others.append("other input files")
     if others:
         raise UserError(
             f"{shown(path)} was prepared with {', '.join(others)}; choose another --output or "
@@ -203,13 +180,13 @@ def _check_same(
 
 
 def _other_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
-    """What is said of the first input that is another, or of their number."""
+    """Describe the first input that differs, or the number of inputs if only that differs."""
     for record, file in zip(before, now, strict=False):
         name = shown(file.path)
         if record.path != printable(file.path):
-            return [f"input {clipped(record.path)} in place of {name}"]
+            return [f"input {clipped(record.path)} instead of {name}"]
         if (record.before, record.bytes) != (file.before, file.size):
-            return [f"{record.bytes} bytes of {name}, which are {file.size} now"]
+            return [f"{record.bytes} bytes of {name}, which has {file.size}"]
         if hash_file(file.path, file.before, file.after) != record.sha256:
             return [f"another content of {name}"]
     if len(before) == len(now):
@@ -225,13 +202,13 @@ def _verified(prefix: Path) -> Manifest:
 
 
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
-    """The last commit of this very preparation, or its beginning; and its files."""
+    """Open the journal at the last commit of this preparation, or at its beginning."""
     try:
         commit = last_commit(folder, State)
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
-        # Of work without a document, such as with a field that no record has, nothing is lost.
+        # A journal without documents, for instance after a wrong field name, loses nothing.
         is_lost = bool(state.counts.documents)
         problem = _another(folder, state.identity, identity)
     except UserError as error:

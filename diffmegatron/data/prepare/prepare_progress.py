@@ -1,4 +1,4 @@
-"""The progress line of ``prepare``: share of the input read, MB/s, tokens/s, time left."""
+"""Progress line of ``prepare``: share of the input, MB/s, tokens/s, remaining time."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ class _Totals(Protocol):
 
 
 class PrepareProgress:
-    """A context in which :meth:`update` moves the line; silent where it is not to be shown."""
+    """A context in which :meth:`update` redraws the progress line, unless ``show`` is false."""
 
     def __init__(self, files: list[CorpusFile], show: bool) -> None:
         sizes = [file.size for file in files]
@@ -50,7 +50,7 @@ class PrepareProgress:
         self._progress.stop()
 
     def update(self, place: Position, totals: _Totals) -> None:
-        """Show that the input is used up to ``place``; rates count from this run's first batch."""
+        """Show progress up to ``place``; rates start with this run's first batch."""
         first_bytes, first_tokens = self._first = self._first or (totals.text_bytes, totals.tokens)
         seconds = max(1e-9, time.monotonic() - self._started)
         rate = (

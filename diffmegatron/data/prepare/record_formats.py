@@ -1,105 +1,64 @@
-"""How a record becomes text: plain documents, prompt and response, or a chat.
+"""Turn a record into text: a plain document, a prompt with its response, or a chat.
 
-A document is a list of segments. A plain one has a single segment; those for supervised
-fine-tuning alternate between text that the model reads (prompts) and text that it learns to write
-(responses), beginning with the former. They are stored as the sequences of one Megatron document,
-which is all that the loss mask needs.
+A document is a list of segments. A plain document has one segment. Documents for supervised
+fine-tuning alternate between prompts (no loss) and responses (loss), and begin with a prompt. Each
+segment is stored as one sequence of a Megatron document, from which the loss mask is derived.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from diffmegatron.data.prepare.corpus_readers import Format, Record
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
-
-Layout = Literal["text", "instruction", "chat", "template"]
 
 
 class UnusableError(Exception):
-    """Why one record is no document."""
+    """A record cannot become a document; the message is the reason."""
 
 
 _LISTED = 8
 
 
-@dataclass(frozen=True)
-class Fields:
-    """Where the text of a record is.
-
-    Attributes:
-        layout: ``text`` (one field), ``instruction`` (prompt and response), ``chat`` (a list of
-            messages with ``role`` and ``content``, written as ChatML) or ``template`` (such a list,
-            written by the tokenizer's own chat template).
-        text_field: of ``text``.
-        prompt_field: of ``instruction``.
-        response_field: of ``instruction``.
-        messages_field: of ``chat`` and ``template``.
-        id_field: names a record in the rejects file; None: its line does.
-    """
-
-    layout: Layout = "text"
-    text_field: str = "text"
-    prompt_field: str = "prompt"
-    response_field: str = "response"
-    messages_field: str = "messages"
-    id_field: str | None = None
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The fields without which a record is no document."""
-        return {
-            "text": (self.text_field,),
-            "instruction": (self.prompt_field, self.response_field),
-            "chat": (self.messages_field,),
-            "template": (self.messages_field,),
-        }[self.layout]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of a Parquet file that are read."""
-        return self.required + ((self.id_field,) if self.id_field else ())
-
-
-def parse(record: Record, format: Format, fields: Fields) -> dict[str, Any]:
-    """The fields of a record.
+def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
+    """Return the fields of a record.
 
     Raises:
-        UnusableError: it is not UTF-8, not JSON, or lacks a field.
+        UnusableError: the record is not UTF-8, is not JSON, or lacks a field.
     """
     if isinstance(record.payload, dict):
         document = {name: _decode_nested(value) for name, value in record.payload.items()}
     else:
         text = _decode(record.payload)
-        document = _parse_json(text) if format == "jsonl" else {fields.text_field: text}
-    missing = [name for name in fields.required if document.get(name) is None]
+        document = _parse_json(text) if format == "jsonl" else {settings.text_field: text}
+    missing = [name for name in settings.required_fields if document.get(name) is None]
     if missing:
         raise UnusableError(f"no field {missing[0]!r}{_only(document)}")
     return document
 
 
-def segments(document: dict[str, Any], fields: Fields) -> list[str]:
-    """The texts of a document: one, or read and learned ones in turn (see the module).
+def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
+    """Return the segments of a document, in any layout but ``template``.
 
-    Those of ``template`` need a tokenizer: :mod:`diffmegatron.data.prepare.chat_template`.
+    That layout needs a tokenizer (:mod:`diffmegatron.data.prepare.chat_template`).
 
     Raises:
-        UnusableError: a field is not of the layout's form.
+        UnusableError: a field does not have the form of the layout.
     """
-    if fields.layout == "chat":
-        return _chat(document[fields.messages_field])
-    texts = [document[name] for name in fields.required]
-    for name, text in zip(fields.required, texts, strict=True):
+    if settings.layout == "chat":
+        return _chat(document[settings.messages_field])
+    texts = [document[name] for name in settings.required_fields]
+    for name, text in zip(settings.required_fields, texts, strict=True):
         if not isinstance(text, str):
             raise UnusableError(f"field {name!r} is {type(text).__name__}, not a string")
     return texts
 
 
 def _chat(messages: Any) -> list[str]:
-    """ChatML; what the assistant says, and that it ends, is learned.
+    """Return ChatML segments; loss is on the assistant's messages and their end markers.
 
-    ``diffmegatron.hf.chat_template`` has the same as a template of Hugging Face.
+    ``diffmegatron.hf.chat_template`` holds the same format as a Hugging Face template.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):
@@ -115,8 +74,8 @@ def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, s
     """Return role and content of every message of a chat.
 
     Raises:
-        UnusableError: it is no list of messages with strings, has none of the assistant, or holds
-            a marker, which would be read as the end or the beginning of a message.
+        UnusableError: the value is not a list of messages with strings, has no message of the
+            assistant, or contains a marker, which would be read as the start or end of a message.
     """
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:
@@ -148,7 +107,7 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """The fields that are there; a reader of Parquet takes no others than those asked for."""
+    """List the fields that a record has; for Parquet these are among the columns that were read."""
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return f", only {listed}" if names else ""

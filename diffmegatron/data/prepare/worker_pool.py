@@ -1,4 +1,4 @@
-"""Batches of records through worker processes, out in the order in which they went in."""
+"""Encode batches of records in worker processes, in the order of the records."""
 
 import itertools
 import multiprocessing
@@ -15,20 +15,21 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
-from diffmegatron.data.prepare.encode import Batch, EncodedBatch, EncodeSettings, encode_batch
+from diffmegatron.data.prepare.encode import Batch, EncodedBatch, encode_batch
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Enough batches in flight to keep every worker busy while the slowest one finishes.
+# Enough queued batches to keep every worker busy while the slowest batch finishes.
 _QUEUED_PER_WORKER = 3
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a corpus is used: ``records`` of file number ``file`` and all files before it.
+    """Progress within a corpus: ``records`` of file number ``file`` and all files before it.
 
-    ``offset`` is about how many bytes of that file these are, for the progress line alone.
+    ``offset`` is the approximate number of bytes of these records; only the progress line uses it.
     """
 
     file: int = 0
@@ -39,33 +40,31 @@ class Position:
 def encode_in_order(
     files: list[CorpusFile],
     start: Position,
-    settings: EncodeSettings,
+    settings: PrepareSettings,
     workers: int,
-    max_bytes: int,
 ) -> Iterator[tuple[Position, EncodedBatch]]:
-    """Encode what lies after ``start``; each batch comes with the position after it.
+    """Encode the records after ``start``; yield each batch with the position after it.
 
-    At most a fixed number of batches is held, so memory does not grow with the corpus.
+    The number of batches in memory is bounded, independent of the size of the corpus.
 
     Raises:
-        UserError: a file cannot be read to its end or was changed meanwhile, or a worker process
-            was killed.
+        UserError: a file cannot be read to its end or has changed, or a worker process was killed.
     """
-    batches = _read_batches(files, start, settings.fields.columns, max_bytes)
+    batches = _read_batches(files, start, settings.columns, settings.max_document_bytes)
     if workers == 1:
         for position, batch in batches:
             yield position, encode_batch(batch, settings)
         return
     with ProcessPoolExecutor(
         workers,
-        # Not fork: the parent may hold threads and locks of torch or of the progress line.
+        # A forked worker would inherit threads and locks of torch and of the progress line.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
     ) as pool:
         queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
         try:
             for position, batch in batches:
-                with _interrupts_wait():  # the first ones start the processes
+                with _delayed_interrupts():  # The first submissions start the processes.
                     future = pool.submit(encode_batch, batch, settings)
                 queued.append((position, future))
                 if len(queued) >= _QUEUED_PER_WORKER * workers:
@@ -77,20 +76,20 @@ def encode_in_order(
         except BrokenProcessPool:
             raise UserError(
                 f"one of the {workers} worker processes was killed (out of memory?); run the same "
-                "command again to go on from the last commit"
+                "command again to resume from the last commit"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C, which a terminal sends to all of its processes, while workers are started.
 
-    Workers inherit the blocked signal from their first moment on and never see it; this process
-    ends them itself. It handles the signal after the block: a worker that is half started would
-    print that its input has ended. Blocking alone does not delay it here, because another thread
-    may receive the signal, and Python then runs the handler in the main thread.
+    Workers inherit the blocked signal and never see it; this process ends them itself. It handles
+    the signal after the block, because a worker that is half started would print that its input has
+    ended. Blocking alone does not delay the signal here: another thread may receive it, and Python
+    then runs the handler in the main thread.
     """
     # Starting the tracker unblocks the signal (CPython before 3.12), so it is started beforehand.
     resource_tracker.ensure_running()
@@ -110,12 +109,13 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    # Nothing that may fail: what an initializer raises is lost, and the worker counts as killed.
+    # An exception in an initializer is lost and looks like a killed worker, so nothing here may
+    # fail.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """A worker of a killed parent would wait for work forever: it holds its own queue open."""
+    """End this worker with its parent; it would otherwise wait forever on its own open queue."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -125,7 +125,7 @@ def _exit_with_parent() -> None:
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, Batch]]:
-    """Batches of about a mebibyte, over as many files as that takes."""
+    """Yield batches of about one MiB, which may span several files."""
     records: list[tuple[CorpusFile, Record]] = []
     size = 0
     for position, file, record in _records_after(files, start, columns, max_bytes):

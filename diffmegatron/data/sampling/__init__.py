@@ -1,1 +1,1 @@
-"""Which tokens make the i-th sample of a run: documents, sequences and mixtures."""
+"""The sampling order of a run: documents, sequences and mixtures."""

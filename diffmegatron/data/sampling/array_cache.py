@@ -1,6 +1,6 @@
-"""Folders of arrays that are built once and mapped by every rank.
+"""Folders of arrays that are built once and memory-mapped by every rank.
 
-A cache is only that: one that is damaged, unfinished or another corpus's is rebuilt.
+A cache that is damaged, unfinished or of another corpus is rebuilt.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
 
-# Raised whenever the same key would give other arrays.
+# Increase it when the same key would give other arrays.
 _VERSION = 1
 _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
@@ -35,7 +35,7 @@ Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
 
 
 class ArrayRecord(Section):
-    """One array ``[length]``: a file of its numbers alone, named after it and its type."""
+    """An array ``[length]`` in a file of its numbers; the file name has its name and dtype."""
 
     dtype: Literal["int32", "int64"]
     length: Annotated[int, Field(ge=0)]
@@ -43,7 +43,7 @@ class ArrayRecord(Section):
 
 
 class Contents(Section):
-    """What a folder holds, written last: without it there is nothing."""
+    """Table of contents of a folder, written last; a folder without it is empty."""
 
     key: str
     arrays: dict[str, ArrayRecord]
@@ -52,21 +52,21 @@ class Contents(Section):
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache in a folder, which is made when something is first put into it."""
+    """A cache in a folder, which is created with its first entry."""
 
     parent: Path
 
     def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
-        """One-dimensional arrays, memory-mapped, and a small JSON-able summary.
+        """Return one-dimensional memory-mapped arrays and a small JSON-able summary.
 
-        What is there is read once, and counts only if it is what was built for this very key.
+        A cached entry is read completely once, and used only if it belongs to this key.
 
         Args:
-            key: everything that the arrays depend on.
-            build: makes them where needed, at most once per file system at a time.
+            key: all values that the arrays depend on.
+            build: computes the arrays; called at most once per file system at a time.
 
         Raises:
-            UserError: it has to be written and cannot be.
+            UserError: the cache cannot be written.
         """
         name = repr((_VERSION, *key))
         folder = self.parent / f"{derive_key(name):016x}"
@@ -76,7 +76,7 @@ class Cache:
     def _build(self, folder: Path, name: str, build: Callable[[], Arrays]) -> Arrays:
         place = f"the index cache {self.parent}"
         with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
-            found = _read(folder, name)  # another may have built it while we waited
+            found = _read(folder, name)  # Another process may have built it before the lock.
             if found is None:
                 built = build()
                 try:
@@ -90,7 +90,7 @@ class Cache:
 
 
 def _read(folder: Path, name: str) -> Arrays | None:
-    """What the folder holds, if that is whole and of this key."""
+    """Return the arrays of a folder, or None if they are damaged or belong to another key."""
     try:
         contents: Contents = read_sealed(folder / _CONTENTS, Contents)
         arrays = {
@@ -106,9 +106,9 @@ def _read(folder: Path, name: str) -> Arrays | None:
 
 def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
     if file_size(path) != record.length * np.dtype(record.dtype).itemsize:
-        raise UserError(f"{shown(path)} is not of the size that was written")
+        raise UserError(f"{shown(path)} has another size than it was written with")
     if hash_file(path) != record.sha256:
-        raise UserError(f"{shown(path)} is not what was written")
+        raise UserError(f"{shown(path)} has another content than it was written with")
     if not record.length:
         return np.empty(0, record.dtype)
     with open_file(path) as stream:
@@ -116,12 +116,11 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 
 
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
-    """Write a new folder beside ``folder`` and rename it into its place.
+    """Write a new folder beside ``folder`` and rename it into place.
 
-    Other ranks may have the old arrays mapped, so their files are unlinked and never written into.
-
-    Where a network file system does not honour the lock between machines, two of them write the
-    same bytes and one rename wins.
+    Other ranks may have the old arrays mapped, so their files are unlinked and never overwritten.
+    On a network file system without working locks two machines may write at once; both write the
+    same bytes, and the last rename is kept.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")

@@ -1,7 +1,6 @@
-"""Which documents of a corpus a split uses, and in which order: built once, opened by all.
+"""The documents of a split and their order, built once and then read from a cache.
 
-Length up-sampling belongs here: it is a choice of documents, so that the same prepared corpus
-serves every sequence length.
+Length up-sampling selects documents here, so that one prepared corpus serves every sequence length.
 """
 
 from dataclasses import dataclass
@@ -22,16 +21,16 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Everything that a document order depends on, besides the corpus.
+    """All values that a document order depends on, in addition to the corpus.
 
     Attributes:
-        split: which share of the documents.
+        split: ``train``, ``validation`` or ``test``.
         validation_fraction: share of the documents held out for validation.
         test_fraction: share of the documents held out for testing.
-        split_seed: decides which documents are held out.
-        seed: decides the order, and which short documents are kept.
-        long_tokens: documents of at least so many tokens (end of document not counted) are kept.
-        keep_short: the probability with which a shorter one is; 1: no up-sampling.
+        split_seed: seed of the choice of held-out documents.
+        seed: seed of the order and of the choice of short documents.
+        long_tokens: documents of at least this many tokens (without end of document) are kept.
+        keep_short: probability of keeping a shorter document; 1 disables up-sampling.
     """
 
     split: Split
@@ -50,8 +49,8 @@ class DocumentOrder:
     Attributes:
         documents: int64 ``[n]``, document numbers in the order of the stream.
         ends: int64 ``[n]``, tokens of the stream up to the end of each document.
-        split_lengths: histogram of all documents of the split.
-        lengths: histogram of those in the stream, which up-sampling makes fewer.
+        split_lengths: length histogram of all documents of the split.
+        lengths: length histogram of the documents in the stream, after up-sampling.
     """
 
     documents: np.ndarray
@@ -61,25 +60,25 @@ class DocumentOrder:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of the stream."""
+        """Number of tokens of the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     @property
     def kept_share(self) -> float:
-        """Tokens of the stream over those of the whole split."""
+        """Tokens of the stream divided by tokens of the whole split."""
         return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
 
 
 def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Where the indices of a corpus are kept: beside it, or where the recipe says."""
+    """Return the cache of a corpus: ``cache_dir`` of the recipe, or a folder beside the corpus."""
     return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 
 def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOrder:
-    """The document order of a split, from the cache, which is filled first where it is empty.
+    """Return the document order of a split from the cache; build it on the first call.
 
     Raises:
-        UserError: the index points outside its file, or the cache cannot be written.
+        UserError: the index is damaged, or the cache cannot be written.
     """
     arrays, summary = cache.open(
         ("documents", corpus.manifest.content, selection),
@@ -94,7 +93,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
-    """The arrays and histograms of a :class:`DocumentOrder`."""
+    """Compute the arrays and histograms of a :class:`DocumentOrder`."""
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
@@ -106,10 +105,11 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
 
 
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
-    """Documents of a split, ascending int64: disjoint, together all, held-out ones never none.
+    """Return the document numbers of a split, ascending int64.
 
-    Training always keeps one: a corpus of a single document has no held-out split, one of two has
-    no test split beside validation.
+    The splits are disjoint and cover the corpus. A held-out split of a positive fraction has at
+    least one document, unless training would be left without one: a corpus of one document has no
+    held-out split, one of two documents has no test split beside validation.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -125,13 +125,15 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
 
 
 def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
-    """Mask of the documents that length up-sampling keeps (Fu et al., arXiv 2402.10171).
+    """Return a mask of the documents that length up-sampling keeps (Fu et al., arXiv 2402.10171).
 
-    Published as: estimated tokens below 4096, kept with probability 0.1; here tokens are counted.
+    The paper keeps documents below 4096 estimated tokens with probability 0.1. Here tokens are
+    counted.
 
     Args:
-        lengths: tokens of each document, end of document counted.
-        documents: their numbers, which with the seed decide each one's chance.
+        lengths: tokens of each document, including end of document.
+        documents: document numbers, which together with the seed determine the random numbers.
+        selection: settings of the up-sampling.
     """
     if selection.keep_short == 1:
         return np.ones(len(documents), dtype=bool)
@@ -140,7 +142,7 @@ def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) 
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
-    """Mask of the share ``fraction`` of all with the lowest chance among the free ones."""
+    """Return a mask of the free documents with the lowest chance, ``fraction`` of all."""
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:
         return np.zeros_like(free)
@@ -150,8 +152,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # By hash, not numpy's generator: that may give other numbers in another version. The hash is a
-    # bijection, so there are no ties and the fastest sort is as good as a stable one.
+    # Hash values are the same in every version of numpy; those of its generator may change. The
+    # hash is a bijection, so there are no ties and an unstable sort is deterministic.
     return documents[np.argsort(random_bits(key, documents))]
 
 
@@ -166,14 +168,10 @@ def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
 
 
 def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
-    """Refuse up-sampling that leaves nothing of a source.
-
-    Raises:
-        UserError: every document of the split is short and none was kept.
-    """
+    """Refuse up-sampling that keeps no document of a source."""
     if order.split_lengths and not order.tokens:
         raise UserError(
-            f"up-sampling keeps no document of source {corpus.prefix}: none has "
+            f"up-sampling keeps no document of source {corpus.prefix}: all are shorter than "
             f"{selection.long_tokens} tokens, and short ones are kept with probability "
             f"{selection.keep_short:g}; lower data.upsampling.long_tokens or raise keep_short"
         )

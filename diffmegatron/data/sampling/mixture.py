@@ -1,9 +1,9 @@
-"""Which source the i-th sample comes from, and which of that source's samples it is.
+"""The source of the i-th sample, and its number within that source.
 
-Both are closed forms of (weights, i): nothing is stored, any sample can be asked for, and after
-any number of samples each source has given its share to within one sample per level of a binary
-tree over the sources. Megatron's BlendedDataset stores the same answer as two arrays that are as
-long as the run.
+Both are closed forms of (weights, i), so nothing is stored and samples can be read in any order.
+After any number of samples, the count of each source deviates from its share by at most one sample
+per level of a binary tree over the sources. Megatron's BlendedDataset stores the same information
+in two arrays as long as the run.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class _Node:
-    """Splits a stream of samples between two halves of the sources in the ratio of weights.
+    """A split of a stream of samples between two halves of the sources, in the ratio of weights.
 
-    Of the first n samples, floor(n p) go left: the most even spread that there is.
+    Of the first n samples floor(n p) go left, which is the most even distribution.
     """
 
     share: Fraction
@@ -24,10 +24,10 @@ class _Node:
 
 
 class Mixture:
-    """The order in which sources are drawn.
+    """The order in which samples are drawn from sources.
 
     Args:
-        weights: one per source, in any unit.
+        weights: relative weight of each source.
 
     Raises:
         ValueError: a weight is negative, or all are zero.
@@ -35,13 +35,13 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]) -> None:
         if min(weights, default=0) < 0 or sum(weights) <= 0:
-            raise ValueError(f"weights {list(weights)} are no shares of anything")
+            raise ValueError(f"weights {list(weights)} must be at least 0 and not all zero")
         exact = [Fraction(weight).limit_denominator(1 << 40) for weight in weights]
         self._size = len(exact)
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Source of sample ``index``, and how many samples of that source came before it."""
+        """Return the source of sample ``index``, and the number of its samples before ``index``."""
         node = self._tree
         while isinstance(node, _Node):
             before = _floor(index, node.share)
@@ -52,7 +52,7 @@ class Mixture:
         return node, index
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first ``samples`` samples come from each source."""
+        """Return the number of samples of each source among the first ``samples``."""
         counts = [0] * self._size
         pending: list[tuple[_Node | int, int]] = [(self._tree, samples)]
         while pending:

@@ -1,7 +1,7 @@
-"""The mixtures of a run: which weights held from which sample on.
+"""The mixtures of a run over time.
 
-A change of weights, or a new source, at sample n is one more period. What came before n stays as
-it was, each source goes on from its own position, and the saved periods replay the whole run.
+New weights or a new source at sample n begin a new period. The order before n stays unchanged, each
+source continues at its own position, and the saved periods reproduce the order of the whole run.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """A source by the path it then had and the hash of its content, and its weight."""
+    """A source at some time: its path, the hash of its content, and its weight."""
 
     path: str
     content: str
@@ -25,23 +25,23 @@ class SourceWeight:
 
 @dataclass(frozen=True)
 class Period:
-    """The weights that hold from ``from_sample`` until the next period."""
+    """Weights in effect from ``from_sample`` until the next period."""
 
     from_sample: int
     sources: tuple[SourceWeight, ...]
 
 
 class MixtureHistory:
-    """Periods in order, the first from sample 0.
+    """Periods in order, the first of which begins at sample 0.
 
     Raises:
-        UserError: a period's weights are negative or sum to zero.
+        UserError: the weights of a period are negative or all zero.
     """
 
     def __init__(self, periods: Sequence[Period]) -> None:
         self.periods = tuple(periods)
         self._starts = [period.from_sample for period in self.periods]
-        # Sorted by content: the order in which a recipe lists its sources decides nothing.
+        # Sorting by content makes the result independent of the order of sources in the recipe.
         self._contents = [
             sorted(source.content for source in period.sources) for period in self.periods
         ]
@@ -54,19 +54,19 @@ class MixtureHistory:
             self._before.append(self._counts_within(number, end - start))
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Content hash of the source of a sample, and how many of its samples came before."""
+        """Return the content hash of a sample's source, and its number within that source."""
         number = bisect_right(self._starts, index) - 1
         place, local = self._mixtures[number].locate(index - self._starts[number])
         content = self._contents[number][place]
         return content, self._before[number].get(content, 0) + local
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """How many of the first samples come from each source."""
+        """Return the number of samples of each source among the first ``num_samples``."""
         number = max(0, bisect_right(self._starts, num_samples) - 1)
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Counts up to the given number of samples into a period."""
+        """Return the counts of sources up to a number of samples within a period."""
         counts = dict(self._before[number])
         within = self._mixtures[number].counts(num_samples)
         for content, count in zip(self._contents[number], within, strict=True):
@@ -74,24 +74,24 @@ class MixtureHistory:
         return counts
 
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
-        """The history in which these weights hold from a sample on; itself where they did."""
+        """Return the history with these weights from a sample on; itself if they are equal."""
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self
         kept = [period for period in self.periods if period.from_sample < from_sample]
         return MixtureHistory([*kept, Period(from_sample, sources)])
 
     def path(self, content: str) -> str:
-        """The last path that a source was known by."""
+        """Return the last path of a source."""
         known = {s.content: s.path for period in self.periods for s in period.sources}
         return known[content]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For the checkpoint; :meth:`from_json` reads it."""
+        """Return the history as JSON-able values for the checkpoint."""
         return [asdict(period) for period in self.periods]
 
     @classmethod
     def from_json(cls, saved: Sequence[dict[str, Any]]) -> "MixtureHistory":
-        """See :meth:`to_json`."""
+        """Return the history from the values of :meth:`to_json`."""
         return cls(
             [
                 Period(
@@ -110,7 +110,7 @@ def _mixture(period: Period, contents: list[str]) -> Mixture:
     except ValueError:
         listed = ", ".join(f"{source.path} {source.weight:g}" for source in period.sources)
         raise UserError(
-            f"the weights of data.sources ({listed}) must not be negative and must not sum to zero"
+            f"the weights of data.sources ({listed}) must be at least 0 and not all zero"
         ) from None
 
 

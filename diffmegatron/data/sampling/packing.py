@@ -1,30 +1,30 @@
-"""Best-fit packing: documents into sequences with few of them cut (Ding et al., ICML 2024).
+"""Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
-A document longer than a sequence is cut into whole sequences and a rest; every piece then goes,
-longest first, into the sequence with the least space that still holds it.
+A document longer than a sequence is cut into whole sequences and a rest. Every piece, longest
+first, is put into the sequence with the least remaining space that can hold it.
 """
 
 import numpy as np
 
-# Documents packed at a time: bounds the memory of the build, and costs next to no fill.
+# Number of documents packed at a time, which bounds memory and hardly changes the fill.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
 def pack(
     documents: np.ndarray, lengths: np.ndarray, capacity: int, *, combine: bool
 ) -> dict[str, np.ndarray]:
-    """Put every token of the documents into exactly one sequence.
+    """Assign every token of the documents to exactly one sequence.
 
     Args:
-        documents: int64 ``[n]``, their numbers.
-        lengths: int ``[n]``, their tokens.
+        documents: int64 ``[n]``, document numbers.
+        lengths: int ``[n]``, tokens of each document.
         capacity: tokens per sequence.
-        combine: best fit; otherwise each piece has a sequence of its own.
+        combine: whether to combine pieces by best fit; otherwise each piece has its own sequence.
 
     Returns:
         ``documents`` int64 ``[p]``, ``starts`` and ``lengths`` int32 ``[p]`` of the pieces in the
-        order of their sequences, and ``ends`` int64 ``[sequences]``, the pieces up to the end of
-        each.
+        order of their sequences, and ``ends`` int64 ``[sequences]``, the number of pieces up to the
+        end of each sequence.
     """
     parts = []
     sequences = 0
@@ -46,7 +46,7 @@ def pack(
 
 
 def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of at most ``capacity``: whose they are, where they start, how long they are."""
+    """Return document index, start and length of pieces of at most ``capacity`` tokens."""
     lengths = lengths.astype(np.int64)
     counts = -(-lengths // capacity)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -56,14 +56,15 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Best-fit decreasing: the bin of each piece, int64 ``[n]``, bins numbered from 0.
+    """Return the bin of each piece by best-fit decreasing, int64 ``[n]``, numbered from 0.
 
-    Pieces of one size are placed together: all bins of the least sufficient space take as many as
-    they hold. The steps are thus bounded by the sizes and open_bins that occur, not by the pieces.
+    Pieces of one size are placed together: all bins with the least sufficient space receive as many
+    as they can hold. The number of steps depends on the distinct sizes, not on the number of
+    pieces.
 
     Args:
         sizes: int ``[n]``, 1 to ``capacity``.
-        capacity: what a bin holds.
+        capacity: size of a bin.
     """
     places = np.empty(len(sizes), dtype=np.int64)
     by_size = np.argsort(-sizes, kind="stable")
@@ -85,18 +86,18 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenBins:
-    """Open bins by the space that is left in them."""
+    """Open bins, grouped by their remaining space."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._bins: dict[int, list[np.ndarray]] = {}
-        self._open = 0  # bit r is set where a bin with space r is open
+        self._open = 0  # Bit r is set if a bin with space r is open.
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """The least sufficient space, and as many bins of it as the pieces fill; new ones if none.
+        """Remove bins of the least sufficient space for these pieces; return new bins if none fits.
 
-        What was put last is taken first.
+        Bins of one space are a stack. The space is the first result, the bins are the second.
         """
         sufficient = self._open >> size
         if not sufficient:
@@ -114,7 +115,7 @@ class _OpenBins:
         return space, bins[:wanted]
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Bins that are left with a space."""
+        """Add bins with this remaining space."""
         if space and len(bins):
             self._bins.setdefault(space, []).append(bins)
             self._open |= 1 << space

@@ -1,8 +1,8 @@
-"""Pseudo-random numbers and permutations that are functions of (key, index): nothing is stored.
+"""Pseudo-random numbers and permutations as functions of (key, index), without stored state.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); a
-permutation is a Feistel network over it, walked until it falls into the range (Black and Rogaway,
-CT-RSA 2002). Both stay the same on every machine and in every version.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). A
+permutation is a Feistel network over it, repeated until the result is in the range (Black and
+Rogaway, CT-RSA 2002). Both are the same on every machine and in every version.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ _ROUNDS = 4
 
 @lru_cache(maxsize=256)
 def derive_key(*parts: str | int) -> int:
-    """A 64-bit key for whatever the parts name."""
+    """Return a 64-bit key derived from the parts."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def mix(value: int) -> int:
-    """SplitMix64's finaliser of a 64-bit integer."""
+    """Apply SplitMix64's finaliser to a 64-bit integer."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
-    """64 random bits that belong to each index: uint64 ``[n]``.
+    """Return 64 random bits for each index, uint64 ``[n]``.
 
-    In place, as ``n`` may be all documents of a corpus.
+    The computation is in place, because ``n`` may be the number of documents of a corpus.
     """
     value = indices.astype(np.uint64)
     value += np.uint64(1)
@@ -46,14 +46,14 @@ def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
 
 
 def uniform(key: int, indices: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) that belongs to each index: float64 ``[n]``."""
+    """Return a random number in [0, 1) for each index, float64 ``[n]``."""
     value = random_bits(key, indices)
     value >>= np.uint64(11)
     return value * 2.0**-53
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """The image of ``index`` under the permutation of ``range(size)`` that ``key`` names."""
+    """Apply the pseudo-random permutation ``key`` of ``range(size)`` to ``index``."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:

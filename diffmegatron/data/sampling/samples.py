@@ -1,7 +1,7 @@
-"""The samples of a run: an infinite order that (seed, weights, files) alone decide.
+"""The samples of a run: an infinite order determined by seed, weights and files.
 
-``samples[i]`` is a function of i: nothing of it depends on ranks, batch sizes or workers, and
-position in the data is one number.
+``samples[i]`` depends on i, and not on ranks, batch sizes or workers. The position in the data is
+therefore one number.
 """
 
 from collections.abc import Mapping
@@ -32,10 +32,10 @@ class Sample:
     """One sequence and the token after it.
 
     Attributes:
-        tokens: int64 ``[s + 1]``; the inputs are ``[:-1]``, the labels ``[1:]``.
-        starts: int64 ``[n]``, positions at which a document (or padding) begins, the first 0.
-        loss_mask: bool ``[s + 1]``, tokens that count as labels; None: all of them.
-        source: path of the source it comes from.
+        tokens: int64 ``[s + 1]``; inputs are ``[:-1]``, labels are ``[1:]``.
+        starts: int64 ``[n]``, positions where a document or padding begins; the first is 0.
+        loss_mask: bool ``[s + 1]``, tokens that carry loss as labels; None for all tokens.
+        source: path of the sample's source.
     """
 
     tokens: np.ndarray
@@ -45,9 +45,9 @@ class Sample:
 
 
 class SourceSamples:
-    """One source in its own order: blocks, shuffled again in each pass over the documents.
+    """The blocks of one source in its own order, shuffled anew for each pass over the documents.
 
-    Where it does not ``repeat``, there is one pass, without the block that runs into a second.
+    Without ``repeat`` there is one pass, and the block that extends into a second pass is left out.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SourceSamples:
         self._seq_length, self._key, self._repeat = seq_length, key, repeat
 
     def block(self, index: int) -> int:
-        """Which block the source's ``index``-th sample is."""
+        """Return the block number of the source's ``index``-th sample."""
         epoch = self.blocks.epoch(index)
         first = self.blocks.first(epoch)
         size = self.blocks.first(epoch + 1) - first if self._repeat else self.blocks.whole()
@@ -88,7 +88,7 @@ class SourceSamples:
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
-        """An index that was damaged since the cache was made of it points anywhere."""
+        """Refuse places outside the file: the index may be damaged since the cache was built."""
         inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
         if not inside.all() or filled > self._seq_length + 1:
             raise self._damaged_index()
@@ -100,7 +100,7 @@ class SourceSamples:
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """A damaged file has ids without a row in the embedding, which ends a GPU's process."""
+        """Refuse ids of a damaged file that are not in the embedding, which would crash a GPU."""
         ids = self.corpus.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= ids:
@@ -127,13 +127,13 @@ class SourceSamples:
 
 
 class Samples:
-    """The global order of a run (see the module).
+    """The global order of samples of a run.
 
     Attributes:
-        config: the ``data`` section they were opened from.
-        sources: by the hash of their content.
-        history: which weights hold from which sample on.
-        settings: what else the order depends on, for the checkpoint.
+        config: section ``data`` of the recipe.
+        sources: sources by the hash of their content.
+        history: weights of the sources over the run.
+        settings: other settings that the order depends on, for the checkpoint.
     """
 
     def __init__(
@@ -153,27 +153,27 @@ class Samples:
         if source is None:
             raise UserError(
                 f"sample {index} comes from source {self.history.path(content)}, which "
-                "data.sources no longer has; put it back to replay the run from there"
+                "data.sources does not contain; add it again to replay the run from there"
             )
         if not self._repeat and local >= source.blocks.whole():
             raise UserError(self._exhausted(source))
         return source[local]
 
     def require(self, num_samples: int) -> None:
-        """Check before training that no source ends within the run.
+        """Refuse sources that end before the run does.
 
         Raises:
-            UserError: ``data.on_exhausted`` is ``stop`` and one does.
+            UserError: ``data.on_exhausted`` is ``stop`` and a source has too few samples.
         """
         for content, count in self.history.counts(num_samples).items():
             source = self.sources.get(content)
             if not self._repeat and source is not None and count > source.blocks.whole():
                 raise UserError(
-                    f"{self._exhausted(source)}; the run of {num_samples} samples takes {count}"
+                    f"{self._exhausted(source)}; the run of {num_samples} samples needs {count}"
                 )
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """Passes over each source (by path) that the first samples make."""
+        """Return the number of passes over each source (by path) in the first ``num_samples``."""
         counts = self.history.counts(num_samples)
         return {
             source.corpus.prefix: counts.get(content, 0) / source.blocks.first(1)
@@ -181,25 +181,25 @@ class Samples:
         }
 
     def state(self, consumed_samples: int) -> dict[str, Any]:
-        """What :meth:`resumed` needs to go on from there, JSON-able."""
+        """Return the position in the data as JSON-able values, for :meth:`resumed`."""
         return {
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # For an export, which must not need the corpora.
+            # An export uses the layouts, because it must work without the corpora.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
         }
 
     def resumed(self, state: Mapping[str, Any]) -> "Samples":
-        """The order that a run with this :meth:`state` goes on in.
+        """Return the order of samples with which a run continues at a :meth:`state`.
 
-        Where these samples have other weights or sources than it knows, they hold from its
-        ``consumed_samples`` on; the history says so, and replays the run from any sample.
+        If these samples have other weights or sources than the state, they begin a new period at
+        its ``consumed_samples``. The resulting history can replay the run from any sample.
 
         Raises:
-            UserError: the state is a position in another order.
+            UserError: the state belongs to another order.
         """
         for name, value in self.settings.items():
             if state["settings"].get(name) != value:
@@ -226,19 +226,19 @@ def open_samples(
 ) -> Samples:
     """Open the sources of a recipe.
 
-    The first call fills the index cache; later ones, on any rank, open it. Held-out splits hang
-    on ``config.split_seed`` and not on ``seed``: runs with other seeds are measured on the same
-    documents in the same order. They are not up-sampled.
+    The first call builds the index cache, and later calls on any rank read it. Held-out splits
+    depend on ``config.split_seed`` and not on ``seed``, so runs with different seeds are evaluated
+    on the same documents in the same order. Held-out splits are not up-sampled.
 
     Args:
-        config: the ``data`` section.
+        config: section ``data`` of the recipe.
         seq_length: tokens s per sample.
-        seed: decides the order of the training split.
+        seed: seed of the order of the training split.
         split: ``train``, ``validation`` or ``test``.
 
     Raises:
-        UserError: a source is missing, damaged or of another tokenizer, or no source has a
-            document in the split.
+        UserError: a source is missing, damaged or of another tokenizer, or no source has a document
+            in the split.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(
@@ -277,7 +277,7 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
 def _open_sources(
     config: DataConfig, seq_length: int, selection: Selection
 ) -> dict[str, SourceSamples]:
-    """The sources by content, in the order of the recipe."""
+    """Return the sources by content hash, in the order of the recipe."""
     tokenizer = load_tokenizer(config.tokenizer)
     sources: dict[str, SourceSamples] = {}
     for source in config.sources:
@@ -286,7 +286,7 @@ def _open_sources(
         if content in sources:
             raise UserError(
                 f"sources {sources[content].corpus.prefix} and {source.path} hold the same tokens; "
-                "list one and give it both weights"
+                "list one of them, with the sum of both weights"
             )
         check_tokenizer(corpus, tokenizer)
         cache = corpus_cache(corpus, config.cache_dir)
@@ -300,7 +300,7 @@ def _open_sources(
 
 
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
-    """The share of tokens of a source: as asked, unless up-sampling is global."""
+    """Return the weight of a source, which global up-sampling multiplies by the kept share."""
     if not order.tokens:
         return 0.0
     if config.upsampling.mode == "global":

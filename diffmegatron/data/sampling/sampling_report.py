@@ -1,4 +1,4 @@
-"""What a sampling order does to the lengths of documents and to the shares of sources."""
+"""Tables and a picture of the effect of sampling on document lengths and on shares of sources."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from diffmegatron.files import write_picture
 
 
 def length_table(samples: Samples) -> str:
-    """Per source and power of two of the length: documents and share of tokens before and after.
+    """Return documents and token shares of each source per power of two of the document length.
 
-    Before is every document of the split, after what length up-sampling leaves of them. Lengths
-    count the end-of-document token.
+    The table compares all documents of the split with those that length up-sampling keeps. Lengths
+    include the end-of-document token.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -39,8 +39,8 @@ def _rows(source: SourceSamples) -> list[str]:
 
 
 def plot_lengths(samples: Samples, path: Path) -> None:
-    """The token shares of :func:`length_table` as a picture, a panel per source."""
-    # Needs no display; and importing it takes a second, which training need not spend.
+    """Draw the token shares of :func:`length_table`, one panel per source."""
+    # This backend needs no display. Its import takes a second, which training must not spend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +68,7 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 
 
 def mixture_table(samples: Samples, first: int, number: int) -> str:
-    """Asked and realised share of each source in ``number`` samples from ``first`` on."""
+    """Return the requested and actual share of each source in ``number`` samples from ``first``."""
     realised = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
     total = sum(source.weight for source in weights)
@@ -81,7 +81,7 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
 
 
 def _binary(exponent: int) -> str:
-    """A power of two as people write sequence lengths: 512, 4K, 1M."""
+    """Return a power of two in the usual notation of sequence lengths: 512, 4K, 1M."""
     unit = min(2, exponent // 10)
     return f"{1 << exponent - 10 * unit}{('', 'K', 'M')[unit]}"
 

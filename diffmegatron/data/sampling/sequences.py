@@ -1,12 +1,12 @@
-"""How the documents of a source make sequences: concatenated and cut, or packed.
+"""Build sequences from the documents of a source, by concatenation or by packing.
 
-A block is one sequence. Both kinds answer two questions: how many blocks begin before an epoch
-(a pass over the documents), and which pieces of documents a block is made of.
+A block is one sequence. An epoch is one pass over the documents.
 """
 
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from diffmegatron.data.index.token_store import Corpus
 from diffmegatron.data.sampling.array_cache import Cache
@@ -18,7 +18,7 @@ Packing = Literal["concatenate", "best_fit", "none"]
 
 
 class Pieces(NamedTuple):
-    """Parts of documents, in the order in which they fill a sequence: int ``[n]`` each."""
+    """Parts of documents in the order in which they fill a sequence, int ``[n]`` each."""
 
     documents: np.ndarray
     starts: np.ndarray
@@ -26,50 +26,51 @@ class Pieces(NamedTuple):
 
 
 class Blocks(Protocol):
-    """The sequences of one source, forever."""
+    """The infinite series of sequences of one source."""
 
     def epoch(self, index: int) -> int:
-        """The pass over the documents in which block ``index`` begins."""
+        """Return the epoch in which block ``index`` begins."""
 
     def first(self, epoch: int) -> int:
-        """The first block of a pass."""
+        """Return the first block of an epoch."""
 
     def whole(self) -> int:
-        """Blocks of the first pass that hold no token of the second."""
+        """Return the number of blocks of the first epoch without tokens of the second."""
 
     def pieces(self, block: int) -> Pieces:
-        """What a block is made of: at most s + 1 tokens."""
+        """Return the pieces of a block, at most s + 1 tokens."""
 
 
-class Concatenated:
-    """Documents end to end, cut every ``seq_length`` tokens.
+class Concatenated(Blocks):
+    """Concatenated documents, cut every ``seq_length`` tokens.
 
-    The stream repeats forever and block b holds its tokens b s to b s + s, the last one being
-    the next block's first, as it is only predicted here. So every token is the input of exactly
-    one block per pass, none is dropped at the seam, and later passes are cut elsewhere.
+    The stream repeats forever. Block b holds its tokens b s to b s + s; the last of them is also
+    the first of the next block, because it is only a label here. Every token is thus the input of
+    exactly one block per epoch, no token is dropped between epochs, and later epochs have other
+    cuts.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
         self._corpus, self._order, self._seq_length = corpus, order, seq_length
 
+    @override
     def epoch(self, index: int) -> int:
-        """See :class:`Blocks`."""
         return index * self._seq_length // self._order.tokens
 
+    @override
     def first(self, epoch: int) -> int:
-        """See :class:`Blocks`."""
         return -(-epoch * self._order.tokens // self._seq_length)
 
+    @override
     def whole(self) -> int:
-        """See :class:`Blocks`."""
         return (self._order.tokens - 1) // self._seq_length
 
+    @override
     def pieces(self, block: int) -> Pieces:
-        """See :class:`Blocks`."""
         order, total = self._order, self._order.tokens
         begin = block * self._seq_length % total
         end = begin + self._seq_length + 1
-        # int64 of numpy's: searchsorted would convert the whole array to any other type.
+        # With any other integer type searchsorted would convert the whole array.
         first = int(np.searchsorted(order.ends, np.int64(begin), side="right"))
         if end <= total:
             last = int(np.searchsorted(order.ends, np.int64(end), side="left"))
@@ -84,7 +85,7 @@ class Concatenated:
         return Pieces(documents, starts, lengths)
 
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Places in the order from ``first`` on, through as many passes as there are tokens to."""
+        """Return the places in the order that these tokens span, over several epochs if needed."""
         order, total = self._order, self._order.tokens
         passes, rest = divmod(end - 1, total)
         last = int(np.searchsorted(order.ends, np.int64(rest), side="right"))
@@ -92,8 +93,8 @@ class Concatenated:
         return np.arange(first, passes * size + last + 1) % size
 
 
-class Packed:
-    """Sequences of :func:`pack`, from the cache: s + 1 tokens at most, filled up when read."""
+class Packed(Blocks):
+    """Sequences of :func:`pack` from the cache: at most s + 1 tokens, padded when they are read."""
 
     def __init__(
         self,
@@ -118,20 +119,20 @@ class Packed:
         )
         self._size = len(self._arrays["ends"])
 
+    @override
     def epoch(self, index: int) -> int:
-        """See :class:`Blocks`."""
         return index // self._size
 
+    @override
     def first(self, epoch: int) -> int:
-        """See :class:`Blocks`."""
         return epoch * self._size
 
+    @override
     def whole(self) -> int:
-        """See :class:`Blocks`."""
         return self._size
 
+    @override
     def pieces(self, block: int) -> Pieces:
-        """See :class:`Blocks`."""
         arrays, number = self._arrays, block % self._size
         first = int(arrays["ends"][number - 1]) if number else 0
         chosen = slice(first, int(arrays["ends"][number]))
@@ -148,10 +149,10 @@ def open_blocks(
     selection: Selection,
     cache: Cache,
 ) -> Blocks:
-    """The sequences of a source.
+    """Return the sequences of a source.
 
     Raises:
-        UserError: packing is off and no document fills a sequence.
+        UserError: ``packing`` is ``none`` and no document fills a sequence.
     """
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
@@ -161,7 +162,7 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    if order.lengths[-1].at_least > seq_length:  # constant time for corpora of long documents
+    if order.lengths[-1].at_least > seq_length:  # This avoids a pass over long corpora.
         return
     longest = int(corpus.lengths[order.documents].max())
     if longest > seq_length:

@@ -1,8 +1,8 @@
-"""Models that transformers has no class for, as files that an export carries with its weights.
+"""Models that transformers has no class for, as files that an export contains with its weights.
 
-The pairs of files beside this one import torch and transformers alone. Their names are those of
-``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. Every
-configuration of theirs has the ``auto_map`` that leads ``trust_remote_code=True`` to them.
+The files beside this one import only torch and transformers. They are named after ``model_type``:
+``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map`` of a
+configuration refers to them, for ``trust_remote_code=True``.
 """
 
 from pathlib import Path
@@ -24,9 +24,9 @@ CLASSES = (
 
 
 def register() -> None:
-    """Make transformers' Auto classes load these models without remote code; any number of times.
+    """Register these models with transformers' Auto classes; repeated calls have no effect.
 
-    A model saved from them takes its files along, as one loaded from remote code does.
+    A model that is saved after this contains its code files, like one loaded from remote code.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -38,15 +38,15 @@ def register() -> None:
 
 
 def remote_files(model_type: str) -> list[Path]:
-    """The files to lie beside the weights of a model, so that it loads without this package.
+    """Return the code files that a model needs in order to load without this package.
 
     Args:
-        model_type: of the model's configuration; of one that transformers has there are none.
+        model_type: model type of the configuration; there are no files for a type of transformers.
     """
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:
         return []
-    # The class with layers of several kinds builds on the others.
+    # The class with layers of several kinds uses the classes of the other kinds.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
     parts = ("configuration", "modeling")
     return [Path(__file__).with_name(f"{part}_{each}.py") for each in types for part in parts]

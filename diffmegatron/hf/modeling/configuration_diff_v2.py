@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
-# The oldest whose Llama has the functions that the model calls. Others end here, with a sentence.
+# The oldest version whose Llama has the functions that the model calls; older ones raise an error.
 require_version("transformers>=4.57")
 
 AUTO_MAP = {
@@ -17,20 +17,20 @@ AUTO_MAP = {
 
 
 class DiffV2Config(PretrainedConfig):
-    """Llama's keys and ``signal_per_noise``.
+    """Llama's configuration and ``signal_per_noise``.
 
     Args:
         num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
-            and h / r noise heads make it h (r + 1) / r. (Caches and serving engines read this key
-            as the heads of the attention call.)
-        signal_per_noise: r, signal heads that share a noise head; 1 pairs the heads.
-        num_key_value_heads: key heads, and value heads, of ``head_dim``. The h / r groups of r
-            signal heads and a noise head must divide among them.
+            and h / r noise heads, h (r + 1) / r in total. Caches and serving engines use this key
+            as the number of heads of the attention call.
+        signal_per_noise: r, number of signal heads that share a noise head; 1 pairs the heads.
+        num_key_value_heads: number of key heads, and of value heads, of ``head_dim``. It must
+            divide the number h / r of groups of r signal heads and a noise head.
         head_dim: d, channels of every head, even.
-        kwargs: those of ``PretrainedConfig``.
+        kwargs: arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: numbers that make no model, in one sentence.
+        ValueError: the numbers do not describe a model.
     """
 
     model_type = "diff_v2"
@@ -50,7 +50,7 @@ class DiffV2Config(PretrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    # Llama's classes ask for these; this model has no biases and no dropout.
+    # Llama's classes read these; this model has no biases and no dropout.
     attention_bias = False
     attention_dropout = 0.0
     mlp_bias = False
@@ -98,7 +98,7 @@ class DiffV2Config(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        # transformers 4 takes each of these from here alone, and otherwise ties the embeddings.
+        # transformers 4 reads these only from this call, and would otherwise tie the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -109,12 +109,12 @@ class DiffV2Config(PretrainedConfig):
 
     @property
     def num_noise_heads(self) -> int:
-        """h / r: noise heads, and groups of a noise head and its signal heads."""
+        """h / r, number of noise heads, and of groups of a noise head and its signal heads."""
         return self.num_attention_heads // (self.signal_per_noise + 1)
 
     @property
     def num_signal_heads(self) -> int:
-        """h: signal heads, and heads of the output."""
+        """h, number of signal heads, and of heads of the output."""
         return self.num_noise_heads * self.signal_per_noise
 
     def _check_numbers(self) -> None:
@@ -132,26 +132,26 @@ class DiffV2Config(PretrainedConfig):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; RoPE turns its halves: it must be even")
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
         group = self.signal_per_noise + 1
         if self.num_attention_heads % group:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; with signal_per_noise "
-                f"{self.signal_per_noise} it must be a multiple of {group}, for it counts signal "
-                "and noise heads"
+                f"{self.signal_per_noise} it must be a multiple of {group}, because it counts "
+                "signal and noise heads"
             )
         if self.num_noise_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}; it must divide the "
-                f"{self.num_noise_heads} groups of {group} query heads, for a group attends with "
-                "one key head"
+                f"{self.num_noise_heads} groups of {group} query heads, because a group has one "
+                "key head"
             )
 
 
 def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
 
-    transformers 5 makes ``rope_parameters`` of them again, and its saved files lack them.
+    transformers 5 converts them back to ``rope_parameters``, and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
-# The oldest whose Llama has the functions that the model calls. Others end here, with a sentence.
+# The oldest version whose Llama has the functions that the model calls; older ones raise an error.
 require_version("transformers>=4.57")
 
 AUTO_MAP = {
@@ -18,30 +18,31 @@ AUTO_MAP = {
 
 
 class GroupedDiffConfig(PretrainedConfig):
-    """Llama's keys and those of differential attention.
+    """Llama's configuration and the keys of grouped differential attention.
 
     Args:
         num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
-            and h / r noise heads make it h (r + 1) / r.
-        signal_per_noise: r, signal heads that share a noise head; 1 is the Differential
+            and h / r noise heads, h (r + 1) / r in total.
+        signal_per_noise: r, number of signal heads that share a noise head; 1 is the Differential
             Transformer.
-        num_key_value_heads: key heads of ``head_dim``: 2 h_kv, for each of the h_kv differential
-            key-value heads has two keys; its value is as wide as both. h_kv divides h / r.
-        head_dim: d, channels of a query and of a key, even; a head's output has 2d.
-        lambda_init: "exponential", 0.8 - 0.6 exp(-0.3 l) in layer l from 0; or the constant of
-            every layer, between 0 and 1.
+        num_key_value_heads: key heads of ``head_dim``: 2 h_kv, because each of the h_kv
+            differential key-value heads has two keys, and a value as wide as both. h_kv divides h /
+            r.
+        head_dim: d, channels of a query and of a key, even; the output of a head has 2d.
+        lambda_init: "exponential", 0.8 - 0.6 exp(-0.3 l) in layer l from 0; or a constant for all
+            layers, between 0 and 1.
         lambda_std_dev: standard deviation of new lambda vectors.
-        headwise_norm: RMSNorm over each head's output with one weight for all heads, scaled by 1 -
-            lambda_init; without it there is no scale either.
-        kwargs: those of ``PretrainedConfig``.
+        headwise_norm: whether each head's output passes an RMSNorm (one weight for all heads) and
+            is scaled by 1 - lambda_init.
+        kwargs: arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: numbers that make no model, in one sentence.
+        ValueError: the numbers do not describe a model.
     """
 
     model_type = "grouped_diff"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
-    # None for attention: the rows of q_proj and k_proj that a rank would hold are not contiguous.
+    # Attention has no plan, because the rows of q_proj and k_proj of a rank are not contiguous.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -52,7 +53,7 @@ class GroupedDiffConfig(PretrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    # Llama's classes ask for these; this model has no biases and no dropout.
+    # Llama's classes read these; this model has no biases and no dropout.
     attention_bias = False
     attention_dropout = 0.0
     mlp_bias = False
@@ -106,7 +107,7 @@ class GroupedDiffConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        # transformers 4 takes each of these from here alone, and otherwise ties the embeddings.
+        # transformers 4 reads these only from this call, and would otherwise tie the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -117,16 +118,16 @@ class GroupedDiffConfig(PretrainedConfig):
 
     @property
     def num_noise_heads(self) -> int:
-        """h / r."""
+        """h / r, number of noise heads."""
         return self.num_attention_heads // (self.signal_per_noise + 1)
 
     @property
     def num_signal_heads(self) -> int:
-        """h: signal heads, and heads of the output."""
+        """h, number of signal heads, and of heads of the output."""
         return self.num_noise_heads * self.signal_per_noise
 
     def layer_lambda_init(self, layer_idx: int) -> float:
-        """lambda_init of a layer, counted from 0."""
+        """Return lambda_init of a layer, counted from 0."""
         if isinstance(self.lambda_init, str):
             return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
         return self.lambda_init
@@ -146,18 +147,18 @@ class GroupedDiffConfig(PretrainedConfig):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; RoPE turns its halves: it must be even")
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
         group = self.signal_per_noise + 1
         if self.num_attention_heads % group:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; with signal_per_noise "
-                f"{self.signal_per_noise} it must be a multiple of {group}, for it counts signal "
-                "and noise heads"
+                f"{self.signal_per_noise} it must be a multiple of {group}, because it counts "
+                "signal and noise heads"
             )
         if self.num_key_value_heads % 2 or self.num_noise_heads % (self.num_key_value_heads // 2):
             raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}; it must be even, for it "
-                "counts the keys of signal and of noise, and its half must divide the "
+                f"num_key_value_heads is {self.num_key_value_heads}; it must be even, because it "
+                "counts keys of signal and of noise, and its half must divide the "
                 f"{self.num_noise_heads} noise heads"
             )
         value = self.lambda_init
@@ -170,7 +171,7 @@ class GroupedDiffConfig(PretrainedConfig):
 def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
 
-    transformers 5 makes ``rope_parameters`` of them again, and its saved files lack them.
+    transformers 5 converts them back to ``rope_parameters``, and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

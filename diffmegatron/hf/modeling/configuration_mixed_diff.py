@@ -17,23 +17,24 @@ KINDS = {"llama": LlamaConfig, "grouped_diff": GroupedDiffConfig, "diff_v2": Dif
 
 
 class MixedDiffConfig(PretrainedConfig):
-    """Llama's keys, and a kind of attention for each layer.
+    """Llama's configuration and a kind of attention for each layer.
 
     Args:
-        layer_kinds: mappings of ``layers``, numbers from 1 such as "1, 5-8" (null in one of them:
-            all that no other names), ``model_type`` and that type's keys of attention.
-        num_attention_heads: of the first of them, as are ``num_key_value_heads``.
-        head_dim: d, channels of a query and of a key, of all layers.
+        layer_kinds: mappings with ``layers``, ``model_type`` and the attention keys of that type.
+            ``layers`` has numbers from 1, such as "1, 5-8", or in one mapping null for all
+            remaining layers.
+        num_attention_heads: query heads of the first mapping, as for ``num_key_value_heads``.
+        head_dim: d, channels of a query and of a key in all layers.
         lambda_std_dev: standard deviation of new lambda vectors.
-        kwargs: those of ``PretrainedConfig``.
+        kwargs: arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: a layer without a kind or with two, or numbers that make no layer.
+        ValueError: a layer has no kind or several, or the numbers do not describe a layer.
     """
 
     model_type = "mixed_diff"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
-    # Llama's classes ask for these; this model has no biases and no dropout.
+    # Llama's classes read these; this model has no biases and no dropout.
     attention_bias = False
     attention_dropout = 0.0
     mlp_bias = False
@@ -68,7 +69,7 @@ class MixedDiffConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
-        # transformers makes a configuration without arguments to compare with.
+        # transformers creates a configuration without arguments, for comparison.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         self.hidden_act = hidden_act
@@ -80,7 +81,7 @@ class MixedDiffConfig(PretrainedConfig):
         kinds = [self.layer_kind(layer) for layer in range(num_hidden_layers)]
         self._check_kinds(kinds)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
-        # transformers 4 takes each of these from here alone, and otherwise ties the embeddings.
+        # transformers 4 reads these only from this call, and would otherwise tie the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -90,18 +91,18 @@ class MixedDiffConfig(PretrainedConfig):
         )
 
     def layer_kind(self, layer_idx: int) -> dict[str, Any]:
-        """The entry of ``layer_kinds`` of a layer, counted from 0."""
+        """Return the entry of ``layer_kinds`` for a layer, counted from 0."""
         named = [each for each in self.layer_kinds if layer_idx + 1 in _numbers(each["layers"])]
         rest = [each for each in self.layer_kinds if each["layers"] is None]
         if len(named) > 1 or len(rest) > 1 or not named + rest:
             raise ValueError(
                 f"layer_kinds has {len(named) or len(rest)} entries for layer {layer_idx + 1}; "
-                "each layer has one"
+                "give each layer one"
             )
         return (named + rest)[0]
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
-        """The configuration of the model type that a layer's attention is of."""
+        """Return the configuration of the model type of a layer's attention."""
         own = dict(self.layer_kind(layer_idx))
         own.pop("layers")
         return KINDS[own.pop("model_type")](
@@ -115,13 +116,13 @@ class MixedDiffConfig(PretrainedConfig):
         for each in kinds:
             if each.get("model_type") not in KINDS:
                 raise ValueError(
-                    f"layer_kinds has model_type {each.get('model_type')!r}; it can have "
+                    f"layer_kinds has model_type {each.get('model_type')!r}; give one of "
                     f"{', '.join(KINDS)}"
                 )
             if each.get("head_dim", self.head_dim) != self.head_dim:
                 raise ValueError(
                     f"layer_kinds has head_dim {each['head_dim']} and the model {self.head_dim}; "
-                    "all layers have one"
+                    "give all layers the same"
                 )
 
 

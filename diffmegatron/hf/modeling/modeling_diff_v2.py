@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama whose attention is DIFF V2 (Microsoft, 2026; with more signal heads, Motif-3's groups).
 
-Of h signal heads, r share a noise head. Per token x and signal head n, whose noise head is m:
+r of h signal heads share a noise head. For token x and signal head n with noise head m:
 
     out_n = attention_n(x) - sigmoid(x W_lambda)_n attention_m(x)
 
-All h + h / r heads are heads of one ordinary softmax attention with grouped queries, so that any
-attention function of transformers, and any engine that brings its own, computes them, from one
-cache slot per layer. There is no norm on the heads.
+All h + h / r heads belong to one softmax attention with grouped queries. Any attention function of
+transformers or of a serving engine can therefore compute them, with one cache slot per layer. The
+heads have no norm.
 
-Needs nothing but torch and transformers: these files travel with the weights.
+The files import only torch and transformers, because they are saved with the weights.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ from .configuration_diff_v2 import DiffV2Config
 class DiffV2Attention(LlamaAttention):
     """DIFF V2 over a layer's normed input.
 
-    Rows of ``q_proj``: h / r groups of r signal heads and then their noise head, d rows each (r =
-    1: heads 2i and 2i + 1 are a pair). Consecutive groups share a key-value head. ``lambda_proj``
-    and the columns of ``o_proj`` count the h signal heads in the same order.
+    Rows of ``q_proj``: h / r groups of r signal heads followed by their noise head, d rows each
+    (for r = 1, heads 2i and 2i + 1 are a pair). Consecutive groups share a key-value head.
+    ``lambda_proj`` and the columns of ``o_proj`` have the h signal heads in the same order.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -56,14 +56,14 @@ class DiffV2Attention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [b, s, hidden], and the softmax maps where the function gives them.
+        """Return the layer's output [b, s, hidden], and the softmax maps if available.
 
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
-            attention_mask: what the attention function in use takes.
-            past_key_values: keys and values so far, to which this call's are added.
-            kwargs: handed to the attention function.
+            attention_mask: mask in the form of the attention function in use.
+            past_key_values: cache of previous keys and values, which is extended.
+            kwargs: arguments of the attention function.
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
@@ -72,7 +72,7 @@ class DiffV2Attention(LlamaAttention):
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
-            # transformers 5.0's static cache finds its positions in the last argument.
+            # The static cache of transformers 5.0 reads positions from the last argument.
             key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
 
         attend: Callable = eager_attention_forward
@@ -92,9 +92,10 @@ class DiffV2Attention(LlamaAttention):
         return self.o_proj(output.to(hidden_states.dtype)), weights
 
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
-        """Signal - sigmoid(logits) noise: [b, s, h + h / r, d], [b, s, h] -> [b, s, h d].
+        """Return signal - sigmoid(logits) noise: [b, s, h + h / r, d], [b, s, h] -> [b, s, h d].
 
-        In float32 at least: the difference of two rounded heads would be rounded twice.
+        The computation is at least float32, because a difference of rounded heads would be rounded
+        twice.
         """
         wide = torch.promote_types(attended.dtype, torch.float32)
         groups = attended.to(wide).unflatten(-2, (-1, self.signal_per_noise + 1))
@@ -104,7 +105,7 @@ class DiffV2Attention(LlamaAttention):
 
 
 class DiffV2PreTrainedModel(LlamaPreTrainedModel):
-    """What transformers asks about the model; Llama's answers but for these."""
+    """Properties of the model that differ from Llama's."""
 
     config_class = DiffV2Config
     _can_record_outputs: ClassVar = {
@@ -124,10 +125,10 @@ class DiffV2Model(DiffV2PreTrainedModel, LlamaModel):
 
 
 class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
-    """The decoder and the projection to the vocabulary."""
+    """The decoder with the projection to the vocabulary."""
 
     def __init__(self, config: DiffV2Config) -> None:
-        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        # LlamaForCausalLM's constructor would build a whole Llama in addition.
         PreTrainedModel.__init__(self, config)
         self.model = DiffV2Model(config)
         self.vocab_size = config.vocab_size

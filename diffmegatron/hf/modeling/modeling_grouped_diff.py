@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
-Of h signal heads, r share a noise head; r = 1 is the Differential Transformer (arXiv 2410.05258).
-For signal head n, with A1 and A2 the softmax maps of signal and noise heads:
+r of h signal heads share a noise head; r = 1 is the Differential Transformer (arXiv 2410.05258).
+For signal head n, with softmax maps A1 of signal heads and A2 of noise heads:
 
     out_n = (A1_n - lambda A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-    heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head on its own
+    heads = (1 - lambda_init) RMSNorm(out), over the 2d channels of each head
 
-A differential key-value head has two keys of d channels, k1 for the signal heads it serves and k2
-for their noise heads, and one value of 2d.
+A differential key-value head has two keys of d channels, k1 for its signal heads and k2 for their
+noise heads, and one value of 2d channels.
 
 Rows of the projections, d each:
 
@@ -18,13 +18,13 @@ Rows of the projections, d each:
     v_proj    h_kv values of 2d
     o_proj    (columns) h heads of 2d
 
-**Motif-2's checkpoints** (40 query heads, of which 8 noise, and 16 key-value heads: h = 32, r = 4,
-h_kv = 8) hold the same heads in another order: queries by noise head, r signal heads and then
-their noise head; keys by key-value head, k1 and then k2; values and output as here. So query row
-block 5m + i is signal head 4m + i for i < 4, and noise head m for i = 4; key row block 2j + i is
-k1 (i = 0) or k2 (i = 1) of key-value head j. (Their MLP has another activation, PolyNorm.)
+**Motif-2's checkpoints** (40 query heads, of which 8 are noise heads, and 16 key-value heads: h =
+32, r = 4, h_kv = 8) have the same heads in another order: queries by noise head, r signal heads and
+then their noise head; keys by key-value head, k1 and then k2; values and output as here. Query row
+block 5m + i is therefore signal head 4m + i for i < 4, and noise head m for i = 4. Key row block 2j
++ i is k1 (i = 0) or k2 (i = 1) of key-value head j. Their MLP has another activation, PolyNorm.
 
-Needs nothing but torch and transformers: these files travel with the weights.
+The files import only torch and transformers, because they are saved with the weights.
 """
 
 from collections.abc import Callable
@@ -49,17 +49,17 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_grouped_diff import GroupedDiffConfig
 
 try:
-    # Leaves alone what has been loaded; transformers 4 does not call _init_weights for that.
+    # These skip loaded weights; transformers 4 does not call _init_weights for loaded weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
 
-# Parts of parameters' names.
+# Parts of the names of parameters that stay float32.
 FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """What attention functions read off a module, of the noise heads: fewer of them share a key."""
+    """Attributes that attention functions read, for noise heads: fewer of them share a key."""
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class NoiseHeads(nn.Module):
 
 
 class GroupedDiffAttention(LlamaAttention):
-    """Grouped differential attention over a layer's normed input; the module says which rows."""
+    """Grouped differential attention over a layer's normed input; for row order see the module."""
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -82,7 +82,7 @@ class GroupedDiffAttention(LlamaAttention):
         d = self.head_dim
         self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
         self.lambda_init = config.layer_lambda_init(layer_idx)
-        # float32 in a bf16 model too: rounded vectors would move lambda by up to 5e-3.
+        # They stay float32 in a bf16 model: rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_k1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_q2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -97,23 +97,23 @@ class GroupedDiffAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [b, s, hidden], and the softmax maps where the function gives them.
+        """Return the layer's output [b, s, hidden], and the softmax maps if available.
 
         Args:
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
-            attention_mask: what the attention function in use takes.
-            past_key_values: keys [b, 2 h_kv, t, d] (all k1, then all k2) and values of the same
-                shape (all first halves, then all second) so far, to which this call's are added.
-            kwargs: handed to the attention function.
+            attention_mask: mask in the form of the attention function in use.
+            past_key_values: cache, which is extended, of keys [b, 2 h_kv, t, d] (all k1, then all
+                k2) and of values of the same shape (all first halves, then all second halves).
+            kwargs: arguments of the attention function.
 
         Raises:
             NotImplementedError: called by continuous batching.
         """
         if kwargs.get("cache") is not None:
             raise NotImplementedError(
-                "continuous batching holds one attention per layer in its cache and grouped "
-                "differential attention has two; call generate() with padded batches"
+                "continuous batching has one attention per layer in its cache, and grouped "
+                "differential attention needs two; call generate() with padded batches"
             )
         batch, length = hidden_states.shape[:2]
         heads = (batch, length, -1, self.head_dim)
@@ -123,7 +123,7 @@ class GroupedDiffAttention(LlamaAttention):
         value = value.permute(0, 3, 2, 1, 4).flatten(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
-            # transformers 5.0's static cache finds its positions in the last argument.
+            # The static cache of transformers 5.0 reads positions from the last argument.
             key, value = past_key_values.update(key, value, self.layer_idx, kwargs)
 
         query_1, query_2 = query.split((self.num_signal_heads, self.num_noise_heads), dim=1)
@@ -147,10 +147,10 @@ class GroupedDiffAttention(LlamaAttention):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[b, heads, s, d] and [b, h_kv, t, d] -> [b, s, heads, 2d], and the maps or None.
+        """Attend: [b, heads, s, d] and [b, h_kv, t, d] -> [b, s, heads, 2d], and maps or None.
 
-        One call per half of the values: fast attention functions want values as wide as keys, and
-        the cache holds them so.
+        There is one call per half of the values, because fast attention functions need values as
+        wide as keys, and the cache has them in that form.
         """
         attend: Callable = eager_attention_forward
         if self.config._attn_implementation != "eager":
@@ -162,9 +162,10 @@ class GroupedDiffAttention(LlamaAttention):
         return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
 
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
-        """Signal - lambda noise and the norm: [b, s, h, 2d], [b, s, h / r, 2d] -> [b, s, h, 2d].
+        """Apply lambda and the norm: [b, s, h, 2d], [b, s, h / r, 2d] -> [b, s, h, 2d].
 
-        In float32 at least: the difference of two rounded heads would be rounded twice.
+        The computation is at least float32, because a difference of rounded heads would be rounded
+        twice.
         """
         wide = torch.promote_types(signal.dtype, torch.float32)
         groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))
@@ -180,10 +181,10 @@ class GroupedDiffAttention(LlamaAttention):
 
 
 class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
-    """What transformers asks about the model; Llama's answers but for these."""
+    """Properties of the model that differ from Llama's."""
 
     config_class = GroupedDiffConfig
-    # Engines that bring their own attention have one of it per layer; here are two with a key each.
+    # Serving engines expect one attention per layer; this model has two, each with its own key.
     _supports_attention_backend = False
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
@@ -191,9 +192,9 @@ class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
     }
 
     def post_init(self) -> None:
-        """Keep the lambda vectors and the headwise norm in float32, then do as Llama does."""
-        # transformers 4 refuses a name that no parameter has: those of a model without the norm,
-        # and of this one before Llama's constructor is through.
+        """Keep the lambda vectors and the headwise norm in float32, then call Llama's method."""
+        # transformers 4 refuses a name that no parameter has. A model without the norm lacks some
+        # of these names, and Llama's constructor calls this method before all parameters exist.
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = [name for name in FLOAT32 if name in parts]
         super().post_init()
@@ -217,10 +218,10 @@ class GroupedDiffModel(GroupedDiffPreTrainedModel, LlamaModel):
 
 
 class GroupedDiffForCausalLM(GroupedDiffPreTrainedModel, LlamaForCausalLM):
-    """The decoder and the projection to the vocabulary."""
+    """The decoder with the projection to the vocabulary."""
 
     def __init__(self, config: GroupedDiffConfig) -> None:
-        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        # LlamaForCausalLM's constructor would build a whole Llama in addition.
         PreTrainedModel.__init__(self, config)
         self.model = GroupedDiffModel(config)
         self.vocab_size = config.vocab_size

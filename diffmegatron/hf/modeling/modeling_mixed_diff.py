@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama whose layers have attention of several kinds: Llama's, grouped differential, DIFF V2.
 
-Needs torch, transformers and the files of these kinds, which travel with the weights.
+It needs torch, transformers and the files of these kinds, which are saved with the weights.
 """
 
 from typing import ClassVar
@@ -27,7 +27,7 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """What transformers asks about the model; that of grouped attention answers but for these."""
+    """Properties of the model that differ from grouped differential attention's."""
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
@@ -37,7 +37,7 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
 
 
 class MixedDiffModel(MixedDiffPreTrainedModel, LlamaModel):
-    """Llama's decoder with the attention that the configuration names for each layer."""
+    """Llama's decoder with the kind of attention of each layer in the configuration."""
 
     def __init__(self, config: MixedDiffConfig) -> None:
         super().__init__(config)
@@ -50,17 +50,17 @@ def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
     own = config.layer_config(layer_idx)
     attention = ATTENTION[own.model_type](own, layer_idx)
     for module in attention.modules():
-        # The model's, which changes where another attention function is chosen.
+        # All modules share the model's configuration, which changes with the attention function.
         if hasattr(module, "config"):
             module.config = config
     return attention
 
 
 class MixedDiffForCausalLM(MixedDiffPreTrainedModel, LlamaForCausalLM):
-    """The decoder and the projection to the vocabulary."""
+    """The decoder with the projection to the vocabulary."""
 
     def __init__(self, config: MixedDiffConfig) -> None:
-        # Not LlamaForCausalLM's, which would build a whole Llama beside this model.
+        # LlamaForCausalLM's constructor would build a whole Llama in addition.
         PreTrainedModel.__init__(self, config)
         self.model = MixedDiffModel(config)
         self.vocab_size = config.vocab_size

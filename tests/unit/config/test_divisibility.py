@@ -17,23 +17,23 @@ RECIPE = CONFIGS / "diff_3b_1t.yaml"
     [
         (
             "training.seq_length=4100 parallel.context=4",
-            "training.seq_length 4100 is no multiple of 2 x parallel.context 4; the nearest "
+            "training.seq_length 4100 is not a multiple of 2 x parallel.context 4; the nearest "
             "length is 4096, the nearest context-parallel size for this length 5",
         ),
         (
             "training.seq_length=4104 parallel.context=2 parallel.tensor=4 "
             "parallel.sequence_parallel=true",
-            "4104 is no multiple of 2 x parallel.context 2 x parallel.tensor 4; the nearest "
+            "4104 is not a multiple of 2 x parallel.context 2 x parallel.tensor 4; the nearest "
             "length is 4096",
         ),
         (
             "parallel.context=8 parallel.context_communication=ulysses",
-            "shares the 12 key-value heads of a tensor-parallel rank over parallel.context 8, "
-            "which does not divide them; the nearest size is 6, and 'ring' takes any",
+            "divides the 12 key-value heads of a tensor-parallel rank among parallel.context 8 "
+            "ranks, which leaves a remainder; the nearest size is 6, and 'ring' works with any",
         ),
         (
             "parallel.context=8 training.attention_backend=flash_2call",
-            "'flash_2call' attends to whole sequences, and parallel.context 8 by 'ring' has chunks",
+            "'flash_2call' needs whole sequences, and parallel.context 8 by 'ring' splits them",
         ),
         ("parallel.context_communication=ring", "give parallel.context of at least 2 or 'auto'"),
         ("parallel.tensor=5", "the nearest tensor-parallel size that divides all it shards is 4"),
@@ -93,7 +93,7 @@ def test_what_fits_is_taken(overrides):
         (
             "parallel.pipeline=4 parallel.virtual_pipeline=7 training.global_batch_size=9",
             12,
-            "3 microbatches per data-parallel rank are no multiple of parallel.pipeline 4, as "
+            "3 microbatches per data-parallel rank are not a multiple of parallel.pipeline 4, as "
             "parallel.virtual_pipeline 7 needs; the nearest training.global_batch_size that fits "
             "is 12",
         ),

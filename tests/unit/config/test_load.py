@@ -202,7 +202,7 @@ def test_a_recipe_is_made_of_so_many_files(write):
         write(f"extends: [{', '.join(parents)}]", f"diamond{number}.yaml")
     for path in ("chain0.yaml", "diamond0.yaml"):
         sentence = error_of(write(f"extends: {path}"))
-        assert sentence.endswith("a recipe is made of 32 files at most")
+        assert sentence.endswith("a recipe may have at most 32 files")
     for name in ("chain30.yaml", "diamond14.yaml", "diamond15.yaml"):
         write("extends: base.yaml", name)
     assert load_recipe(write("extends: chain1.yaml")).run_dir == "runs/base"
@@ -216,16 +216,16 @@ def test_a_file_extended_twice_is_the_same_both_times(write):
 
 
 def test_extends_of_another_type_is_refused(write):
-    assert "extends is 5; it takes a path" in error_of(write("extends: 5"))
-    assert "extends is [1]; it takes a path" in error_of(write("extends: [1]"))
+    assert "extends is 5; give a path" in error_of(write("extends: 5"))
+    assert "extends is [1]; give a path" in error_of(write("extends: [1]"))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("model: [", "recipe.yaml is not valid YAML"),
-        ("run_dir: a\nrun_dir: b\n", "key 'run_dir' is there twice; keep one"),
-        ("model: {num_layers: 1, num_layers: 2}", "key 'num_layers' is there twice"),
+        ("run_dir: a\nrun_dir: b\n", "key 'run_dir' occurs twice; keep one"),
+        ("model: {num_layers: 1, num_layers: 2}", "key 'num_layers' occurs twice"),
         ("? {a: 1}\n: 2\n", "unhashable key"),
         ("- a list", "must be a mapping of sections, not list"),
         ("", "must be a mapping of sections, not NoneType"),
@@ -286,7 +286,7 @@ def test_the_error_names_the_file_that_set_the_key_or_the_command_line(write, ba
 def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
     path = write(BASE.replace("run_dir: runs/base", ""))
     sentence = error_of(path, "optimizer.lr=1e-3")
-    assert sentence.endswith("recipe.yaml: key 'run_dir' is missing; a recipe must give it")
+    assert sentence.endswith("recipe.yaml: key 'run_dir' is missing; give it a value")
 
 
 @pytest.mark.parametrize(
@@ -314,12 +314,12 @@ def test_a_missing_key_is_asked_for_where_the_recipe_is(write):
         ("model.attention.num_kv_heads=many", "attention.num_kv_heads is 'many': input should be"),
         ("model.attention.head_dim=-2", "model.attention.head_dim is -2: input should be greater"),
         ("run_dir=", "run_dir is None"),
-        ("run_dir=''", "run_dir is '': give a path; this is empty"),
+        ("run_dir=''", "run_dir is '': it is empty; give a path"),
         ('run_dir="a\\0b"', "run_dir is 'a\\x00b': a path must be text without control characters"),
         ('run_dir="\\ud800"', "run_dir is '\\ud800': a path must be text"),
-        (f"run_dir={201 * 'x'}", "a name within a path may have 200 bytes"),
-        (f"run_dir={101 * 'é'}", "a name within a path may have 200 bytes"),
-        (f"data.tokenizer={300 * 'x/'}", "a path may have 512 bytes"),
+        (f"run_dir={201 * 'x'}", "a name within a path may have at most 200 bytes"),
+        (f"run_dir={101 * 'é'}", "a name within a path may have at most 200 bytes"),
+        (f"data.tokenizer={300 * 'x/'}", "a path may have at most 512 bytes"),
         (f"data.cache_dir={201 * 'x'}", "data.cache_dir is 'xxx"),
         (f"checkpoint.start_from={201 * 'x'}", "checkpoint.start_from is 'xxx"),
         (f"data.sources=[{{path: {201 * 'x'}}}]", "data.sources.0.path is 'xxx"),
@@ -357,26 +357,26 @@ def test_an_override_that_is_no_yaml_is_refused(base):
     [
         (
             ["parallel.tensor=4"],
-            "model.attention.num_kv_heads 6 is no multiple of parallel.tensor 4",
+            "model.attention.num_kv_heads 6 is not a multiple of parallel.tensor 4",
             "divides all it shards is 2",
         ),
         (
             ["parallel.tensor=3", "model.vocab_size=321"],
-            "model.ffn_hidden_size 256 is no multiple of parallel.tensor 3",
+            "model.ffn_hidden_size 256 is not a multiple of parallel.tensor 3",
             "divides all it shards is 1",
         ),
         (
             ["parallel.tensor=6", "model.ffn_hidden_size=288", "model.vocab_size=320"],
-            "model.vocab_size 320 is no multiple of parallel.tensor 6",
+            "model.vocab_size 320 is not a multiple of parallel.tensor 6",
             "divides all it shards is 2",
         ),
         (
             ["parallel.tensor=2", "parallel.sequence_parallel=true", "training.seq_length=63"],
-            "training.seq_length 63 is no multiple of parallel.tensor 2",
+            "training.seq_length 63 is not a multiple of parallel.tensor 2",
             "is 1",
         ),
         (["parallel.sequence_parallel=true"], "with parallel.tensor 1", "at least 2"),
-        (["parallel.pipeline=3"], "num_layers 4 is no multiple of parallel.pipeline 3", "is 2"),
+        (["parallel.pipeline=3"], "num_layers 4 is not a multiple of parallel.pipeline 3", "is 2"),
         (
             ["parallel.pipeline=2", "parallel.zero_stage=2"],
             "parallel.zero_stage 2 with parallel.pipeline 2",
@@ -399,7 +399,7 @@ def test_an_override_that_is_no_yaml_is_refused(base):
         ),
         (
             ["optimizer.schedule.warmup_steps=100"],
-            "warmup_steps 100 leaves nothing of the run's 100 steps",
+            "warmup_steps 100 leaves no step of the run's 100",
             "at most 99",
         ),
         (
@@ -414,7 +414,7 @@ def test_an_override_that_is_no_yaml_is_refused(base):
         ),
         (
             ["optimizer.schedule.decay_ratio=0.1"],
-            "decay_ratio is of kind 'wsd' and optimizer.schedule.kind is 'linear'",
+            "decay_ratio belongs to kind 'wsd' and optimizer.schedule.kind is 'linear'",
             "leave it out",
         ),
         (
@@ -423,9 +423,13 @@ def test_an_override_that_is_no_yaml_is_refused(base):
                 "optimizer.schedule.warmup_steps=9",
             ],
             "decay_steps 95 and optimizer.schedule.warmup_steps 9 are more than the run",
-            "may have 91",
+            "at most 91 steps",
         ),
-        (["optimizer.schedule.final_lr=1"], "final_lr 1 is above optimizer.lr 0.001", "ends"),
+        (
+            ["optimizer.schedule.final_lr=1"],
+            "final_lr 1 is above optimizer.lr 0.001",
+            "give at most optimizer.lr",
+        ),
         (["training.tokens=1000"], "steps is 100 and training.tokens is 1000", "exactly one"),
         (["training.steps=null"], "steps is None and training.tokens is None", "exactly one"),
         (
@@ -462,7 +466,10 @@ def test_a_clash_names_where_its_numbers_came_from(write, base):
             "3 ranks do not fill parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1; "
             "start a multiple of 2, the nearest is 4",
         ),
-        (6, "global_batch_size 8 is no multiple of micro_batch_size 1 x data parallel 3; 9 would"),
+        (
+            6,
+            "batch_size 8 is not a multiple of micro_batch_size 1 x data parallel 3; 9 would",
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_what_would(base, ranks, said):

@@ -16,11 +16,11 @@ import zstandard
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
-from diffmegatron.data.prepare.encode import Batch, EncodeSettings, encode_batch
+from diffmegatron.data.prepare.encode import Batch, encode_batch
 from diffmegatron.data.prepare.journal import Journal, last_commit
 from diffmegatron.data.prepare.preparation import Identity, State
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.data.prepare.record_formats import Fields
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
@@ -84,11 +84,11 @@ def test_archives(tmp_path: Path, suffix: str, layout: Any) -> None:
     path = tmp_path / f"in.{suffix}"
     pack = gzip.compress if suffix.endswith("gz") else zstandard.ZstdCompressor().compress
     path.write_bytes(parquet(path) if suffix == "parquet" else pack(jsonl(TEXTS)))
-    settings = EncodeSettings("bytes", Fields(layout, id_field="id"), deduplicate=True)
+    settings = PrepareSettings("bytes", layout, id_field="id", deduplicate=True)
 
     def read() -> None:
         (file,) = find_files([path], "*")
-        records = read_records(file, settings.fields.columns, 1 << 20)
+        records = read_records(file, settings.columns, 1 << 20)
         encode_batch(Batch([(file, record) for record in records]), settings)
 
     try_all(path, read)
@@ -97,13 +97,13 @@ def test_archives(tmp_path: Path, suffix: str, layout: Any) -> None:
 @pytest.mark.parametrize("layout", ["text", "chat"])
 def test_lines_are_documents_or_rejects(tmp_path: Path, layout: Any) -> None:
     path, pick = tmp_path / "in.jsonl", random.Random(0)
-    settings = EncodeSettings("bytes", Fields(layout, id_field="id"), deduplicate=True)
+    settings = PrepareSettings("bytes", layout, id_field="id", deduplicate=True)
     chats = [{"messages": [{"role": "assistant", "content": text}], "text": text} for text in TEXTS]
     good = b"".join(json.dumps(chat).encode() + b"\n" for chat in chats)
     for _ in range(2 * CASES):
         path.write_bytes(damaged(good, pick))
         (file,) = find_files([path], "*")
-        records = list(read_records(file, settings.fields.columns, 1 << 20))
+        records = list(read_records(file, settings.columns, 1 << 20))
         found = encode_batch(Batch([(file, record) for record in records]), settings)
         assert len(found.counts) + len(found.rejects) + found.empty == len(records)
 

@@ -202,10 +202,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (cut_short, r"model\.safetensors is no whole safetensors file"),
     "missing shard": (a_missing_shard, r"cannot read .*model-00002-of-"),
     "index": (an_index_out_of_the_folder, r"weight_map must give .* not '\.\./x\.safetensors'"),
-    "shape": (tensor(Q, torch.ones(48, 40)), rf"{Q} in the shape \[48, 40\].*\[48, 48\]"),
+    "shape": (tensor(Q, torch.ones(48, 40)), rf"{Q} with shape \[48, 40\].*\[48, 48\]"),
     "dtype": (tensor(Q, torch.ones(48, 48).double()), f"has {Q} in F64; weights of F16"),
     "missing tensor": (tensor(NORM, None), f"no tensor {NORM}, which its config.json asks"),
-    "unknown tensor": (tensor("x.y", torch.ones(1)), "has x.y, which is no tensor of the model"),
+    "unknown tensor": (tensor("x.y", torch.ones(1)), "has x.y, which is not a tensor of the model"),
     "not finite": (tensor(NORM, torch.full((48,), torch.nan)), "not finite"),
     "other config": (config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
     "tied config": (config(tie_word_embeddings=True), r"another lm_head\.weight"),
@@ -238,9 +238,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "text": (
         rope("default", rope_theta="10000"),
-        "rope_theta '10000', a text; it must be a number",
+        "rope_theta '10000', a text; give a number",
     ),
-    "text of a factor": (rope("linear", factor="2"), "factor '2', a text; it must be a number"),
+    "text of a factor": (rope("linear", factor="2"), "factor '2', a text; give a number"),
     "two lengths": (
         config(rope_parameters=LLAMA3, original_max_position_embeddings=16),
         "original_max_position_embeddings 16 beside rope_parameters, whose own is 32",
@@ -248,11 +248,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "two thetas": (config(rope_theta=500.0), "rope_theta 500.0 beside rope_parameters"),
     "own code": (
         config(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}),
-        "auto_map .*modeling_mine.*, code of its own, which is not run",
+        "auto_map .*modeling_mine.*, code that is not run here",
     ),
     "own code of the tokenizer": (
         lambda f: edit_json(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.X", None]}),
-        r"tokenizer_config\.json has auto_map .*x\.X.*, code of its own",
+        r"tokenizer_config\.json has auto_map .*x\.X.*, code that is not run here",
     ),
     "adapter": (
         lambda f: (f / "adapter_config.json").write_text("{}"),
@@ -260,7 +260,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "kernel": (
         config(attn_implementation="/tmp/kernel"),
-        "attn_implementation '/tmp/kernel', whose code is loaded from elsewhere",
+        "attn_implementation '/tmp/kernel', whose code would be downloaded",
     ),
     "kernel of the hub": (
         config(_attn_implementation="kernels-community/flash-attn"),
@@ -268,7 +268,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tensors": (
         lambda f: save_file({}, f / "model.safetensors"),
-        r"model\.safetensors has no tensor in it",
+        r"model\.safetensors contains no tensor",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"cannot read .*config\.json"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"cannot read .*tokenizer\.json"),
@@ -323,11 +323,11 @@ def test_what_a_recipe_has_changed_is_changed_in_the_export(tmp_path: Path) -> N
     import_model(source, tmp_path / "run", verify=False)
     recipe = load_resolved(tmp_path / "run/recipe.yaml")
     original = AutoConfig.from_pretrained(source)
-    assert configuration.changes(original, recipe) == {}
+    assert configuration.changed_keys(original, recipe) == {}
     model = recipe.model.model_copy(update={"rope_theta": 90.0})
     longer = recipe.training.model_copy(update={"seq_length": 128})
     changed = recipe.model_copy(update={"model": model, "training": longer})
-    assert configuration.changes(original, changed) == {
+    assert configuration.changed_keys(original, changed) == {
         "rope_parameters": LLAMA3 | {"rope_theta": 90.0},
         "max_position_embeddings": 128,
     }

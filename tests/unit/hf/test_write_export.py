@@ -22,7 +22,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import tokenizer as hf_tokenizer
-from diffmegatron.hf.atomic_directory import appearing_whole
+from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
@@ -225,7 +225,7 @@ def test_existing_output_is_refused_unless_empty(tmp_path: Path) -> None:
 
 
 def write_for_ever(out: Path, said: Connection) -> None:
-    with appearing_whole(out) as partial:
+    with atomic_directory(out) as partial:
         (partial / "model.safetensors").write_bytes(b"half")
         said.send(partial.name)
         time.sleep(600)
@@ -259,7 +259,7 @@ def test_an_output_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot create a directory beside"):
             export(make_recipe(**DIFF), tmp_path / name)
     out = tmp_path / "hf"
-    with pytest.raises(UserError, match="cannot give what was written the name"):
+    with pytest.raises(UserError, match="cannot rename the written directory to"):
         export(make_recipe(**DIFF), out, verify=lambda _: out.write_text("in the way"))
     assert list(tmp_path.iterdir()) == [out]
 

@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(UserError, match="lock is no file; remove it"), run_lock(tmp_path):
+    with pytest.raises(UserError, match="lock is not a file; remove it"), run_lock(tmp_path):
         pass
     (tmp_path / "lock").unlink()
     (tmp_path / "lock").mkdir()

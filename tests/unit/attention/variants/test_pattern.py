@@ -109,7 +109,7 @@ def test_a_wrong_list_is_one_sentence(tiny_recipe, entries, sentence):
 
 
 def test_the_layout_must_divide_the_key_value_heads_of_every_kind(pattern_recipe):
-    with pytest.raises(UserError, match="num_kv_heads 1 is no multiple"):
+    with pytest.raises(UserError, match="num_kv_heads 1 is not a multiple"):
         pattern_recipe("parallel.tensor=2")
 
 
@@ -128,7 +128,7 @@ def test_the_baseline_is_one_transformer_where_all_kinds_have_the_same(tiny_reci
 def test_a_run_starts_from_the_same_layers_alone(pattern_recipe, tiny_recipe):
     check_follows(pattern_recipe(), "the first", pattern_recipe(), "the second")
     moved = tiny_recipe(FOUR, LIST.replace("layers: 3-4", "layers: 2-3"))
-    with pytest.raises(UserError, match=r"\[2-3\].kind None and the second says 'diff_v1'"):
+    with pytest.raises(UserError, match=r"\[2-3\].kind None and the second has 'diff_v1'"):
         check_follows(pattern_recipe(), "the first", moved, "the second")
 
 

@@ -154,17 +154,17 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         (
             "diff_v2",
             ["num_kv_heads=3", "/parallel.tensor=2"],
-            "model.attention.num_kv_heads 3 is no multiple of parallel.tensor 2; the nearest",
+            "model.attention.num_kv_heads 3 is not a multiple of parallel.tensor 2; the nearest",
         ),
         (
             "grouped",
             ["signal_per_noise=3", "/parallel.tensor=4"],
-            "model.attention.num_kv_heads 2 is no multiple of parallel.tensor 4; the nearest",
+            "model.attention.num_kv_heads 2 is not a multiple of parallel.tensor 4; the nearest",
         ),
         (
             "diff_v2",
             ["num_kv_heads=1", "/parallel.context=2", "/parallel.context_communication=ulysses"],
-            "'ulysses' shares the 1 key-value heads of a tensor-parallel rank over parallel.cont",
+            "'ulysses' divides the 1 key-value heads of a tensor-parallel rank among parallel.cont",
         ),
         # Kinds.
         ("diff_v1", ["kind=dif_v2"], f"is 'dif_v2'; did you mean 'diff_v2', of {EVERY_KIND}?"),
@@ -212,7 +212,7 @@ def test_an_old_recipe_is_one_sentence(tmp_path):
 def test_a_recipe_without_attention_is_asked_for_it(tmp_path):
     without = RECIPE.replace("  attention: {kind: %s, num_heads: 6}\n", "")
     (tmp_path / "recipe.yaml").write_text(without)
-    with pytest.raises(UserError, match=r"key 'model.attention' is missing; a recipe must give it"):
+    with pytest.raises(UserError, match=r"key 'model.attention' is missing; give it a value"):
         load_recipe(tmp_path / "recipe.yaml")
 
 

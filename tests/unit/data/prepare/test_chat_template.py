@@ -121,10 +121,10 @@ def test_ids_are_those_of_the_template_and_responses_are_learned(kind: str, tmp_
     ("template", "sentence"),
     [
         (None, "has no chat template, neither in chat_template.jinja"),
-        (FORGETFUL, r"message 2 otherwise within the chat .* no \{% generation %\}"),
-        (STRADDLING, "a token of the chat template lies across the beginning of a response"),
-        ("{{ raise_exception('not today') }}", "does not write this chat: not today"),
-        ("{% for %}", "does not write this chat"),
+        (FORGETFUL, r"message 2 differently within the chat .* no \{% generation %\}"),
+        (STRADDLING, "a token of the chat template extends over the beginning of a response"),
+        ("{{ raise_exception('not today') }}", "cannot render this chat: not today"),
+        ("{% for %}", "cannot render this chat"),
     ],
 )
 def test_a_template_that_cannot_be_learned_from_is_refused_before_any_work(
@@ -152,7 +152,7 @@ def test_another_tokenizer_has_no_template() -> None:
     ("message", "reason"),
     [
         ({"role": "user", "content": "Hi<|eot|>"}, "has '<|eot|>' in it"),
-        ({"role": "system", "content": "Be brief."}, "does not write this chat: roles!"),
+        ({"role": "system", "content": "Be brief."}, "cannot render this chat: roles!"),
         ({"role": "user", "content": [{"type": "text"}]}, "must have the strings"),
     ],
 )

@@ -426,12 +426,12 @@ DAMAGED_WORK = [
     ("journal.json", lambda path: path.write_bytes(b'{"state": {}}'), "damaged"),
     ("journal.json", become_fifo, r"journal\.json is a FIFO"),
     ("journal.json", become_folder, r"journal\.json is a folder"),
-    ("tokens.bin", flip, "is not what was committed"),
-    ("tokens.bin", lambda path: os.truncate(path, 10), "is not what was committed"),
-    ("tokens.bin", Path.unlink, "is not what was committed"),
-    ("tokens.bin", become_fifo, "is no ordinary file"),
-    ("lengths.i32", flip, "is not what was committed"),
-    ("counts.i32", flip, "is not what was committed"),
+    ("tokens.bin", flip, "differs from what was committed"),
+    ("tokens.bin", lambda path: os.truncate(path, 10), "differs from what was committed"),
+    ("tokens.bin", Path.unlink, "differs from what was committed"),
+    ("tokens.bin", become_fifo, "is not a regular file"),
+    ("lengths.i32", flip, "differs from what was committed"),
+    ("counts.i32", flip, "differs from what was committed"),
 ]
 
 

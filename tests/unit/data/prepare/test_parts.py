@@ -306,7 +306,7 @@ def test_a_merge_is_repeated_and_verified(
     first = merge(prefix, show_progress=False)
     assert merge(prefix, show_progress=False) == first
     assert run(corpus, prefix, "1/2").part is not None, "a finished part is verified and left"
-    with pytest.raises(UserError, match=r"out.json is of 2 parts that were merged, .* choose"):
+    with pytest.raises(UserError, match=r"out.json was merged from 2 parts; .* choose"):
         run(corpus, prefix)
     content = part_file(prefix, 2, 2, ".bin").read_bytes()
     part_file(prefix, 2, 2, ".bin").write_bytes(content[:-1] + b"x")
@@ -435,8 +435,8 @@ def duplicate(corpus: Path, prefix: Path) -> None:
     [
         (lambda *_: None, "out.parts is not complete: 2/2 is missing; run .* --part 2/2 first"),
         (at_work, "out.parts is not complete: 2/2 is unfinished; run .* --part 2/2 first"),
-        (duplicate, "00002-of-00002.json says that it is part 1/2, not 2/2; delete it"),
-        (two_numbers, "out.parts holds parts of 2 and parts of 3; delete those"),
+        (duplicate, "00002-of-00002.json is the manifest of part 1/2, not of part 2/2; delete"),
+        (two_numbers, "out.parts holds parts of 2 and parts of 3; delete the parts of one"),
         (tokenizers, "part 2/2 was prepared with tokenizer '.*own.tiktoken', unlike part 1/2, and"),
         (
             lambda *to: others(*to, max_document_bytes=99),
@@ -447,7 +447,7 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (changed_to_its_end, r"in.jsonl was changed between the parts of .*out that read it"),
         (damaged, "00002-of-00002.bin is damaged: its sha256 is not that of .*--restart"),
         (short, "00002-of-00002.idx has 100 bytes, but one of"),
-        (whole_there, "out.json is of other files than these parts; delete it to merge them"),
+        (whole_there, "out.json was merged from other parts; delete it to merge these"),
     ],
 )
 def test_a_merge_that_is_refused_leaves_nothing(

@@ -16,7 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from diffmegatron.data.index.corpus_manifest import Manifest, hash_file
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.data.prepare.record_formats import Fields, UnusableError, segments
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
+from diffmegatron.data.prepare.record_formats import UnusableError, segments
 from diffmegatron.errors import UserError
 
 TEXTS = ["first", "zweiter Text, naïve 数学", "x" * 3000, "a\nb"]
@@ -209,7 +210,7 @@ def test_preparing_again_changes_nothing_and_other_input_is_refused(tmp_path: Pa
     with pytest.raises(UserError, match=r"with id_field None, deduplicate False; choose another"):
         run(path, tmp_path / "out", deduplicate=True, id_field="id")
     other = write_jsonl(tmp_path / "other.jsonl", TEXTS)
-    with pytest.raises(UserError, match=r"with input .*in.jsonl in place of .*other.jsonl; choose"):
+    with pytest.raises(UserError, match=r"with input .*in.jsonl instead of .*other.jsonl; choose"):
         run(other, tmp_path / "out")
     with pytest.raises(UserError, match=r"out.json was prepared with 1 input file, not 2; choose"):
         run([path, other], tmp_path / "out")
@@ -217,7 +218,7 @@ def test_preparing_again_changes_nothing_and_other_input_is_refused(tmp_path: Pa
     with pytest.raises(UserError, match=r"with another content of .*in.jsonl; choose another"):
         run(path, tmp_path / "out")
     write_jsonl(path, TEXTS[:-1])
-    with pytest.raises(UserError, match=r"with \d+ bytes of .*in.jsonl, which are \d+ now; choose"):
+    with pytest.raises(UserError, match=r"with \d+ bytes of .*in.jsonl, which has \d+; choose"):
         run(path, tmp_path / "out")
 
 
@@ -297,7 +298,7 @@ def test_chat_alternates_between_what_is_read_and_what_is_learned() -> None:
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "Ciao"},
     ]
-    assert segments({"messages": messages}, Fields("chat")) == [
+    assert segments({"messages": messages}, PrepareSettings(layout="chat")) == [
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\n",
         "Hello<|im_end|>",
@@ -312,7 +313,7 @@ def test_chat_alternates_between_what_is_read_and_what_is_learned() -> None:
 )
 def test_a_chat_without_an_answer_is_unusable(messages: Any) -> None:
     with pytest.raises(UnusableError):
-        segments({"messages": messages}, Fields("chat"))
+        segments({"messages": messages}, PrepareSettings(layout="chat"))
 
 
 def test_chat_from_parquet(tmp_path: Path) -> None:
@@ -327,4 +328,4 @@ def test_chat_from_parquet(tmp_path: Path) -> None:
 def test_a_message_that_holds_a_marker_is_unusable() -> None:
     chat = [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UnusableError, match=r"has '<\|im_end\|>' in it"):
-        segments({"messages": chat}, Fields("chat"))
+        segments({"messages": chat}, PrepareSettings(layout="chat"))

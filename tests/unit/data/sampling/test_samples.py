@@ -254,7 +254,7 @@ def test_an_error_in_the_thread_is_raised_where_the_step_is_asked_for(
 
 
 def test_a_batch_that_does_not_divide_is_refused(corpora: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match="global batch 12 is no multiple of micro-batch 5"):
+    with pytest.raises(UserError, match="global batch 12 is not a multiple of micro-batch 5"):
         loader(open_samples(config(*corpora), 32, 1, "train"), micro=5)
 
 
@@ -444,7 +444,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 BAD_FILES = [
     ("bin", Path.unlink, r"cannot read .*a\.bin: No such file"),
     ("idx", Path.unlink, r"cannot read .*a\.idx"),
-    ("json", Path.unlink, r"a\.json does not exist; 'diffmegatron prepare"),
+    ("json", Path.unlink, r"a\.json does not exist; write it with 'diffmegatron prepare"),
     ("bin", cut, r"a\.bin has \d+ bytes, but .*a\.json says \d+ tokens"),
     ("idx", cut, r"index .*a\.idx has \d+ bytes, but one of 80 sequences"),
     ("json", cut, r"a\.json is damaged and cannot be used"),
@@ -476,7 +476,7 @@ def test_damaged_files_are_refused(
 def test_an_index_of_another_corpus_is_refused(corpora: tuple[str, str], tmp_path: Path) -> None:
     prefix = damaged(corpora, tmp_path)
     shutil.copy(f"{corpora[1]}.idx", f"{prefix}.idx")
-    with pytest.raises(UserError, match=r"has 50 documents, but .*a\.json says 80"):
+    with pytest.raises(UserError, match=r"has 50 documents, but .*a\.json has 80"):
         open_samples(config(prefix), 32, 1, "train")
 
 

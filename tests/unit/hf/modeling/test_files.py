@@ -197,7 +197,7 @@ def test_lambda_vectors_and_the_headwise_norm_stay_float32(tmp_path: Path) -> No
 
 
 BOTH: list[tuple[dict[str, object], str]] = [
-    ({"head_dim": 7}, "head_dim is 7; RoPE turns its halves: it must be even"),
+    ({"head_dim": 7}, "head_dim is 7; RoPE needs an even number"),
     ({"signal_per_noise": 0}, "signal_per_noise is 0; it must be a positive integer"),
     ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; it must be a positive integer"),
     (
@@ -218,7 +218,7 @@ DIFF_V2_ONLY: list[tuple[dict[str, object], str]] = [
 GROUPED_ONLY: list[tuple[dict[str, object], str]] = [
     (
         {"num_attention_heads": 9, "signal_per_noise": 2, "num_key_value_heads": 3},
-        "num_key_value_heads is 3; it must be even, for it counts the keys of signal and of "
+        "num_key_value_heads is 3; it must be even, because it counts keys of signal and of "
         "noise, and its half must divide the 3 noise heads",
     ),
     (

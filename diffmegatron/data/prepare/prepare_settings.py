@@ -1,0 +1,74 @@
+"""The settings of ``prepare``, shared by the command line, Python and the journal.
+
+This module imports no pydantic and no numpy, so that ``--help`` stays fast.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+Layout = Literal["text", "instruction", "chat", "template"]
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """Settings that determine the documents and token ids of a corpus."""
+
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="cl100k_base (read from the folder DIFFMEGATRON_TIKTOKEN), bytes, a .tiktoken "
+            "file, or a Hugging Face folder or its tokenizer.json"
+        ),
+    ] = "cl100k_base"
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="text; or for fine-tuning, without loss on prompts: instruction, chat (ChatML), "
+            "template (chat in the tokenizer's own template)"
+        ),
+    ] = "text"
+    text_field: Annotated[str, typer.Option(help="JSON key or Parquet column of the text")] = "text"
+    prompt_field: Annotated[str, typer.Option(help="Key of the prompt, for instruction")] = "prompt"
+    response_field: Annotated[str, typer.Option(help="Key of the response, for instruction")] = (
+        "response"
+    )
+    messages_field: Annotated[
+        str, typer.Option(help="Key of the messages, for chat and template")
+    ] = "messages"
+    id_field: Annotated[
+        str | None, typer.Option(help="Key that identifies a document in the rejects file")
+    ] = None
+    deduplicate: Annotated[
+        bool,
+        typer.Option("--deduplicate", help="Drop documents whose token ids equal an earlier one's"),
+    ] = False
+    max_document_bytes: Annotated[int, typer.Option(min=1, help="Reject longer documents")] = (
+        1 << 26
+    )
+    max_reject_share: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Refuse the corpus if more documents are unusable"),
+    ] = 0.05
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        """Fields that every record must have."""
+        return {
+            "text": (self.text_field,),
+            "instruction": (self.prompt_field, self.response_field),
+            "chat": (self.messages_field,),
+            "template": (self.messages_field,),
+        }[self.layout]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns to read from a Parquet file."""
+        return self.required_fields + ((self.id_field,) if self.id_field else ())
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings that the manifest records; it identifies the tokenizer by a hash."""
+        values = asdict(self)
+        del values["tokenizer"], values["max_reject_share"]
+        return values

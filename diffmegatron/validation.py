@@ -1,0 +1,59 @@
+"""Check values that a user wrote against a pydantic model, and report the first mistake."""
+
+import difflib
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(schema: type[Model], values: Any, name: str) -> Model:
+    """Return values as an instance of a pydantic model.
+
+    Args:
+        schema: the model.
+        values: usually a dictionary.
+        name: name of the values at the beginning of the message, such as a file.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value does not fit.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{name}: {describe(first_error(error), schema.model_fields)}") from None
+
+
+def first_error(error: ValidationError) -> Any:
+    """Return the error to report: an unknown key if there is one, otherwise the first error.
+
+    A mistyped key also causes an error about a missing key, which the user would not understand.
+    """
+    errors = error.errors(include_url=False)
+    return min(errors, key=lambda each: each["type"] != "extra_forbidden")
+
+
+def describe(error: Any, known_keys: Collection[str]) -> str:
+    """Describe one pydantic error: the key, its value, and the correct form.
+
+    Args:
+        error: result of :func:`first_error`.
+        known_keys: valid keys of the section that the error is in.
+    """
+    key = clipped(".".join(map(str, error["loc"])))
+    if error["type"] == "extra_forbidden":
+        known = sorted(known_keys)
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing; give it a value"
+    message = str(error.get("ctx", {}).get("error") or error["msg"])
+    if error["type"] == "value_error":
+        return message
+    return f"{key} is {clipped(repr(error['input']))}: {message[:1].lower()}{message[1:]}"
