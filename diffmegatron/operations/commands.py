@@ -12,7 +12,7 @@ import typer
 from diffmegatron.errors import UserError
 
 app = typer.Typer(
-    help="Begin and end the attempts of a job (called by launch/slurm.sh).", no_args_is_help=True
+    help="Begin and end attempts of a job, for launch/slurm.sh.", no_args_is_help=True
 )
 
 
@@ -25,7 +25,10 @@ def begin(
         Path | None, typer.Option(metavar="DIR", help="Folder of the job's ledger, from launch")
     ] = None,
 ) -> None:
-    """Check the recipe, begin an attempt and print the shell variables for its ranks."""
+    """Begin an attempt and print the shell variables of its ranks.
+
+    The recipe is checked first.
+    """
     from diffmegatron.operations import attempt
 
     names = [name for name in nodes.split(",") if name]
@@ -37,7 +40,9 @@ def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
     spares: Annotated[int, typer.Option(min=0, help="Number of nodes without ranks")] = 0,
 ) -> None:
-    """End an attempt: decide how the job continues, and print the hosts to avoid.
+    """End an attempt and print the hosts to avoid.
+
+    It decides how the job continues.
 
     Exit status 0: finished. 2: a mistake. 75: requeue the job. 69: begin the next attempt at once.
     1: too many faults in a row.
@@ -54,7 +59,9 @@ def end(
     "torchrun", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def torchrun_(context: typer.Context) -> None:
-    """Run torchrun and print one sentence if a signal ends it (called by launch/torchrun.sh).
+    """Run torchrun for launch/torchrun.sh.
+
+    It prints one sentence if a signal ends it.
 
     Exit status after a signal: 128 plus its number.
     """
@@ -194,7 +201,9 @@ def preflight(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides")
     ] = None,
 ) -> None:
-    """Check the nodes of a job in less than a minute (run it as the job's ranks, or alone).
+    """Check the nodes of a job in less than a minute.
+
+    Run it as the job's ranks, or alone.
 
     Exit status 71: this node has a problem that others do not have. 2: all nodes have a problem.
     """
@@ -257,7 +266,7 @@ def quickstart(
         ),
     ] = None,
 ) -> None:
-    """Prepare text, train two models, export and compare them, within minutes.
+    """Prepare, train, export and compare two models in minutes.
 
     The text is the source code of Python's standard library. The results replace runs/quickstart.
     """
