@@ -78,7 +78,7 @@ def test_a_stage_is_named(sources: list[dict[str, object]], tmp_path: Path) -> N
 
 
 def test_a_prepared_corpus_is_no_recipe(sources: list[dict[str, object]], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is a prepared corpus; give a recipe that has it"):
+    with pytest.raises(UserError, match=r"is a prepared corpus; give a recipe with it"):
         inspect(recipe=tmp_path / "web")
 
 

@@ -133,7 +133,7 @@ def test_old_configurations_and_copies_in_old_files(tmp_path: Path) -> None:
     assert difference.relative < 1e-6
     tensors["lm_head.weight"] += 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"another lm_head\.weight .*tie_word_embeddings"):
+    with pytest.raises(UserError, match=r"different lm_head\.weight .*tie_word_embeddings"):
         import_model(source, tmp_path / "again")
 
 
@@ -201,15 +201,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
     "cut short": (cut_short, r"model\.safetensors is no whole safetensors file"),
     "missing shard": (a_missing_shard, r"cannot read .*model-00002-of-"),
-    "index": (an_index_out_of_the_folder, r"weight_map must give .* not '\.\./x\.safetensors'"),
+    "index": (an_index_out_of_the_folder, r"weight_map must have .* not '\.\./x\.safetensors'"),
     "shape": (tensor(Q, torch.ones(48, 40)), rf"{Q} with shape \[48, 40\].*\[48, 48\]"),
-    "dtype": (tensor(Q, torch.ones(48, 48).double()), f"has {Q} in F64; weights of F16"),
-    "missing tensor": (tensor(NORM, None), f"no tensor {NORM}, which its config.json asks"),
+    "dtype": (tensor(Q, torch.ones(48, 48).double()), f"has {Q} in F64; only F16"),
+    "missing tensor": (tensor(NORM, None), f"no tensor {NORM}, which its config.json requires"),
     "unknown tensor": (tensor("x.y", torch.ones(1)), "has x.y, which is not a tensor of the model"),
     "not finite": (tensor(NORM, torch.full((48,), torch.nan)), "not finite"),
     "other config": (config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
-    "tied config": (config(tie_word_embeddings=True), r"another lm_head\.weight"),
-    "tokenizer": (config(vocab_size=200), "uses 257 ids, and vocab_size .* for 200"),
+    "tied config": (config(tie_word_embeddings=True), r"different lm_head\.weight"),
+    "tokenizer": (config(vocab_size=200), "uses 257 ids, and config.json has vocab_size 200"),
     "family": (config(model_type="gpt2"), "model_type 'gpt2', which has no equivalent"),
     "bias": (config(attention_bias=True), "attention_bias True, which has no equivalent"),
     "mlp": (config(mlp_bias=True), "mlp_bias True, which has no equivalent"),
@@ -243,9 +243,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "text of a factor": (rope("linear", factor="2"), "factor '2', a text; give a number"),
     "two lengths": (
         config(rope_parameters=LLAMA3, original_max_position_embeddings=16),
-        "original_max_position_embeddings 16 beside rope_parameters, whose own is 32",
+        "original_max_position_embeddings 16, but in rope_parameters it is 32",
     ),
-    "two thetas": (config(rope_theta=500.0), "rope_theta 500.0 beside rope_parameters"),
+    "two thetas": (config(rope_theta=500.0), "rope_theta 500.0, but in rope_parameters"),
     "own code": (
         config(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}),
         "auto_map .*modeling_mine.*, code that is not run here",
@@ -275,9 +275,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no factor": (rope("linear", factor=None), r"model\.rope_scaling\.factor is None"),
     "no heads": (
         config(model_type="qwen2", num_attention_heads=0),
-        "num_attention_heads 0; a model here",
+        "num_attention_heads 0; give a number",
     ),
-    "many layers": (config(num_hidden_layers=10**12), "num_hidden_layers 1000000000000; a model"),
+    "many layers": (
+        config(num_hidden_layers=10**12),
+        "num_hidden_layers 1000000000000; give a number",
+    ),
     "heads": (config(num_key_value_heads=4), "num_kv_heads 4 does not divide num_heads 6"),
 }
 

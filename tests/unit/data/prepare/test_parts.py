@@ -161,7 +161,7 @@ def test_more_parts_than_can_be_filled(tmp_path: Path) -> None:
     assert opened([tmp_path / "parts"], "train")[0] is not None
     empty = 1 + counts.index(0)
     run(tmp_path / "in.jsonl", tmp_path / "parts", f"{empty}/5")
-    with pytest.raises(UserError, match="is a part without documents; give the whole"):
+    with pytest.raises(UserError, match="is a part without documents; give the merged"):
         open_corpus(str(part_file(tmp_path / "parts", empty, 5, "")))
 
 
@@ -315,7 +315,7 @@ def test_a_merge_is_repeated_and_verified(
     result = CliRunner().invoke(app, ["data", "verify", str(prefix)])
     assert result.exit_code == 1 and "00002-of-00002.bin is damaged" in result.output
     part_file(prefix, 2, 2, ".bin").write_bytes(content[:-2])
-    with pytest.raises(UserError, match=r"00002-of-00002.bin has \d+ bytes, but .*out.json says"):
+    with pytest.raises(UserError, match=r"00002-of-00002.bin has \d+ bytes, but .*out.json has"):
         open_corpus(str(prefix))
 
 
@@ -437,7 +437,10 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (at_work, "out.parts is not complete: 2/2 is unfinished; run .* --part 2/2 first"),
         (duplicate, "00002-of-00002.json is the manifest of part 1/2, not of part 2/2; delete"),
         (two_numbers, "out.parts holds parts of 2 and parts of 3; delete the parts of one"),
-        (tokenizers, "part 2/2 was prepared with tokenizer '.*own.tiktoken', unlike part 1/2, and"),
+        (
+            tokenizers,
+            "part 2/2 was prepared with tokenizer '.*own.tiktoken', unlike part 1/2; delete",
+        ),
         (
             lambda *to: others(*to, max_document_bytes=99),
             "2/2 was .* with max_document_bytes",
@@ -446,7 +449,7 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (changed_file, r"in.jsonl was changed between the parts of .*out that read it"),
         (changed_to_its_end, r"in.jsonl was changed between the parts of .*out that read it"),
         (damaged, "00002-of-00002.bin is damaged: its sha256 is not that of .*--restart"),
-        (short, "00002-of-00002.idx has 100 bytes, but one of"),
+        (short, "00002-of-00002.idx has 100 bytes, but 436 sequences need"),
         (whole_there, "out.json was merged from other parts; delete it to merge these"),
     ],
 )
@@ -463,7 +466,9 @@ def test_a_merge_that_is_refused_leaves_nothing(
 
 
 def test_parts_that_are_not_merged_are_told(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"out.parts holds no part; 'diffmegatron prepare .* 1/8"):
+    with pytest.raises(
+        UserError, match=r"out.parts holds no part; write parts with 'diffmegatron prepare .* 1/8"
+    ):
         merge(tmp_path / "out")
     run(corpus, tmp_path / "out", "1/2")
     with pytest.raises(UserError, match=r"out.json does not exist; .* data merge .*out'"):

@@ -81,7 +81,7 @@ def test_mixture_shares_are_exact_to_a_sample_per_level(shares: list[float], sam
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, -0.5], []])
 def test_weights_that_are_no_mixture(shares: list[float]) -> None:
-    with pytest.raises(ValueError, match="no shares"):
+    with pytest.raises(ValueError, match="must be at least 0 and not all zero"):
         Mixture(shares)
 
 

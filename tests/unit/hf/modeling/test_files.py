@@ -202,7 +202,7 @@ BOTH: list[tuple[dict[str, object], str]] = [
     ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; it must be a positive integer"),
     (
         {"num_attention_heads": 8, "signal_per_noise": 2},
-        "num_attention_heads is 8; with signal_per_noise 2 it must be a multiple of 3, for it "
+        "num_attention_heads is 8; with signal_per_noise 2 it must be a multiple of 3, because it "
         "counts signal and noise heads",
     ),
     ({"mlp_bias": True}, "mlp_bias is True; this model has no biases and no dropout"),
@@ -211,8 +211,8 @@ BOTH: list[tuple[dict[str, object], str]] = [
 DIFF_V2_ONLY: list[tuple[dict[str, object], str]] = [
     (
         {"num_attention_heads": 8, "signal_per_noise": 1, "num_key_value_heads": 8},
-        "num_key_value_heads is 8; it must divide the 4 groups of 2 query heads, for a group "
-        "attends with one key head",
+        "num_key_value_heads is 8; it must divide the 4 groups of 2 query heads, because a "
+        "group has one key head",
     ),
 ]
 GROUPED_ONLY: list[tuple[dict[str, object], str]] = [

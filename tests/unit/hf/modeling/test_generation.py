@@ -198,5 +198,5 @@ def test_an_engine_hosts_diff_v2_with_one_cache_slot_per_layer(
 def test_grouped_attention_refuses_what_holds_one_attention_per_layer() -> None:
     model = make_model(TYPICAL[1])
     assert not type(model).is_backend_compatible()
-    with pytest.raises(NotImplementedError, match="grouped differential attention has two"):
+    with pytest.raises(NotImplementedError, match="grouped differential attention needs two"):
         model(make_tokens(), cache=object())
