@@ -79,7 +79,7 @@ def test_a_mistaken_override_of_a_stage_is_refused(override, sentence, staged):
 def test_an_override_of_a_stage_needs_stages(tmp_path, corpus):
     file = tmp_path / "plain.yaml"
     file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
-    with pytest.raises(UserError, match=r"'stages.long.a=1' is of a stage; .*plain.yaml has none"):
+    with pytest.raises(UserError, match=r"'stages.long.a=1' changes a stage; .*plain.yaml has no stages"):
         load_stages(file, ["stages.long.a=1"])
 
 
@@ -156,7 +156,7 @@ def test_a_mistake_in_a_stage_names_it(staged):
     }.items():
         with pytest.raises(UserError, match=rf"staged.yaml, {sentence}"):
             load_stages(staged, [override])
-    with pytest.raises(UserError, match="has stages, each a recipe; give it to load_stages"):
+    with pytest.raises(UserError, match="has stages; read it with load_stages"):
         load_recipe(staged)
 
 
@@ -240,10 +240,10 @@ def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_
 @pytest.mark.parametrize(
     ("stages", "sentence"),
     [
-        ("[{training: {steps: 4}}]", "each with a name"),
-        ("[{name: a}, {name: a}]", "a name of its own"),
-        ("[{name: ../up}]", "each with a name"),
-        ("[{name: ..}]", "each with a name"),
+        ("[{training: {steps: 4}}]", "each with its own name"),
+        ("[{name: a}, {name: a}]", "each with its own name"),
+        ("[{name: ../up}]", "each with its own name"),
+        ("[{name: ..}]", "each with its own name"),
         ("[{name: .hidden}]", "no '-' or '.' first"),
         ("[{name: -rf}]", "no '-' or '.' first"),
         ("[{name: checkpoints}]", "none of attempts, checkpoints, events"),

@@ -172,7 +172,7 @@ SIGNED = {
     "ranks without end": (set_state(world_size=10**15), "written by 10+ ranks"),
     "recipe extends": (
         lambda directory: (directory / "recipe.yaml").write_text("extends: /etc/passwd\n"),
-        "has 'extends', which a resolved recipe has not",
+        "has 'extends', which a resolved recipe must not have",
     ),
     "recipe has stages": (
         lambda directory: (directory / "recipe.yaml").write_text("stages: []\n"),
