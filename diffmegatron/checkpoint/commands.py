@@ -26,7 +26,7 @@ RunDir = Annotated[
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
-    """List all checkpoints with their sizes, and whether they are complete."""
+    """List checkpoints, complete or not, with their sizes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -57,7 +57,10 @@ def _row(folder: "StageFolder", step: int) -> "list[str | Text]":
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
-    """Read every byte, as a start of the run does, and report damage (exit status 1)."""
+    """Read every byte and report damage, as a start of the run does.
+
+    The exit status is 1 if a checkpoint is damaged.
+    """
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
     from diffmegatron.checkpoint.stage_folders import has_run, stage_folders
 
@@ -91,7 +94,9 @@ def prune(
         bool, typer.Option("--dry-run", help="Print the paths and remove nothing")
     ] = False,
 ) -> None:
-    """Remove the complete checkpoints that the options do not keep, and no damaged ones.
+    """Remove complete checkpoints that no option keeps.
+
+    Damaged ones are never removed.
 
     The options apply to each stage of a recipe.
     """
@@ -121,7 +126,10 @@ def inspect(
         ),
     ],
 ) -> None:
-    """Verify a checkpoint, then print its position, versions and tensor shapes."""
+    """Verify a checkpoint and print its position and tensors.
+
+    The versions of the libraries that wrote it are printed too.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -153,7 +161,9 @@ def average(
     last: Annotated[int, typer.Option(min=2, help="Number of newest checkpoints to average")],
     out: Annotated[Path, typer.Option(help="Folder in which checkpoints/ is created")],
 ) -> None:
-    """Average the weights of the newest checkpoints of a run, or of its last stage.
+    """Average the weights of the newest checkpoints of a run.
+
+    A run with stages is represented by its last stage.
 
     The result can be used by export, evaluate and checkpoint.start_from.
     """

@@ -79,7 +79,8 @@ def test_a_mistaken_override_of_a_stage_is_refused(override, sentence, staged):
 def test_an_override_of_a_stage_needs_stages(tmp_path, corpus):
     file = tmp_path / "plain.yaml"
     file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
-    with pytest.raises(UserError, match=r"'stages.long.a=1' changes a stage; .*plain.yaml has no stages"):
+    sentence = r"'stages.long.a=1' changes a stage; .*plain.yaml has no stages"
+    with pytest.raises(UserError, match=sentence):
         load_stages(file, ["stages.long.a=1"])
 
 
