@@ -95,9 +95,13 @@ class _OpenBins:
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove bins of the least sufficient space for these pieces; return new bins if none fits.
+        """Remove open bins for pieces of this size, or create bins if none has enough space.
 
-        Bins of one space are a stack. The space is the first result, the bins are the second.
+        All returned bins have the least sufficient space, and at most as many are returned as the
+        pieces can fill. Bins of equal space are a stack.
+
+        Returns:
+            The space of each bin, and the numbers of the bins, int64 ``[bins]``.
         """
         sufficient = self._open >> size
         if not sufficient:
@@ -115,7 +119,7 @@ class _OpenBins:
         return space, bins[:wanted]
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Add bins with this remaining space."""
+        """Add bins that have this space left."""
         if space and len(bins):
             self._bins.setdefault(space, []).append(bins)
             self._open |= 1 << space

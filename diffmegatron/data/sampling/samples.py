@@ -45,7 +45,7 @@ class Sample:
 
 
 class SourceSamples:
-    """The blocks of one source in its own order, shuffled anew for each pass over the documents.
+    """The blocks of one source in its own order, shuffled again for each pass over the documents.
 
     Without ``repeat`` there is one pass, and the block that extends into a second pass is left out.
     """
