@@ -1,4 +1,4 @@
-"""Which backend computes the attention of a recipe's layers, chosen without torch or a GPU."""
+"""Choose the attention backend of a recipe's layers, without torch or a GPU."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
-# Libraries that "auto" is planned with. torch for CUDA brings Triton. FlashAttention and
+# Libraries that plans assume for "auto". torch for CUDA brings Triton. FlashAttention and
 # flex_head_fa are installed by hand; with them "auto" takes less memory and time.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
@@ -17,11 +17,11 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
-    """Return what the choice of a layer's backend depends on.
+    """Return the properties that the choice of a layer's backend depends on.
 
     Args:
         recipe: the recipe.
-        attention: the kind of the layer.
+        attention: kind of attention of the layer.
         device_type: "cuda" or "cpu".
     """
     needs = needed_features(
@@ -38,11 +38,11 @@ def planned_backend(
 ) -> str:
     """Return the name of the backend that a layer's memory and time are counted for.
 
-    The recipe names one for differential attention, which is taken to be installed. "auto", and so
-    ordinary attention, is resolved with :data:`PLANNED_LIBRARIES`.
+    A backend that the recipe names for differential attention is assumed to be installed. "auto",
+    which ordinary attention always uses, is resolved with :data:`PLANNED_LIBRARIES`.
 
     Raises:
-        UserError: the backend that the recipe names cannot run it, with the reason.
+        UserError: the backend in the recipe cannot run the layer; the message has the reason.
     """
     has_two_maps = attention.operation == "differential"
     setting = recipe.training.attention_backend if has_two_maps else "auto"

@@ -72,7 +72,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if node not in self._extents:
-                self._refuse(f"*{event.anchor} is used within what it stands for", event)
+                self._refuse(f"alias *{event.anchor} is within its own value", event)
             self._count(*self._extents[node], event)
         else:
             self._extents[node] = self._nodes - nodes - 1, self._height

@@ -271,7 +271,7 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
 def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserError:
     return UserError(
         f"{shown(path)} has {field} {clipped(repr(value))}, which has no equivalent here; "
-        f"what can be imported has {known}"
+        f"only models with {known} can be imported"
     )
 
 

@@ -191,5 +191,5 @@ def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"{shown(path)} is no whole safetensors file ({clipped(str(error))}); copy it again"
+        f"{shown(path)} is not a complete safetensors file ({clipped(str(error))}); copy it again"
     )

@@ -1,1 +1,1 @@
-"""From corpus files to tokens on disk."""
+"""Convert corpus files to tokens on disk."""

@@ -73,7 +73,7 @@ def doubled(first: str, step: str) -> str:
         (20_000 * "? ", "deeper than 32 levels"),
         ("\n".join(f"{n * ' '}a{n}:" for n in range(400)), "deeper than 32 levels"),
         ("- &a0 [x]\n" + "\n".join(f"- &a{n + 1} [*a{n}]" for n in range(60)), "deeper than"),
-        ("&a [*a]", "*a is used within what it stands for at line 1, column 5"),
+        ("&a [*a]", "alias *a is within its own value at line 1, column 5"),
         ("a: &a {b: {c: *a}}", "*a is used within"),
         ("a: &a {<<: *a}", "*a is used within"),
         (doubled("[x, x]", "[*a%d, *a%d]"), "more than 5000 values and keys"),

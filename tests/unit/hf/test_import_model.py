@@ -199,7 +199,7 @@ NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle": (only_a_pickle, r"pytorch_model\.bin, a pickle"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
-    "cut short": (cut_short, r"model\.safetensors is no whole safetensors file"),
+    "cut short": (cut_short, r"model\.safetensors is not a complete safetensors file"),
     "missing shard": (a_missing_shard, r"cannot read .*model-00002-of-"),
     "index": (an_index_out_of_the_folder, r"weight_map must have .* not '\.\./x\.safetensors'"),
     "shape": (tensor(Q, torch.ones(48, 40)), rf"{Q} with shape \[48, 40\].*\[48, 48\]"),
