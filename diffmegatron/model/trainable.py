@@ -44,11 +44,12 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
     """Zero the gradient of frozen rows of ``linear_qkv``, of which a rank holds whole blocks."""
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
-    is_frozen = torch.tensor([kind in frozen for kind in kinds], device=parameter.device)
+    is_frozen = torch.tensor([kind in frozen for kind in kinds])
     rows = is_frozen.repeat(parameter.shape[0] // len(kinds))
+    on_device = rows.to(parameter.device)
 
     def masked(gradient: Tensor) -> Tensor:
-        return gradient.masked_fill(rows.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+        return gradient.masked_fill(on_device.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
 
     parameter.register_hook(masked)
     columns = parameter.numel() // parameter.shape[0]
@@ -58,7 +59,7 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Return the ranges where a mask is true, as pairs of first index and end."""
+    """Return the ranges where a mask of the host is true, as pairs of first index and end."""
     edges = torch.nn.functional.pad(rows.int(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

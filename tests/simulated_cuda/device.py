@@ -60,6 +60,7 @@ def install() -> None:
     torch.cuda.memory._dump_snapshot = lambda path, *_: Path(path).write_bytes(b"")
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *_, **__: 0)
+    torch.profiler.profile = _without_device(torch.profiler.profile)
     torch.compile = _compile
     _replace_tensor()
     torch.Tensor.record_stream = lambda *_: None
@@ -68,6 +69,11 @@ def install() -> None:
     _replace_triton()
     _replace_process_groups()
     _add_fused_rms_norm()
+
+
+def _without_device(profile: Callable[..., Any]) -> Callable[..., Any]:
+    """The profiler without the device's activity, for which its C++ code calls CUDA."""
+    return lambda activities: profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 class Stream:

@@ -2,7 +2,8 @@
 
 Two steps of one microbatch (in a pipeline as many as it has stages), as the first rank and, in a
 pipeline, as ranks of a stage in the middle and of the last. Writes what each took to
-``benchmarks/results/simulated_cuda.json``; takes some ten minutes of a core.
+``benchmarks/results/simulated_cuda.json``; takes some ten minutes of a core. DEX extends half of
+each layer's heads, since nothing has selected any.
 """
 
 import argparse
@@ -12,8 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from diffmegatron.config.load import load_recipe
+from diffmegatron.attention.variants.dex import SHARE, Dex
+from diffmegatron.config.load import load_stages
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from tests.paths import CONFIGS, ROOT
 from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
@@ -23,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "simulated_cuda.json"
 GPUS = 64
 # Cases of one process, after which the results are written.
 TOGETHER = 6
+FOLDERS = ("at_scale", ".", "scaling", "dex")
 
 
 def main() -> None:
@@ -30,51 +35,65 @@ def main() -> None:
         prog="python -m tests.simulated_cuda.recipes",
         description=f"Simulate every recipe at its true depth; write {RESULTS.relative_to(ROOT)}.",
     )
-    parser.add_argument("--only", default="", help="recipes whose path contains this")
+    parser.add_argument(
+        "--only", default="", help="recipes whose path contains this; other rows stay as they are"
+    )
     only = parser.parse_args().only
-    rows: list[dict[str, object]] = []
-    cases: list[Case] = []
-    for path in recipes():
-        if only not in str(path):
-            continue
-        try:
-            cases += cases_of(path)
-        except UserError as error:
-            rows.append({"recipe": shown(path), "not_run": str(error).replace(f"{ROOT}/", "")})
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    cases = [case for path in recipes() if only in str(path) for case in cases_of(path)]
     for begin in range(0, len(cases), TOGETHER):
         some = cases[begin : begin + TOGETHER]
-        rows += [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]
+        new = [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]
+        rows = sorted([*rows, *new], key=_place)
+        # Of several rows of one case the last is the new one.
+        rows = list({_place(each): each for each in rows}.values())
         write(rows)
+
+
+def _place(row: dict[str, Any]) -> tuple[int, str, int, int]:
+    """The place of a row in the results: recipes at scale first, a rank after the one before."""
+    folder = (ROOT / row["recipe"]).parent
+    number = [CONFIGS / each for each in FOLDERS].index(folder)
+    return number, row["recipe"], row.get("stage", 0), row.get("rank", 0)
 
 
 def recipes() -> Iterator[Path]:
     """The recipes of ``configs/`` that train something, those at scale first."""
-    folders = ("at_scale", ".", "scaling", "dex")
-    for folder in folders:
+    for folder in FOLDERS:
         yield from sorted((CONFIGS / folder).glob("*.yaml"))
 
 
 def cases_of(path: Path) -> Iterator[Case]:
-    """The ranks to run of a recipe.
+    """The ranks to run of a recipe, of every stage that it trains one after the other.
 
     Raises:
         UserError: the recipe cannot be read, or does not fit the number of GPUs.
     """
-    recipe = load_recipe(path)
-    found = re.search(r"_(\d+)gpus", path.name)
-    gpus = int(found[1]) if found else GPUS
-    while gpus > 1 and not fits(recipe, gpus):
-        gpus //= 2
-    recipe.num_microbatches(gpus)
-    stages = recipe.parallel.pipeline
-    for stage in sorted({0, stages // 2, stages - 1}):
-        # Megatron-core places the pipeline's stages last.
-        yield Case(shown(path), gpus, rank=stage * (gpus // stages), microbatches=stages)
+    for number, recipe in enumerate(load_stages(path, to_plan=True)):
+        found = re.search(r"_(\d+)gpus", path.name)
+        gpus = int(found[1]) if found else GPUS
+        while gpus > 1 and not fits(recipe, gpus):
+            gpus //= 2
+        recipe.num_microbatches(gpus)
+        stages = recipe.parallel.pipeline
+        for stage in sorted({0, stages // 2, stages - 1}):
+            # Megatron-core places the pipeline's stages last.
+            rank = stage * (gpus // stages)
+            yield Case(shown(path), gpus, selected(recipe), rank, microbatches=stages, stage=number)
 
 
-def fits(recipe: object, gpus: int) -> bool:
+def selected(recipe: Recipe) -> tuple[str, ...]:
+    """The override with as many heads of DEX as ``dex select`` chooses by default."""
+    attention = recipe.model.attention
+    if not isinstance(attention, Dex):
+        return ()
+    heads = list(range(round(attention.num_heads * SHARE)))
+    return (f"model.attention.selected_heads={[heads] * recipe.model.num_layers}",)
+
+
+def fits(recipe: Recipe, gpus: int) -> bool:
     try:
-        recipe.num_microbatches(gpus)  # type: ignore[attr-defined]
+        recipe.num_microbatches(gpus)
     except UserError:
         return False
     return True
@@ -83,6 +102,7 @@ def fits(recipe: object, gpus: int) -> bool:
 def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
     """What the results say of a case."""
     head = {"recipe": case.recipe, "gpus": case.world_size, "rank": case.rank}
+    head |= {"stage": case.stage} if case.stage else {}
     if isinstance(result, SimulationError):
         return head | {"error": str(result).rstrip().splitlines()[-1]}
     step = [each for each in result.collectives if each.phase in ("forward_backward", "update")]

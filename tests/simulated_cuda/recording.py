@@ -42,6 +42,7 @@ class Case:
         run: the function that runs it, ``module:function``, with the recipe, the case and the
             recorder.
         prepare: a function ``module:function`` that is called before; tests break things with it.
+        stage: number of the recipe's stage, from 0, where the recipe has stages.
     """
 
     recipe: str
@@ -52,6 +53,7 @@ class Case:
     microbatches: int | None = 1
     run: str = "tests.simulated_cuda.step:run_steps"
     prepare: str | None = None
+    stage: int = 0
 
 
 @dataclass(frozen=True)

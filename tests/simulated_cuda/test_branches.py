@@ -9,8 +9,10 @@ PACKAGE = ROOT / "diffmegatron"
 STEP = "test_faults.py and test_mutations.py: steps on simulated GPUs"
 TRAINER = "test_trainer.py: the trainer on a simulated GPU"
 HARDWARE = "a GPU only: it measures or describes the device, or computes values"
+CUDNN = "a GPU only: it calls the library cuDNN"
 
-# By file and function of a test for CUDA, a device type or a tensor's device.
+# By file and function of a test for CUDA, a device type or a tensor's device, or of a call of
+# `torch.cuda`.
 ENTERED = {
     "attention/kernels/resolve_backend.py:_complaint": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
@@ -22,6 +24,11 @@ ENTERED = {
     "model/language_model_loss.py:_has_kernel": STEP,
     "optim/zero.py:engine_config": STEP + ", offloaded",
     "optim/zero.py:import_deepspeed": STEP,
+    "parallel/random.py:restore_random_states": TRAINER + ", resumed",
+    "training/hooks/builtin_hooks.py:ProfileHook._begin_if_due": TRAINER,
+    "training/hooks/builtin_hooks.py:ProfileHook._end": TRAINER,
+    "attention/kernels/pytorch/row_blocks.py:row_blocks": "test_kinds.py",
+    "attention/kernels/wrappers/flex.py:attend": "test_kinds.py",
     "parallel/cpu.py:without_cuda": STEP,
     "parallel/default_group.py:default_group": STEP,
     "parallel/default_group.py:own_device": STEP,
@@ -31,27 +38,28 @@ ENTERED = {
     "training/saving/snapshot.py:HostCopy.take": TRAINER,
     "parallel/deterministic.py:deterministic_algorithms": "test_kinds.py",
     "training/compute/offload.py:offloaded_activations": "test_kinds.py",
-    "attention/kernels/wrappers/flex.py:_flex_attention": "python -m tests.simulated_cuda, by hand",
+    "attention/kernels/wrappers/flex.py:_flex_attention": "test_kinds.py",
 }
 NOT_ENTERED = {
     "attention/kernels/resolve_backend.py:backend_table": "prints; the CPU's table is tested",
-    "attention/kernels/wrappers/flex.py:attend": "block sizes by the card's capability",
+    "attention/kernels/wrappers/cudnn_graphs.py:_handle": CUDNN,
+    "attention/kernels/wrappers/cudnn_graphs.py:_handle_on_stream": CUDNN,
     "doctor.py:_gpus": HARDWARE,
     "doctor.py:_missing": HARDWARE,
-    "doctor.py:_ranks_talk_by": HARDWARE,
-    "evaluation/model.py:Model.network": HARDWARE,
-    "evaluation/results.py:_described": HARDWARE,
+    "doctor.py:_communication": HARDWARE,
+    "evaluation/model.py:Computing.__post_init__": HARDWARE,
+    "evaluation/model.py:Computing.is_gpu": HARDWARE,
+    "evaluation/model.py:Model._answers_of": HARDWARE,
     "evaluation/results.py:_made": HARDWARE,
     "evaluation/run_report.py:write_report": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,
+    "operations/preflight.py:_check_this_machine": HARDWARE,
     "operations/preflight.py:_product_seconds": HARDWARE,
     "operations/preflight.py:_seconds": HARDWARE,
     "operations/preflight.py:_measure_collectives": HARDWARE,
     "operations/quickstart.py:overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",
-    "training/hooks/builtin_hooks.py:ProfileHook._begin_if_due": HARDWARE,
-    "training/hooks/builtin_hooks.py:ProfileHook._end": HARDWARE,
 }
 
 
@@ -81,9 +89,12 @@ def _functions(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def _asks_for_cuda(node: ast.AST) -> bool:
+    """Whether a node compares the name of a device, tests a tensor's, or uses ``torch.cuda``."""
     if isinstance(node, ast.Compare):
         values = (node.left, *node.comparators)
-        return any(isinstance(x, ast.Constant) and x.value == "cuda" for x in values)
+        is_type = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in values)
+        devices = ("cuda", "cpu") if is_type else ("cuda",)
+        return any(isinstance(x, ast.Constant) and x.value in devices for x in values)
     return isinstance(node, ast.Attribute) and (
-        node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda.is_available"
+        node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda"
     )

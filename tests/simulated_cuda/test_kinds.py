@@ -13,6 +13,7 @@ SMALL = ("model.num_layers=2", "training.seq_length=512")
 LONG = ("model.num_layers=2", "training.seq_length=4096")
 V1 = "configs/at_scale/diff_3b_64gpus.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}",)
+SELECTED = ("model.attention.selected_heads=[[0, 1], [2, 3, 4]]",)
 CASES = {
     "v1 by Triton": Case(V1, 64, (*SMALL, "training.attention_backend=triton")),
     "v2": Case("configs/at_scale/diff_v2_3b_64gpus.yaml", 64, SMALL),
@@ -36,6 +37,10 @@ CASES = {
     "deterministic": Case(V1, 64, (*SMALL, "training.deterministic=true")),
     "offloaded activations": Case(V1, 64, (*SMALL, "training.offload_activations=true")),
     "lora": Case("configs/continue_llama_3.2_1b.yaml", 8, (*SMALL, *LORA)),
+    "dex": Case("configs/dex/llama_3.2_1b.yaml", 8, (*SMALL, *SELECTED)),
+    "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
+    "flex": Case(V1, 64, (*SMALL, "training.attention_backend=flex")),
+    "blocked": Case(V1, 64, (*SMALL, "training.attention_backend=blocked")),
 }
 
 

@@ -1,4 +1,4 @@
-"""The trainer on a simulated GPU: metrics, held-out loss, saves in the background, resume."""
+"""The trainer on a simulated GPU: metrics, evaluation, profile, saves in the background, resume."""
 
 import json
 
@@ -22,9 +22,26 @@ def results(run_dir, corpus) -> list[Recording | SimulationError]:
     """A run of four steps, and its resumption to six."""
     recipe = run_dir.parent / "tiny.yaml"
     recipe.write_text(TINY.format(run_dir=run_dir, corpus=corpus))
+    text = run_dir.parent / "text.txt"
+    text.write_text("".join(f"It is line {n % 10} of it. " for n in range(60)))
+    suites = [
+        {"suite": "loss", "every": 4, "data": [str(text)], "context": 64, "documents": 1},
+        {
+            "suite": "needle", "every": 4, "haystack": str(text), "lengths": [400], "samples": 1,
+            "pairs": [[1, 1]], "depths": [0.5], "answer_tokens": 2,
+        },
+    ]  # fmt: skip
+    first = (
+        *COMMON,
+        "training.seq_length=400",
+        "training.steps=4",
+        "training.eval_interval=2",
+        "training.profile={start: 2, steps: 1}",
+        f"training.evaluate={json.dumps(suites)}",
+    )
     cases = [
-        Case(str(recipe), 1, (*COMMON, "training.steps=4", "training.eval_interval=2"), run=RUN),
-        Case(str(recipe), 1, (*COMMON, "training.steps=6"), run=RUN),
+        Case(str(recipe), 1, first, run=RUN),
+        Case(str(recipe), 1, (*COMMON, "training.seq_length=400", "training.steps=6"), run=RUN),
     ]
     try:
         return try_simulate(cases)
@@ -47,3 +64,10 @@ def test_a_run_leaves_checkpoints_and_metrics(results, run_dir):
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     names = {name for entry in entries for name in entry}
     assert {"train/loss", "train/grad_norm"} <= names
+    assert {name.rsplit("/", 1)[0] for name in names} >= {"eval/loss", "eval/needle"}
+
+
+def test_a_run_leaves_a_profile_with_the_device_memory(results, run_dir):
+    traced = {path.name for path in (run_dir / "profile").iterdir()}
+    name = "rank_00000.step_00000002"
+    assert traced == {f"{name}.memory.pickle", f"{name}.pt.trace.json.gz"}

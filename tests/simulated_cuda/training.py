@@ -1,7 +1,4 @@
-"""The whole trainer: data, steps, hooks, held-out loss, saves in the background, resume.
-
-Suites within training (``training.evaluate``) are not simulated: they select by values.
-"""
+"""The whole trainer: data, steps, hooks, evaluation, profile, saves in the background, resume."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.evaluation.in_training import open_evaluators
 from diffmegatron.training import trainer
 from diffmegatron.training.saving import saver
 from diffmegatron.training.training_stages import train_stages
@@ -38,7 +36,7 @@ def run_training(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
         return write_pieces(path, {n: _zeros(x) for n, x in tensors.items()}, description)
 
     trainer.train_step, saver.write_pieces = record_step, write_zeros
-    finished = train_stages([recipe])
+    finished = train_stages([recipe], open_evaluators=open_evaluators)
     return {"finished": finished, "steps": [steps[0], steps[-1]] if steps else []}
 
 

@@ -51,6 +51,13 @@ PERMITTED = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._wait_for_offload_copies": Wait(
         "ZeRO 1 and 2 offloaded update in the host's memory, when all gradients are there.",
     ),
+    (
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+        ".independent_gradient_partition_epilogue"
+    ): Wait("ZeRO 3 waits in every microbatch until its gradients are reduced."),
+    "deepspeed.runtime.zero.partition_parameters.Init._allgather_params_coalesced": Wait(
+        "ZeRO 3 gathers its small parameters after the update and waits for them.",
+    ),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ It reads ``cases.json`` of the folder and writes each case's recording or error 
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -40,8 +41,15 @@ def import_everything(library: Path) -> None:
     from diffmegatron.optim.zero import import_deepspeed
 
     import_deepspeed()
-    importlib.import_module("diffmegatron.training.trainer")
-    importlib.import_module("tests.simulated_cuda.step")
+    for module in (
+        "diffmegatron.training.trainer",
+        "tests.simulated_cuda.step",
+        # On a GPU every engine of DeepSpeed imports its compiler, and Inductor with it.
+        "deepspeed.compile.backend",
+    ):
+        importlib.import_module(module)
+    # The modules stay, so that the collections of a case look at the objects of the case alone.
+    gc.freeze()
 
 
 def write(case: Case, file: Path) -> None:
@@ -58,14 +66,14 @@ def run(case: Case) -> Any:
     """Run a case in this process, which can run no other one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from diffmegatron.config.load import load_recipe
+    from diffmegatron.config.load import load_stages
     from tests.simulated_cuda import device
     from tests.simulated_cuda.recorder import Recorder
 
     device.join_as(case.rank, case.world_size)
     if case.prepare is not None:
         _function(case.prepare)()
-    recipe = load_recipe(case.recipe, case.overrides)
+    recipe = load_stages(case.recipe, case.overrides)[case.stage]
     recorder = Recorder()
     device.record_with(recorder)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
