@@ -149,7 +149,7 @@ def _map_gradients(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """(P1 - lambda P2, dS1, dS2) of one block, each `[M, N]` in the inputs' dtype."""
+    """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype."""
     dmap = _pairs(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
     # Past the end a log-sum-exp of +inf makes every weight zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
@@ -175,7 +175,7 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """map^T tile of `[M, N]` and `[M, D]`: `[N, D]`, or TRANSPOSED `[D, N]`."""
+    """Return map^T tile of `[M, N]` and `[M, D]`: `[N, D]`, or TRANSPOSED `[D, N]`."""
     if TRANSPOSED:
         product = multiply(tl.trans(tile), of_map, ACCUMULATE, INTERPRETED)
     else:
@@ -194,7 +194,7 @@ def _weights(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A map's block `[M, N]`: exp(q k^T - lse of each query), zero where hidden."""
+    """Return a map's block `[M, N]`: exp(q k^T - lse of each query), zero where hidden."""
     scores = _pairs(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
@@ -207,7 +207,7 @@ def _pairs(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """rows keys^T of `[M, D]` and `[N, D]`: `[M, N]`, TRANSPOSED by way of its transpose.
+    """Return rows keys^T `[M, N]` of `[M, D]` and `[N, D]`, TRANSPOSED through its transpose.
 
     Every product then reads the loop's tiles transposed, and none as they are. In a tile that a
     product reads directly Triton's pipeliner wants a buffer more, for products in flight when the
@@ -305,7 +305,7 @@ def dkdv_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """dK and dV of N keys of one kv head, over all query heads it serves; ONE_PASS adds to dQ too.
+    """Compute dK and dV of N keys of one kv head, over all its query heads; ONE_PASS adds dQ.
 
     Grid: (key blocks, batch * kv_heads).
     """

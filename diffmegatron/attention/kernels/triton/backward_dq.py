@@ -132,7 +132,7 @@ def dq_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """dQ of M query rows of one head. Grid: (row blocks, batch * heads)."""
+    """Compute dQ of M query rows of one head. Grid: (row blocks, batch * heads)."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

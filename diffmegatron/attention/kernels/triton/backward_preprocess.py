@@ -33,7 +33,7 @@ def preprocess_kernel(
     NORM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """D1 and D2 of M rows of one head; with NORM first through the headwise RMSNorm.
+    """Compute D1 and D2 of M rows of one head; with NORM first through the headwise RMSNorm.
 
     Grid: (row blocks, batch * heads). NORM reads the gradient of the normed output, writes that of
     `out`, and one partial row of the norm weight's gradient per program.

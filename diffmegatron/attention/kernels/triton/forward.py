@@ -45,7 +45,7 @@ def _attend(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Online softmax over the keys [key_start, key_stop), continued from what is passed in."""
+    """Continue the online softmax over the keys [key_start, key_stop)."""
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(
             k_source, batch, kv_head, first_key, key_length,
@@ -113,7 +113,7 @@ def _one_map(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """softmax(q k^T) v of M rows, `[M, DV]`; writes the rows' log2-sum-exp2."""
+    """Return softmax(q k^T) v of M rows, `[M, DV]`; write the rows' log2-sum-exp2."""
     # Rows past the end repeat the last one, so that they do not widen the interval of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
@@ -200,7 +200,7 @@ def forward_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: M query rows of one head. Grid: (row blocks, batch * heads).
+    """Compute M query rows of one head. Grid: (row blocks, batch * heads).
 
     MAPS 2 writes out = out1 - lambda out2 and out2; MAPS 1 writes the first map's out alone.
     NORM writes the headwise RMSNorm of out too, times `norm_weight` and `norm_scale`.

@@ -79,7 +79,7 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
 
 @triton.jit
 def _place(length, groups, M: tl.constexpr):
-    """(batch, group, first row) of this program. Grid: row blocks x batch x groups, in one."""
+    """Return batch, group and first row of this program of row blocks x batch x groups."""
     blocks = tl.cdiv(length, M)
     first_row = (tl.program_id(0) % blocks) * M
     group = (tl.program_id(0) // blocks) % groups
@@ -89,7 +89,7 @@ def _place(length, groups, M: tl.constexpr):
 
 @triton.jit
 def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
-    """Of M rows of one signal head."""
+    """Return the pointers to lambda of M rows of one signal head."""
     rows = first_row + tl.arange(0, M)
     return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
 
@@ -110,7 +110,7 @@ def subtract_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """M rows of one group's signal heads, less lambda times its noise head."""
+    """Compute M rows of one group's signal heads, less lambda times its noise head."""
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     noise = load_tile(
@@ -150,7 +150,7 @@ def subtract_backward_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """dsignal = dout; dnoise = -sum of lambda dout; dlambda = -rowsum(dout * noise)."""
+    """Compute dsignal = dout, dnoise = -sum of lambda dout, dlambda = -rowsum(dout * noise)."""
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     all_heads = groups * (ratio + 1)

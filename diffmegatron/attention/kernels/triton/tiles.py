@@ -29,7 +29,7 @@ def load_tile(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows `[ROWS, WIDTH]` of one head from `first_row` on; zeros past the end."""
+    """Load rows `[ROWS, WIDTH]` of one head from `first_row` on; zeros past the end."""
     if TMA:
         tile = source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
     else:
@@ -68,7 +68,7 @@ def store_tile(
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """`[ROWS]` of a contiguous `[batch, heads, length]` tensor; `other` past the end."""
+    """Load `[ROWS]` of a contiguous `[batch, heads, length]` tensor; `other` past the end."""
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -84,7 +84,7 @@ def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.
 
 @triton.jit
 def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """a b in the accumulator's dtype; fp32 operands as tf32 (ieee and tf32x3 spill kilobytes)."""
+    """Multiply in the accumulator's dtype; fp32 as tf32, as ieee and tf32x3 spill kilobytes."""
     if INTERPRETED:
         # The interpreter's dot on bf16 operands is garbage (triton 3.6 to 3.9).
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
@@ -95,7 +95,7 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def opaque(x, INTERPRETED: tl.constexpr):
-    """The integer x, opaque to the compiler, so that what depends on it is computed again.
+    """Return the integer x, opaque to the compiler, which recomputes all that depends on it.
 
     Else the addresses of two accesses to the same rows are computed once and kept in registers
     across the loops between them, which costs the forward at d = 128 its last registers.
@@ -120,7 +120,7 @@ def keys_of_rows(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The key interval [start, stop) that each query row sees.
+    """Return the key interval [start, stop) that each query row sees.
 
     `shift` is the first query's position minus the first key's. With DOCUMENTS the intervals are
     read from `[query_length]` tables, causality included.
@@ -147,7 +147,7 @@ def queries_of_keys(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The query interval [start, stop) that sees each key: `keys_of_rows` from the other side."""
+    """Return the query interval [start, stop) that sees each key, as `keys_of_rows` inverted."""
     if DOCUMENTS:
         start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)
         stop = tl.load(stop_ptr + keys, mask=keys < key_length, other=0)
