@@ -156,7 +156,8 @@ class LmEval(Suite):
                         "task": name,
                         "version": self._library.version(name),
                         "shots": shots,
-                        "metric,filter": key,
+                        "metric": key.split(",", 1)[0],
+                        "filter": key.split(",", 1)[1],
                         "value": value,
                         "stderr": stderr,
                     }
