@@ -241,7 +241,7 @@ def copy_configs(
         Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
     ] = None,
 ) -> None:
-    """Copy a recipe and the files that it extends, so that you can edit them.
+    """Copy a recipe and the files that it extends, to edit them.
 
     Example: diffmegatron configs copy diff_3b_1t
     """

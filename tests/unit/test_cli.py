@@ -70,7 +70,7 @@ def test_help_names_every_command():
     assert all(command in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("group", [[], ["checkpoint"], ["attempt"], ["data"], ["dex"]])
+@pytest.mark.parametrize("group", [[], ["checkpoint"], ["attempt"], ["configs"], ["data"], ["dex"]])
 def test_help_says_of_every_command_a_whole_sentence(group):
     """What does not fit a line of 80 columns would end in dots."""
     text = diffmegatron(*group, "--help", COLUMNS="80").stdout
