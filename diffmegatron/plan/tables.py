@@ -139,6 +139,7 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
         ("backward: activations", stage.activations),
         ("  then logits and loss", stage.logits),
         ("  or a layer's gradients", stage.layer),
+        *([("  or the embedding's", stage.embedding)] if stage.embedding else []),
         ("or in the update", stage.update),
     ]
 
@@ -170,7 +171,10 @@ def _time_table(plan: Plan) -> Table:
     time = plan.time
     rows = [
         ("computing, recomputation included", _seconds(time.compute)),
-        ("communication that nothing hides", _seconds(time.communication)),
+        (
+            f"communication that nothing hides ({time.collectives:,} collectives)",
+            _seconds(time.communication),
+        ),
         (f"pipeline bubble ({time.bubble:.1%})", _seconds(time.idle)),
         ("optimizer", _seconds(time.optimizer)),
     ]

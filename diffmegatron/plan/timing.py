@@ -24,7 +24,12 @@ from diffmegatron.model.accounting.activations import (
     local_tokens,
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
-from diffmegatron.plan.traffic import count_traffic, forward_passes
+from diffmegatron.plan.traffic import (
+    busiest_stage,
+    forward_passes,
+    stage_collectives,
+    stage_traffic,
+)
 
 # The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
 GPUS_PER_NODE = 8
@@ -40,6 +45,7 @@ class Assumptions:
         memory: share of memory bandwidth that element-wise operations and the optimizer reach.
         network: bytes/s per GPU between nodes, in each direction (400 Gb/s per GPU).
         links: share of the links' and the network's rate that collectives reach.
+        latency: seconds that a collective takes however little it sends.
         host: bytes/s per GPU to the host's memory, and of its processors within it.
     """
 
@@ -48,6 +54,7 @@ class Assumptions:
     memory: float = 0.8
     network: float = 50e9
     links: float = 0.7
+    latency: float = 20e-6
     host: float = 25e9
 
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
@@ -63,6 +70,7 @@ class Assumptions:
             f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
             f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
             f"collectives reach {self.links:.0%} of links and network (optimistic)",
+            f"latency: {1e6 * self.latency:g} µs for each collective or message of a pipeline",
             "overlap: of ring attention's communication, and of the sum of ZeRO 1's gradients "
             "without pipeline, with the last microbatch's backward pass",
             "data loading, checkpoints and stragglers take no time (optimistic)",
@@ -74,7 +82,8 @@ class Estimate:
     """Seconds of a step by what they are spent on, ``bubble`` a share of the pipeline's time.
 
     ``compute`` is the busiest stage's, recomputation included; ``communication`` what is not
-    hidden behind it; ``idle`` the pipeline's bubble.
+    hidden behind it; ``idle`` the pipeline's bubble. ``collectives`` is their number per step on a
+    rank of the stage that sends most.
     """
 
     hardware: str
@@ -82,6 +91,7 @@ class Estimate:
     communication: float
     idle: float
     optimizer: float
+    collectives: int
     bubble: float
     utilization: float
     tokens_per_second: float
@@ -108,7 +118,8 @@ def estimate_time(
     microbatches = recipe.num_microbatches(world_size)
     each = _compute(recipe, accelerator, assumed)
     compute = each.total * microbatches
-    in_pipeline, at_the_end = _communication(recipe, world_size, accelerator, assumed, each)
+    stage = busiest_stage(recipe, world_size)
+    in_pipeline, at_the_end = _communication(recipe, world_size, stage, accelerator, assumed, each)
     bubble = bubble_share(recipe, microbatches)
     idle = bubble * (compute + in_pipeline)
     optimizer = _optimizer(recipe, world_size, accelerator, assumed)
@@ -122,6 +133,7 @@ def estimate_time(
         communication=in_pipeline + at_the_end,
         idle=idle,
         optimizer=optimizer,
+        collectives=stage_collectives(recipe, world_size, stage).total,
         bubble=bubble,
         utilization=model_flops_utilization(tokens_per_second, flops, world_size, accelerator),
         tokens_per_second=tokens_per_second,
@@ -231,31 +243,40 @@ def _elementwise_bytes(recipe: Recipe) -> float:
 
 
 def _communication(
-    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions, compute: Compute
+    recipe: Recipe,
+    world_size: int,
+    stage: int,
+    gpu: Accelerator,
+    assumed: Assumptions,
+    compute: Compute,
 ) -> tuple[float, float]:
-    """Seconds per step that nothing hides: within the pipeline's schedule, and after it.
+    """Return the seconds per step that nothing hides: within the pipeline's schedule, and after it.
 
-    Ranks are laid out with tensor parallel innermost, then context, data and pipeline (Megatron's
-    order), so a group reaches beyond a node once the product up to it is larger than one.
+    They are those of a rank of ``stage``. Each kind of traffic takes the time of its bytes and the
+    latency of its collectives. Ranks are laid out with tensor parallel innermost, then context,
+    data and pipeline (Megatron's order), so a group reaches beyond a node once the product up to it
+    is larger than one.
     """
-    parallel, traffic = recipe.parallel, count_traffic(recipe, world_size)
+    parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
+    calls = stage_collectives(recipe, world_size, stage)
     inner = parallel.tensor * parallel.context
     data = inner * recipe.data_parallel(world_size)
 
-    def seconds(size: float, span: int) -> float:
+    def seconds(kind: str, span: int) -> float:
         rate = gpu.link_bandwidth if span <= GPUS_PER_NODE else assumed.network
-        return size / (assumed.links * rate)
+        sending = getattr(traffic, kind) / (assumed.links * rate)
+        return sending + getattr(calls, kind) * assumed.latency
 
-    communication = seconds(traffic.context, inner)
+    communication = seconds("context", inner)
     if context_communication(recipe) == "ring":
         attention = compute.attention * recipe.num_microbatches(world_size)
         communication = max(0.0, communication - attention)
-    gradients = seconds(traffic.gradients, data)
+    gradients = seconds("gradients", data)
     if parallel.overlaps_gradients:
         gradients = max(gradients - compute.backward, gradients * _last_share(recipe))
-    zero = gradients + seconds(traffic.weights, data)
-    in_pipeline = seconds(traffic.tensor, parallel.tensor) + communication
-    return in_pipeline + seconds(traffic.pipeline, world_size), zero
+    zero = gradients + seconds("weights", data)
+    in_pipeline = seconds("tensor", parallel.tensor) + communication
+    return in_pipeline + seconds("pipeline", world_size), zero
 
 
 def _last_share(recipe: Recipe) -> float:

@@ -4,10 +4,12 @@ An all-gather or reduce-scatter of n bytes over k ranks sends n (k - 1) / k from
 twice that.
 """
 
+import math
 from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import rank_parameters, trained_parameters
+from diffmegatron.config.trainable_patterns import trains_everything
+from diffmegatron.model.accounting import REDUCE_BUCKET, rank_parameters, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -16,15 +18,22 @@ from diffmegatron.model.accounting.activations import (
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
 
+# Modules with weights of their own in a layer: four projections, two norms and the attention.
+_MODULES_PER_LAYER = 7
+
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent per step by a rank of the pipeline stage that sends most.
+    """Bytes that a rank sends per step, or the number of its collectives.
 
-    ``tensor``: all-reduces of the hidden state, or with sequence parallelism all-gathers and
-    reduce-scatters. ``context``: keys and values (ring, all-gather) or heads (ulysses).
-    ``pipeline``: hidden states to the next stage and their gradients back. ``gradients`` and
-    ``weights``: what ZeRO reduces and gathers over data x context parallel ranks.
+    Attributes:
+        tensor: all-reduces of the hidden state, or with sequence parallelism all-gathers and
+            reduce-scatters.
+        context: keys and values (ring, all-gather) or heads (ulysses).
+        pipeline: hidden states to the next stage, their gradients back, and the gradient of an
+            embedding that the first and the last stage share.
+        gradients: what ZeRO reduces over data x context parallel ranks.
+        weights: what ZeRO gathers over them.
     """
 
     tensor: int
@@ -40,18 +49,88 @@ class Traffic:
 
 
 def count_traffic(recipe: Recipe, world_size: int) -> Traffic:
-    """Traffic of a recipe on ``world_size`` ranks.
+    """Return the traffic of a rank of the pipeline stage that sends most, on ``world_size`` ranks.
+
+    That is the first, the last or one between them, which have as many layers each.
 
     Raises:
         UserError: the ranks do not fill the layout, or the batch does not divide over them.
     """
+    return stage_traffic(recipe, world_size, busiest_stage(recipe, world_size))
+
+
+def busiest_stage(recipe: Recipe, world_size: int) -> int:
+    """Return the pipeline stage whose ranks send most.
+
+    Raises:
+        UserError: as :func:`count_traffic`.
+    """
+    stages = recipe.parallel.pipeline
+    some = sorted({0, stages // 2, stages - 1})
+    return max(some, key=lambda stage: stage_traffic(recipe, world_size, stage).total)
+
+
+def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
+    """Return the traffic of a rank of one pipeline stage.
+
+    Raises:
+        UserError: as :func:`count_traffic`.
+    """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
-    gradients, weights = _zero(recipe, shards, microbatches)
+    gradients, weights = _zero(recipe, stage, shards, microbatches)
     return Traffic(
-        tensor=round(microbatches * _tensor(recipe)),
+        tensor=round(microbatches * _tensor(recipe, stage)),
         context=round(microbatches * _context(recipe)),
-        pipeline=round(microbatches * _pipeline(recipe)),
+        pipeline=round(microbatches * _pipeline(recipe, stage) + _tied(recipe, stage)),
+        gradients=round(gradients),
+        weights=round(weights),
+    )
+
+
+def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
+    """Return the number of collectives that a rank of a stage calls per step.
+
+    Messages of a pipeline are among them. Those of ``gradients`` and ``weights`` are an estimate:
+    how parameters fall into buckets is not counted. Sums of single numbers, on which ranks agree,
+    are left out.
+
+    Raises:
+        UserError: as :func:`count_traffic`.
+    """
+    parallel, model = recipe.parallel, recipe.model
+    microbatches = recipe.num_microbatches(world_size)
+    is_last = stage == parallel.pipeline - 1
+    tensor = 0.0
+    if parallel.tensor > 1:
+        # An all-reduce sends as much as an all-gather and a reduce-scatter.
+        per_collective = 1 if parallel.sequence_parallel else 2
+        tensor = _hidden_states_sent(recipe, stage) / per_collective
+        # Of the cross-entropy: the largest logit, and the sums.
+        tensor += 2 if is_last else 0
+    layers = model.num_layers / parallel.pipeline
+    again = 2 if recipe.recompute.granularity != "none" else 1
+    communication = context_communication(recipe)
+    context = 0.0
+    if communication == "ring":
+        context = layers * (again * (parallel.context - 1) + 2 * parallel.context - 1)
+    elif communication is not None:
+        # q, k and v together and the heads, or k and v together; and their gradients.
+        context = layers * (again + 1) * (2 if communication == "ulysses" else 1)
+    elements = sum(trained_parameters(recipe, stage))
+    gradients = weights = 0.0
+    if world_size > parallel.model_ranks or parallel.context > 1:
+        buckets = -(-elements // REDUCE_BUCKET)
+        gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
+        # Of each group of parameters, and with ZeRO 3 of each module, forward and backward.
+        weights = 2.0
+        if parallel.zero_stage == 3:
+            weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
+    tied = 1 if _tied(recipe, stage) else 0
+    return Traffic(
+        tensor=round(microbatches * tensor),
+        context=round(microbatches * context),
+        pipeline=round(microbatches * _messages(recipe, stage)) + tied,
         gradients=round(gradients),
         weights=round(weights),
     )
@@ -68,17 +147,50 @@ def _hidden_state(recipe: Recipe) -> int:
     return element * recipe.model.hidden_size * local_tokens(recipe)
 
 
-def _tensor(recipe: Recipe) -> float:
-    """Per microbatch. In the backward pass sequence parallelism gathers the inputs once more."""
+def _tensor(recipe: Recipe, stage: int) -> float:
+    """Return the bytes per microbatch."""
+    size = recipe.parallel.tensor
+    sent = _hidden_states_sent(recipe, stage) * _hidden_state(recipe) + _gates(recipe)
+    return (size - 1) / size * sent
+
+
+def _gates(recipe: Recipe) -> float:
+    """Return the bytes per microbatch of what attention computes of sharded hidden states itself.
+
+    Sequence-parallel ranks gather its matrix, and exchange rows of the sequence for heads.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    if not parallel.sequence_parallel:
+        return 0.0
+    rows = local_tokens(recipe) / parallel.tensor
+    elements = sum(
+        count * (math.prod(each.shape) + each.shape[0] * rows)
+        for kind, count in counted_kinds(model)
+        if kind.reads_hidden
+        for each in kind.parameters(model.hidden_size)
+        if each.role == "matrix"
+    )
+    passes = forward_passes(recipe) + 1
+    return BYTES[recipe.training.precision] * passes * elements / parallel.pipeline
+
+
+def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
+    """Return how often tensor-parallel ranks gather or scatter a microbatch's hidden state.
+
+    In the backward pass sequence parallelism gathers the inputs once more, those of the output
+    layer among them; a loss in chunks computes the logits again, and gathers for it.
+    """
     parallel = recipe.parallel
-    size, layers = parallel.tensor, recipe.model.num_layers // parallel.pipeline
-    share = (size - 1) / size
+    layers = recipe.model.num_layers // parallel.pipeline
     forward = 4
     backward = 6 if parallel.sequence_parallel else 4
-    # The embedding sums forward, the output layer backward; a stage has both, or at most one.
-    edges = 4 if parallel.pipeline == 1 else 2
-    passes = layers * (forward_passes(recipe) * forward + backward) + edges
-    return passes * share * _hidden_state(recipe)
+    # The embedding sums forward, the output layer backward.
+    edges = 2 if stage == 0 else 0
+    if stage == parallel.pipeline - 1:
+        edges += 2
+        if parallel.sequence_parallel:
+            edges += 2 if recipe.training.loss_chunk else 1
+    return layers * (forward_passes(recipe) * forward + backward) + edges
 
 
 def _context(recipe: Recipe) -> float:
@@ -94,7 +206,10 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            others = tokens * (heads.query_channels + heads.output_channels) / parallel.tensor
+            # Ordinary attention's heads are sent, and what a kind makes of them is made after.
+            is_softmax = kind.operation == "softmax"
+            results = heads.query_channels if is_softmax else heads.output_channels
+            others = tokens * (heads.query_channels + results) / parallel.tensor
             forward = backward = element * (pair + others) * (size - 1) / size
         else:
             forward = backward = element * pair * (size - 1)
@@ -106,30 +221,53 @@ def _context(recipe: Recipe) -> float:
     return total / parallel.pipeline
 
 
-def _pipeline(recipe: Recipe) -> float:
-    """Per microbatch: a stage in the middle sends forward and backward, for each virtual stage."""
+def _pipeline(recipe: Recipe, stage: int) -> float:
+    """Return the bytes per microbatch."""
+    parallel = recipe.parallel
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    return _messages(recipe, stage) * _hidden_state(recipe) / shards
+
+
+def _messages(recipe: Recipe, stage: int) -> int:
+    """Return the messages per microbatch: forward and backward for each virtual stage.
+
+    The last virtual stage of all sends nothing forward, the first nothing backward.
+    """
     parallel = recipe.parallel
     if parallel.pipeline == 1:
+        return 0
+    return 2 * parallel.virtual_pipeline - (1 if stage in (0, parallel.pipeline - 1) else 0)
+
+
+def _tied(recipe: Recipe, stage: int) -> float:
+    """Return the bytes per step of the sum of a tied embedding's gradient over its two stages.
+
+    An all-reduce of two ranks sends it once, in float32 with ZeRO 1.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
         return 0.0
-    shards = parallel.tensor if parallel.sequence_parallel else 1
-    directions = 1 if parallel.pipeline == 2 and parallel.virtual_pipeline == 1 else 2
-    return directions * parallel.virtual_pipeline * _hidden_state(recipe) / shards
+    if parallel.pipeline == 1 or not trains_everything(recipe):
+        return 0.0
+    return FLOAT32 * model.vocab_size * model.hidden_size / parallel.tensor
 
 
-def _zero(recipe: Recipe, shards: int, microbatches: int) -> tuple[float, float]:
-    """Gradients reduced and weights gathered, in the run's precision but for ZeRO 1's gradients.
+def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[float, float]:
+    """Return the bytes of gradients reduced and of weights gathered.
+
+    They are in the run's precision but for ZeRO 1's gradients.
 
     ZeRO 1 reduces once per step and in float32, 2 and 3 every microbatch; 1 and 2 gather the
     updated weights, 3 gathers all for each forward and each backward pass. Reductions are
     all-reduces but for ZeRO 3.
     """
-    share, stages = (shards - 1) / shards, range(recipe.parallel.pipeline)
-    trained = max(sum(trained_parameters(recipe, stage)) for stage in stages)
+    share = (shards - 1) / shards
+    trained = sum(trained_parameters(recipe, stage))
     size = share * BYTES[recipe.training.precision] * trained
     if recipe.parallel.zero_stage == 1:
         return 2 * share * FLOAT32 * trained, size
     if recipe.parallel.zero_stage == 2:
         return 2 * size * microbatches, size
-    whole = max(sum(rank_parameters(recipe, stage)) for stage in stages)
+    whole = sum(rank_parameters(recipe, stage))
     gathered = share * BYTES[recipe.training.precision] * whole
     return size * microbatches, 2 * gathered * microbatches

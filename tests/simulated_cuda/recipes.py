@@ -1,9 +1,10 @@
 """Run every recipe of ``configs/`` at its true depth: ``python -m tests.simulated_cuda.recipes``.
 
 Two steps of one microbatch (in a pipeline as many as it has stages), as the first rank and, in a
-pipeline, as ranks of a stage in the middle and of the last. Writes what each took to
-``benchmarks/results/simulated_cuda.json``; takes some ten minutes of a core. DEX extends half of
-each layer's heads, since nothing has selected any.
+pipeline, as ranks of a stage in the middle and of the last. Writes what each took, beside what
+``diffmegatron plan`` counts for it, to ``benchmarks/results/simulated_cuda.json``, and prints the
+components where the two differ by more than :mod:`.comparison` allows; takes some ten minutes of a
+core. DEX extends half of each layer's heads, since nothing has selected any.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ from diffmegatron.attention.variants.dex import SHARE, Dex
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.model.accounting import memory_by_stage
+from diffmegatron.plan.traffic import stage_traffic
 from tests.paths import CONFIGS, ROOT
+from tests.simulated_cuda.comparison import compare, recipe_of
 from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
 
 RESULTS = ROOT / "benchmarks" / "results" / "simulated_cuda.json"
@@ -105,6 +110,10 @@ def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
     head |= {"stage": case.stage} if case.stage else {}
     if isinstance(result, SimulationError):
         return head | {"error": str(result).rstrip().splitlines()[-1]}
+    compared = compare(case, result)
+    for component in compared:
+        if not component.is_within():
+            print(f"{case.recipe} rank {case.rank}: {component}", flush=True)
     step = [each for each in result.collectives if each.phase in ("forward_backward", "update")]
     sent: Counter[str] = Counter()
     for each in step:
@@ -123,6 +132,25 @@ def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
             each.count for each in result.launches if each.phase in ("forward_backward", "update")
         ),
         "waits": result.waits,
+        "executed_planned": {each.name: [each.executed, each.planned] for each in compared},
+        "outside": {each.name: round(each.error, 4) for each in compared if not each.is_within()},
+    }
+
+
+def planned(row: dict[str, Any]) -> dict[str, object]:
+    """Return what `plan` counts of the case of a row: its peak and what it sends by kind."""
+    case = Case(
+        row["recipe"],
+        row["gpus"],
+        rank=row["rank"],
+        microbatches=row["microbatches"],
+        stage=row.get("stage", 0),
+    )
+    recipe = recipe_of(case)
+    stage = case.rank * recipe.parallel.pipeline // case.world_size
+    return {
+        "peak": memory_by_stage(recipe, case.world_size)[stage].total,
+        "sent": asdict(stage_traffic(recipe, case.world_size, stage)),
     }
 
 
@@ -130,8 +158,17 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def write(rows: list[dict[str, object]]) -> None:
-    """Write all rows, one a line; waits are of both steps, the rest of the second."""
+def write(rows: list[dict[str, Any]]) -> None:
+    """Write all rows, one a line; waits are of both steps, the rest of the second.
+
+    Every row at scale that has run gets what `plan` counts now, old ones too.
+    """
+    rows = [
+        each | {"planned": planned(each)}
+        if "peak" in each and "/at_scale/" in each["recipe"]
+        else each
+        for each in rows
+    ]
     versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
     lines = ",\n ".join(json.dumps(each) for each in rows)
     RESULTS.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n {lines}\n]}}\n')

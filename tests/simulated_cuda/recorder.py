@@ -370,8 +370,11 @@ class Recorder(TorchDispatchMode):
             return "update"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
-        is_whole_stage = not self._modules or self._modules[-1].count(".") <= 1
-        is_loss = self._modules and self._modules[-1].endswith(_OUTPUT_LAYER)
+        if not self._modules:
+            # What a stage of a pipeline receives.
+            return "activations"
+        is_whole_stage = self._modules[-1].count(".") <= 1
+        is_loss = self._modules[-1].endswith(_OUTPUT_LAYER)
         return "loss" if is_loss or is_whole_stage else "activations"
 
     def _enter_module(self, module: torch.nn.Module, _: Any) -> None:

@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
         signal_heads: query heads of the first map; of "softmax", all query heads.
         noise_heads: query heads of the second map, h / r; 0 with one map.
         kv_heads: heads of keys and of values.
-        keys: length t of the keys.
+        keys: length t of the keys; a mean where queries have different ones.
     """
 
     element: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     signal_heads: int
     noise_heads: int
     kv_heads: int
-    keys: int
+    keys: float
 
     @property
     def is_grouped(self) -> bool:
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 Work = Callable[[Sizes], tuple[int, int]]
-Saved = Callable[[Sizes], int]
+Saved = Callable[[Sizes], float]
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
@@ -116,9 +116,19 @@ def own_output(sizes: Sizes) -> int:
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
-def whole_maps(sizes: Sizes) -> int:
-    """Return the bytes of each softmax, once more without empty rows, and of V's factor."""
-    return sizes.element * sizes.keys * 2 * (sizes.signal_heads + sizes.noise_heads)
+def whole_maps(sizes: Sizes) -> float:
+    """Return the bytes of each softmax, once more without empty rows, and of V's factor.
+
+    Beside them each map's mask, of a byte per pair, which all heads share; and of keys and values
+    that several heads share a copy for each head in their place.
+    """
+    kv, maps = sizes.kv_heads, [sizes.signal_heads]
+    values = sizes.signal_heads - kv
+    if sizes.noise_heads:
+        maps.append(sizes.noise_heads)
+        values *= 2
+    copies = sizes.element * sizes.head_dim * (values + sum(heads - kv for heads in maps))
+    return sizes.keys * (2 * sizes.element * sum(maps) + len(maps)) + copies
 
 
 def ring_saved(sizes: Sizes) -> int:

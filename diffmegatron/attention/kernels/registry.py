@@ -67,6 +67,9 @@ class Backend:
         note: one clause that describes it, shown as the reason of a choice.
         work: multiply-adds per pair of a query and a visible key, of all heads: forward, backward.
         saved: bytes per query kept for the backward pass beside q, k, v and the result.
+        keeps_bias: whether the mask of packed documents is a tensor of a number per pair, which
+            all heads share and the backward pass keeps; `saved` does not have it.
+        keeps_values: whether v itself is kept; else `saved` has the copies in its place.
         keeps_result: whether its result is kept as well: before a headwise norm, the norm's input.
         devices, dtypes, head_dims: supported ones; None means any.
         library: name of the library it needs beside torch, or None.
@@ -85,6 +88,8 @@ class Backend:
     note: str
     work: costs.Work
     saved: costs.Saved
+    keeps_bias: bool = False
+    keeps_values: bool = True
     keeps_result: bool = False
     devices: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
@@ -151,6 +156,7 @@ DIFFERENTIAL = {
         "four calls of FlashAttention 2: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
+        keeps_values=False,
         devices=("cuda",),
         dtypes=SIXTEEN_BITS,
         head_dims=tuple(range(8, 257, 8)),
@@ -174,6 +180,8 @@ DIFFERENTIAL = {
         "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
         work=costs.per_head((4, 4), (10, 10)),
         saved=costs.four_calls,
+        keeps_bias=True,
+        keeps_values=False,
         # torch's flash kernels, which return log-sum-exps, take no mask but a causal one.
         lacks=frozenset({"masked chunks"}),
         chunk_dtypes={"cuda": SIXTEEN_BITS},
@@ -222,6 +230,7 @@ SOFTMAX = {
         "torch's scaled_dot_product_attention",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.log_sum_exps,
+        keeps_bias=True,
         keeps_result=True,
         lacks=frozenset({"masked chunks"}),
         chunk_dtypes={"cuda": SIXTEEN_BITS},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field
 
 from diffmegatron.attention.kernels.costs import Sizes
-from diffmegatron.attention.kernels.registry import BACKENDS
+from diffmegatron.attention.kernels.registry import BACKENDS, Backend
 from diffmegatron.attention.variants.hugging_face import HuggingFace, WeightRule
 from diffmegatron.attention.variants.layer import Context, Layer
 from diffmegatron.attention.variants.projection_heads import Heads
@@ -90,7 +90,11 @@ class Kernels:
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: how the context-parallel ranks communicate; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys of the whole sequence.
+        keys: number of keys that a query's row of scores has, the mean over the rank's queries;
+            of packed documents, those of all rows of the microbatch.
+        has_mask: whether rows of scores need more than a plain causal mask: of packed documents,
+            or of an all-gather, whose chunks of queries end where the keys end.
+        recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
     element: int
@@ -98,16 +102,27 @@ class Kernels:
     backend: str
     communication: ContextCommunication | None
     context: int
-    keys: int
+    keys: float
+    has_mask: bool
+    recomputes_core: bool
 
-    def gathered(self, channels: int, copies: int) -> float:
-        """Return the bytes of a whole sequence's keys and values in place of this rank's.
-
-        ``copies`` are of the keys' size: an all-gather's, of which the rank's own count already.
-        """
+    @property
+    def keys_per_query(self) -> float:
+        """Keys that a rank's calls of attention are given together, over its queries."""
         if self.communication != "all_gather":
-            return 0.0
-        return self.element * channels * (copies * self.context - 2)
+            return 1.0
+        # Up to the end of either chunk of the queries, a chunk from each half of the sequence.
+        return (2 * self.context + 1) / 2
+
+    def softmax_keys(self, heads: Heads, backend: Backend) -> float:
+        """Return the bytes per token of the keys and values that ordinary attention keeps.
+
+        Under a mask torch's kernels take no groups of queries: each query head has a copy then.
+        """
+        if self.has_mask and backend.keeps_bias and heads.queries > heads.keys:
+            return 2 * self.element * heads.query_channels * self.keys_per_query
+        whole = self.context if self.communication == "all_gather" else 1
+        return 2 * self.element * heads.key_channels * whole
 
 
 class Variant(Section, ABC):
@@ -297,7 +312,7 @@ class Variant(Section, ABC):
         sizes = self.kernel_sizes(element=2, keys=0)
         return BACKENDS[self.operation][backend].work(sizes)
 
-    def kernel_sizes(self, element: int, keys: int) -> Sizes:
+    def kernel_sizes(self, element: int, keys: float) -> Sizes:
         """Return the sizes that the costs of :attr:`operation` depend on, all heads together.
 
         Args:

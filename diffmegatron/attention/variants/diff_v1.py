@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from diffmegatron.attention.kernels import costs
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Backend
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
     FLOAT32,
@@ -141,15 +141,35 @@ class DiffV1(Variant):
             core = backend.saved(sizes)
             fuses_norm = backend.fuses_norm and not sizes.is_grouped
             core += kernels.element * outputs if backend.keeps_result else 0
-        core += kernels.gathered(heads.key_channels, copies=3)
         if self.headwise_norm and not fuses_norm:
             # Its float32 input and one float32 per head; on a CPU the normalised input as well.
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
-        projected = heads.query_channels + 2 * heads.key_channels + outputs
-        return kernels.element * projected, core
+        projected = kernels.element * (heads.query_channels + outputs)
+        if kernels.recomputes_core:
+            # The values are a view of the fused projection, all of which stays.
+            projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
+        return projected + self._keys_bytes(kernels, backend), core
+
+    def _keys_bytes(self, kernels: Kernels, backend: Backend) -> float:
+        """Return the bytes per token of the keys and values that are kept."""
+        keys = kernels.element * self.heads.key_channels
+        if kernels.communication == "ring":
+            return 2 * keys
+        whole = kernels.context if kernels.communication == "all_gather" else 1
+        if backend.keeps_values:
+            return 2 * keys * whole
+        if kernels.has_mask and backend.keeps_bias and self.num_heads > self.num_kv_heads:
+            # Under a mask torch's kernels take no groups of queries: in each of the four calls
+            # every query head has a copy of its key and its half of the value.
+            heads = self.num_heads + self.noise_heads
+            return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
+        # Copies of the values, one of which the backend counts. What has come from other ranks is
+        # one tensor with the keys, all of which stays.
+        arrived = 0 if kernels.communication is None else keys * whole
+        return keys * (whole + kernels.keys_per_query - 1) + arrived
 
     @override
-    def kernel_sizes(self, element: int, keys: int) -> costs.Sizes:
+    def kernel_sizes(self, element: int, keys: float) -> costs.Sizes:
         return costs.Sizes(
             element, self.head_dim, self.num_heads, self.noise_heads, self.num_kv_heads, keys
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
+from diffmegatron.attention.kernels.registry import SOFTMAX
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
     FLOAT32,
@@ -78,15 +79,22 @@ class DiffV2(Variant):
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of ordinary attention, and of its output before the subtraction.
+        """Return the bytes of ordinary attention, and of the signal less the noise.
 
-        The values are a view of the fused projection, all of which stays beside rotated q and k.
+        On one rank the values are a view of the fused projection, all of which stays beside rotated
+        q and k.
         """
-        heads, element = self.heads, kernels.element
-        queries, keys = heads.query_channels, heads.key_channels
-        projected = element * (2 * queries + 3 * keys + heads.output_channels)
-        core = element * queries + FLOAT32 * (heads.queries + self.num_heads)
-        return projected, core + kernels.gathered(keys, copies=2)
+        heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
+        queries = element * heads.query_channels
+        projected = queries + kernels.softmax_keys(heads, backend) + element * heads.output_channels
+        core: float = queries + FLOAT32 * (heads.queries + self.num_heads)
+        if kernels.communication is None:
+            projected += queries + element * heads.key_channels
+        is_copied = kernels.communication in ("all_gather", "ulysses")
+        if is_copied or (kernels.has_mask and backend.keeps_bias):
+            # The kernel's output, of which the heads are a copy.
+            core += queries
+        return projected, core
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
         """Return lambda = sigmoid(x W_lambda), [s, b, heads of this rank], float32 at least."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
+from diffmegatron.attention.kernels.registry import SOFTMAX
 from diffmegatron.attention.variants import hugging_face as hf
 from diffmegatron.attention.variants.base import (
     FLOAT32,
@@ -78,14 +79,20 @@ class Softmax(Variant):
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
         """As :class:`Variant` says.
 
-        The values are a view of the fused projection, all of which stays beside rotated q and k;
-        the kernel's output is the output projection's input.
+        q, the input of the output projection, keys and values. On one rank the values are a view of
+        the fused projection, all of which stays beside rotated q and k, and the kernel's output is
+        the output projection's input.
         """
-        heads, element = self.heads, kernels.element
-        projected = 3.0 * element * (heads.query_channels + heads.key_channels)
-        core = FLOAT32 * heads.queries + kernels.gathered(heads.key_channels, copies=2)
-        if kernels.communication == "ring":
-            core += element * heads.query_channels
+        heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
+        queries = element * heads.query_channels
+        projected = 2 * queries + kernels.softmax_keys(heads, backend)
+        core: float = FLOAT32 * heads.queries
+        if kernels.communication is None:
+            projected += queries + element * heads.key_channels
+        is_copied = kernels.communication in ("all_gather", "ulysses")
+        if is_copied or (kernels.has_mask and backend.keeps_bias):
+            # The kernel's output, of which the result is a copy.
+            core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)
         if self.headwise_norm:

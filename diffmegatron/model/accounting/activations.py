@@ -8,11 +8,13 @@ subtracted, and LoRA's narrow inputs are not added.
 
 from typing import Literal
 
+from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.variants.base import ContextCommunication, Kernels, Variant
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import stage_kinds
+from diffmegatron.config.tensors import EMBEDDING, OUTPUT, network_tensors, stage_kinds
+from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 
 Device = Literal["gpu", "cpu"]
 BYTES = {"bf16": 2, "fp32": 4}
@@ -22,16 +24,21 @@ FLOAT32 = 4
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes that a pipeline stage's layers keep for all microbatches in flight."""
     parallel = recipe.parallel
-    kept = virtual_stages_in_flight(recipe, stage, microbatches) * _virtual_stage_bytes(
-        recipe, stage, device
-    )
-    kept += _angle_bytes(recipe)
+    in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
+    kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
+    sharded = _hidden_bytes(recipe) * local_tokens(recipe)
+    if stage == 0 and not _is_trained(recipe, EMBEDDING):
+        # No gradient leads to the first layer's input, so that nothing keeps it.
+        kept -= sharded
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
-        return round(kept + local_tokens(recipe) * _norm_and_projection_input(recipe, device))
-        # Megatron-core keeps the sent hidden states until their gradient arrives.
-    sent = _hidden_bytes(recipe) * local_tokens(recipe)
-    return round(kept + virtual_stages_in_flight(recipe, stage, microbatches) * sent)
+        kept += local_tokens(recipe) * _norm_and_projection_input(recipe, device)
+        exchanged = in_flight - 1
+    else:
+        # Add the gradient that has arrived; interleaved, the next input has arrived as well.
+        exchanged = in_flight + (1 if parallel.virtual_pipeline == 1 else 2)
+    # Megatron-core keeps the sent hidden states until their gradient arrives.
+    return round(kept + exchanged * sharded)
 
 
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
@@ -54,49 +61,120 @@ def local_tokens(recipe: Recipe) -> int:
     return training.micro_batch_size * training.seq_length // recipe.parallel.context
 
 
-def layer_backward(recipe: Recipe, device: Device) -> int:
-    """Return the temporary bytes of one layer's backward pass, in addition to the activations.
+def layer_backward(recipe: Recipe, stage: int, device: Device) -> int:
+    """Return the bytes beside the activations while one layer's backward pass runs.
 
-    They are the gradients of SwiGLU's projections and of the hidden state, one projection's weight
-    gradient, and the activations of layers that are recomputed.
+    It is the moment of the first projection of SwiGLU: the gradients of its output, of its weight
+    and of its input, the residual stream's, and of recomputed layers what they keep once they are
+    run again. What SwiGLU has kept is freed (:func:`layer_freed`).
     """
     model, parallel = recipe.model, recipe.parallel
     element = BYTES[recipe.training.precision]
     ffn = model.ffn_hidden_size / parallel.tensor
-    hidden_states = element * (2 * ffn + 2 * model.hidden_size)
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    # The residual stream's gradient, which the first stage of a pipeline has received and the
+    # activations count; sequence-parallel ranks sum the input's into another tensor, and
+    # interleaved stages of one layer copy what they receive.
+    virtual_stages = parallel.pipeline * parallel.virtual_pipeline
+    is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
+    copies = (stage > 0 or parallel.pipeline == 1) + (shards > 1) + is_copied
+    streams = copies * model.hidden_size / shards
+    hidden_states = element * (2 * ffn + model.hidden_size + streams)
     weight_gradient = element * 2 * ffn * model.hidden_size
     again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
+    if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
+        again -= _swiglu_bytes(recipe, device)
     return round(local_tokens(recipe) * hidden_states + weight_gradient + again)
 
 
-def logits_bytes(recipe: Recipe, device: Device) -> int:
-    """Return the bytes at the loss: logits of a chunk, or the output layer's gradients.
+def layer_freed(recipe: Recipe, device: Device) -> int:
+    """Return the bytes of the activations that are freed when :func:`layer_backward` is reached."""
+    if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
+        return 0
+    return round(_swiglu_bytes(recipe, device))
 
-    On a GPU the cross-entropy overwrites the logits with their gradient. On a CPU Megatron-core's
-    makes float32 probabilities, in bf16 in addition to the logits. In the backward pass the weight
-    gradient of the output layer is held together with the gradient of the logits.
+
+def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
+    """Return the bytes that SwiGLU and the projection after it keep of a microbatch.
+
+    They are gate and up projection and their product; unfused also its two factors.
     """
-    model, training = recipe.model, recipe.training
-    element = BYTES[training.precision]
-    tokens = min(local_tokens(recipe), training.loss_chunk or local_tokens(recipe))
-    vocabulary = model.vocab_size / recipe.parallel.tensor
+    factors = 3 if device == "gpu" else 5
+    element, ffn = BYTES[recipe.training.precision], recipe.model.ffn_hidden_size
+    return local_tokens(recipe) * factors * element * ffn / recipe.parallel.tensor
+
+
+def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
+    """Return the bytes at the loss: the logits, or the gradient of the output layer.
+
+    On a GPU the cross-entropy writes their gradient over the logits; Megatron-core's, elsewhere,
+    makes float32 probabilities of them, in bf16 beside them. Then the output layer's weight
+    gradient is held beside the gradient of the logits, and the hidden states' beside both. Of
+    several chunks of tokens, one has logits at a time; its weight gradient is added to that of
+    those before. Sequence-parallel ranks sum the gradient of the hidden states into a tensor of
+    their own; in a pipeline there is one more. Offloaded, the output layer's input is back from the
+    host.
+
+    Args:
+        recipe: the recipe.
+        device: whose operations.
+        gradient_copy: bytes that the ZeRO engine allocates for the weight gradient, when logits
+            and the output layer's input are freed.
+    """
+    model, training, parallel = recipe.model, recipe.training, recipe.parallel
+    element, tokens = BYTES[training.precision], local_tokens(recipe)
+    chunk = min(tokens, training.loss_chunk or tokens)
+    vocabulary = model.vocab_size / parallel.tensor
     per_logit = element
     if device == "cpu" and training.precision == "bf16":
         per_logit += FLOAT32
-    hidden_state = element * model.hidden_size * tokens
-    weight_gradient = element * vocabulary * model.hidden_size
-    backward = element * tokens * vocabulary + weight_gradient + hidden_state
-    return round(max(per_logit * tokens * vocabulary, backward))
+    sharded = _hidden_bytes(recipe) * tokens
+    hidden_gradient: float = element * model.hidden_size * chunk
+    if parallel.sequence_parallel or chunk < tokens:
+        hidden_gradient += sharded
+    output = EMBEDDING if model.tied_embeddings else OUTPUT
+    weights = vocabulary * model.hidden_size if _is_trained(recipe, output) else 0
+    gradients = 2 if chunk < tokens else 1
+    backward = element * (chunk * vocabulary + gradients * weights) + hidden_gradient
+    if training.offload_activations or parallel.pipeline > 1:
+        backward += sharded
+    copied = element * weights + gradient_copy + hidden_gradient - sharded
+    return round(max(per_logit * chunk * vocabulary, backward, copied))
+
+
+def _is_trained(recipe: Recipe, name: str) -> bool:
+    """Whether a tensor of the network has a gradient."""
+    return trains_everything(recipe) or any(
+        each.name == name and trained_parts(each, recipe) for each in network_tensors(recipe.model)
+    )
+
+
+def embedding_backward(recipe: Recipe, stage: int) -> int:
+    """Return the bytes beside the activations while the embedding's backward pass runs.
+
+    They are the gradients of its weight and of its output, which sequence-parallel ranks gather
+    from another tensor. Only the first stage of a pipeline holds activations of other microbatches
+    then; those of this one are freed (:func:`virtual_stage_bytes`).
+    """
+    parallel, model = recipe.parallel, recipe.model
+    if stage > 0 or parallel.pipeline == 1 or not _is_trained(recipe, EMBEDDING):
+        return 0
+    element = BYTES[recipe.training.precision]
+    weights = model.vocab_size * model.hidden_size // parallel.tensor
+    streams = model.hidden_size
+    if parallel.sequence_parallel:
+        streams += model.hidden_size // parallel.tensor
+    return element * (weights + streams * local_tokens(recipe))
 
 
 def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
     """Return the bytes of activations that are offloaded to host memory."""
     if not recipe.training.offload_activations:
         return 0
-    return stage_activations(recipe, stage, microbatches, device)
+    return stage_activations(recipe, stage, microbatches, device) - shared_bytes(recipe)
 
 
-def _virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
+def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     """Return the bytes that a virtual stage keeps of one microbatch, with its recomputation.
 
     With several kinds of attention this uses the mean over the pipeline stage's layers.
@@ -149,15 +227,11 @@ def _layer_bytes(
         kind: kind of attention of the layer.
         recomputed: whether the layer is being recomputed, and thus keeps everything.
     """
-    element, tensor = BYTES[recipe.training.precision], recipe.parallel.tensor
-    # SwiGLU keeps gate and up projection, fc2 keeps its input; unfused SwiGLU keeps its factors.
-    factors = 3 if device == "gpu" else 5
-    mlp = factors * element * recipe.model.ffn_hidden_size / tensor
     attention, core = attention_bytes_per_token(recipe, device, kind)
     if recomputed or recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
-    return local_tokens(recipe) * (norms + attention + mlp)
+    return local_tokens(recipe) * (norms + attention) + _swiglu_bytes(recipe, device)
 
 
 def _hidden_bytes(recipe: Recipe) -> float:
@@ -189,16 +263,31 @@ def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> 
     Returns:
         Bytes of q, k, v and the output projection's input, and bytes of the core attention.
     """
-    kernels = Kernels(
+    kernels = _kernels(recipe, device, kind)
+    projected, core = (each / recipe.parallel.tensor for each in kind.kept_bytes(kernels))
+    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].keeps_bias:
+        core += kernels.element * kernels.keys
+    return projected, core
+
+
+def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
+    communication = context_communication(recipe)
+    has_documents = bool(recipe.data.reset_attention_mask)
+    rows = recipe.training.micro_batch_size if has_documents else 1
+    keys: float = rows * recipe.training.seq_length
+    if communication == "all_gather":
+        # A rank has a chunk from each half of the sequence, and attends up to its end.
+        keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
+    return Kernels(
         element=BYTES[recipe.training.precision],
         device=device,
         backend=planned_backend(recipe, kind, device),
-        communication=context_communication(recipe),
+        communication=communication,
         context=recipe.parallel.context,
-        keys=recipe.training.seq_length,
+        keys=keys,
+        has_mask=has_documents or communication == "all_gather",
+        recomputes_core=recipe.recompute.granularity == "selective",
     )
-    projected, core = kind.kept_bytes(kernels)
-    return projected / recipe.parallel.tensor, core / recipe.parallel.tensor
 
 
 def context_communication(recipe: Recipe) -> ContextCommunication | None:
@@ -206,7 +295,16 @@ def context_communication(recipe: Recipe) -> ContextCommunication | None:
     return None if recipe.parallel.context == 1 else chosen_communication(recipe)
 
 
-def _angle_bytes(recipe: Recipe) -> float:
-    """Return the bytes of rotary angles, which all layers and microbatches share."""
-    positions = recipe.training.seq_length / recipe.parallel.context
-    return FLOAT32 * recipe.model.attention.head_dim * positions
+def shared_bytes(recipe: Recipe) -> int:
+    """Return the bytes that all layers and microbatches share.
+
+    They are each virtual stage's angles of the rotary embedding, and with sequence parallelism the
+    buffer into which Megatron-core gathers the hidden states of the tensor-parallel ranks.
+    """
+    parallel = recipe.parallel
+    positions = recipe.training.seq_length // parallel.context
+    shared = FLOAT32 * recipe.model.attention.head_dim * positions * parallel.virtual_pipeline
+    if parallel.sequence_parallel:
+        element = BYTES[recipe.training.precision]
+        shared += element * recipe.model.hidden_size * local_tokens(recipe)
+    return shared

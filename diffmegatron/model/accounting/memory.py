@@ -37,6 +37,9 @@ class StageMemory:
         activations: kept activations at the peak of a step.
         logits: memory of the loss and the output layer's gradient, beside the activations.
         layer: memory of one layer's backward pass, beside the activations.
+        layer_freed: activations that are freed by the time of ``layer``.
+        embedding: memory of the embedding's backward pass on the first stage of a pipeline.
+        embedding_freed: activations that are freed by the time of ``embedding``.
         update: memory of the optimizer's update, after the activations are freed.
         host: offloaded memory, which is not part of the total.
     """
@@ -49,6 +52,9 @@ class StageMemory:
     activations: int
     logits: int
     layer: int
+    layer_freed: int
+    embedding: int
+    embedding_freed: int
     update: int
     host: int
 
@@ -58,9 +64,19 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
+    def passing(self) -> tuple[int, int]:
+        """Estimated activations and memory beside them, at the moment with most of both."""
+        moments = (
+            (self.activations, self.logits),
+            (self.activations - self.layer_freed, self.layer),
+            (self.activations - self.embedding_freed, self.embedding),
+        )
+        return max(moments, key=sum)
+
+    @property
     def total(self) -> int:
         """Estimated peak: the allocated bytes and the largest temporary part."""
-        return self.held + max(self.activations + max(self.logits, self.layer), self.update)
+        return self.held + max(sum(self.passing), self.update)
 
 
 def memory_by_stage(
@@ -106,11 +122,17 @@ def _stage_memory(
     kept = activations.stage_activations(recipe, stage, microbatches, device)
     waiting = activations.offloaded_activations(recipe, stage, microbatches, device)
     states = _states(recipe, stage, shards)
+    copy = _gradient_copy(recipe, stage)
+    embedding = activations.embedding_backward(recipe, stage)
+    freed = activations.virtual_stage_bytes(recipe, stage, device) if embedding else 0
     return replace(
         states,
         activations=kept - waiting,
-        logits=activations.logits_bytes(recipe, device) if is_last else 0,
-        layer=activations.layer_backward(recipe, device),
+        logits=activations.logits_bytes(recipe, device, copy) if is_last else 0,
+        layer=states.layer + activations.layer_backward(recipe, stage, device),
+        layer_freed=activations.layer_freed(recipe, device),
+        embedding=embedding,
+        embedding_freed=0 if recipe.training.offload_activations else round(freed),
         host=states.host + waiting,
     )
 
@@ -135,6 +157,9 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
         activations=0,
         logits=0,
         layer=0,
+        layer_freed=0,
+        embedding=0,
+        embedding_freed=0,
         update=FLOAT32 * trained // shards,
         host=0,
     )
@@ -174,7 +199,14 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
     left = BYTES[recipe.training.precision] * elements // shards
-    return replace(states, gradients=states.gradients // shards, update=max(update, left))
+    return replace(
+        states,
+        gradients=states.gradients // shards,
+        # The bucket is made when the first gradient comes, which is after the loss.
+        communication=0,
+        layer=states.communication,
+        update=max(update, left),
+    )
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
@@ -208,7 +240,8 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
     ZeRO 1 and 2 also keep the updated partition in the run's precision there, and a buffer of the
     largest parameter, of which the device has another. ZeRO 1 still accumulates all gradients on
-    the device in float32, and reduces them in a float32 bucket.
+    the device in float32, and reduces them in a float32 bucket; it sums a copy of a gradient that
+    is larger than the bucket. ZeRO 2 takes the norm in float64.
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -216,15 +249,34 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     if recipe.parallel.zero_stage == 3:
         host = states.optimizer + 2 * gradients
         return replace(states, optimizer=0, gradients=0, update=0, host=host)
-    buffer = element * largest_trained(recipe, states.stage)
-    bucket = element if recipe.parallel.zero_stage == 2 else FLOAT32
+    largest = largest_trained(recipe, states.stage)
+    buffer = element * largest
+    if recipe.parallel.zero_stage == 2:
+        held, update = buffer, states.update
+    else:
+        held = FLOAT32 * REDUCE_BUCKET + buffer
+        update = FLOAT32 * largest if largest > REDUCE_BUCKET else 0
     return replace(
         states,
         optimizer=0,
-        communication=bucket * REDUCE_BUCKET + buffer,
-        update=0,
+        communication=held,
+        update=update,
         host=states.optimizer + gradients + element * partition + buffer,
     )
+
+
+def _gradient_copy(recipe: Recipe, stage: int) -> int:
+    """Return the bytes that DeepSpeed allocates for the gradient of the output layer's weight.
+
+    With the optimizer offloaded, ZeRO 1 adds each gradient to the others as float32. ZeRO 2 makes
+    its bucket, and clones a gradient that is larger than it.
+    """
+    element, largest = BYTES[recipe.training.precision], largest_trained(recipe, stage)
+    if not recipe.parallel.offload_optimizer or recipe.parallel.zero_stage == 3:
+        return 0
+    if recipe.parallel.zero_stage == 2:
+        return element * (REDUCE_BUCKET + (largest if largest > REDUCE_BUCKET else 0))
+    return FLOAT32 * largest
 
 
 def _vocabulary_elements(recipe: Recipe) -> int:

@@ -302,8 +302,14 @@ def test_json_has_everything_and_adds_up(capsys):
     assert [stage["stage"] for stage in values["memory"]] == [0, 1]
     for stage in values["memory"]:
         held = sum(stage[name] for name in ("weights", "gradients", "optimizer", "communication"))
-        backward = stage["activations"] + max(stage["logits"], stage["layer"])
-        assert held + max(backward, stage["update"]) == stage["total"]
+        kept = stage["activations"]
+        moments = (
+            kept + stage["logits"],
+            kept - stage["layer_freed"] + stage["layer"],
+            kept - stage["embedding_freed"] + stage["embedding"],
+            stage["update"],
+        )
+        assert held + max(moments) == stage["total"]
     assert values["total_flops"] == values["tokens"] * values["flops_per_token"]["training"]
 
 

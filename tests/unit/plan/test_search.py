@@ -61,7 +61,7 @@ def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
 
 
 def test_gpus_that_no_layout_fills_are_told_with_the_batch_that_would():
-    with pytest.raises(UserError, match=r"no layout fills 11 ranks .* 1024 is no multiple"):
+    with pytest.raises(UserError, match=r"no layout fills 11 ranks .* 1024 is not a multiple"):
         search(load_recipe(FILE), 11, "H100")
 
 

@@ -9,7 +9,7 @@ from diffmegatron.model.accounting import ACCELERATORS, memory_by_stage, trained
 from diffmegatron.model.accounting.activations import attention_bytes_per_token
 from diffmegatron.plan.search import search
 from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
-from diffmegatron.plan.traffic import count_traffic
+from diffmegatron.plan.traffic import Traffic, count_traffic, stage_collectives, stage_traffic
 from tests.paths import CONFIGS
 
 WIDE = {"attention": {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}}
@@ -56,10 +56,10 @@ def test_tensor_parallel_sums_twice_a_layer_and_direction():
 
 
 def test_sequence_parallel_gathers_the_inputs_again_in_the_backward_pass():
-    """Each all-reduce as two halves, and a gather before both weight gradients of a layer."""
+    """Each all-reduce as two halves, and a gather before each weight gradient that needs it."""
     layout = {"tensor": 4, "sequence_parallel": True}
     sent = count_traffic(make_recipe(parallel=layout), 4).tensor
-    assert sent == BATCH * (2 * (4 * LAYERS + 2) + 2 * LAYERS) * 3 / 4 * STATE
+    assert sent == BATCH * (2 * (4 * LAYERS + 2) + 2 * LAYERS + 1) * 3 / 4 * STATE
 
 
 def test_recomputing_repeats_the_forward_passes_communication():
@@ -87,7 +87,9 @@ def test_context_parallel_exchanges_by_kind():
 
 def test_a_stage_in_the_middle_sends_both_ways():
     assert count_traffic(make_recipe(parallel={"pipeline": 2}), 2).pipeline == BATCH * STATE
-    assert count_traffic(make_recipe(parallel={"pipeline": 4}), 4).pipeline == 2 * BATCH * STATE
+    layout = make_recipe(parallel={"pipeline": 4})
+    assert count_traffic(layout, 4).pipeline == 2 * BATCH * STATE
+    assert [stage_traffic(layout, 4, stage).pipeline for stage in (0, 3)] == [BATCH * STATE] * 2
     interleaved = {"pipeline": 4, "virtual_pipeline": 2}
     assert count_traffic(make_recipe(parallel=interleaved), 4).pipeline == 4 * BATCH * STATE
 
@@ -103,6 +105,38 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
     assert second.weights == first.weights
     assert third.gradients == pytest.approx(4 * first.weights)
     assert third.weights == pytest.approx(2 * 4 * first.weights)
+
+
+def test_collectives_are_counted_by_hand():
+    """Of 8 layers, a microbatch a sequence; both sums of the cross-entropy with the tensor's."""
+
+    def calls(ranks: int, stage: int = 0, **parallel: object) -> Traffic:
+        return stage_collectives(make_recipe(parallel=parallel), ranks, stage)
+
+    # Two all-reduces a layer and direction, or two all-gathers and two reduce-scatters and in the
+    # backward pass two gathers more; of embedding and output layer 1 + 1, and 2 + 3.
+    assert calls(4, tensor=4).tensor == BATCH * (4 * LAYERS + 2 + 2)
+    assert calls(4, tensor=4, sequence_parallel=True).tensor == BATCH * (10 * LAYERS + 5 + 2)
+    context = {"context": 4, "context_communication": "ring"}
+    assert calls(4, **context).context == BATCH * LAYERS * (3 + 3 + 4)
+    assert calls(4, **context | {"context_communication": "ulysses"}).context == BATCH * LAYERS * 4
+    assert [calls(4, stage, pipeline=4).pipeline for stage in (0, 1, 3)] == [
+        BATCH,
+        2 * BATCH,
+        BATCH,
+    ]
+    assert calls(1).total == 0
+
+
+def test_every_collective_takes_its_latency():
+    recipe = make_recipe(parallel={"tensor": 4})
+    gpu = ACCELERATORS["H100"]
+    without, with_latency = (
+        estimate_time(recipe, 4, "H100", gpu, Assumptions(latency=each)) for each in (0.0, 1e-3)
+    )
+    assert with_latency.collectives == BATCH * (4 * LAYERS + 4)
+    more = with_latency.communication - without.communication
+    assert more == pytest.approx(1e-3 * with_latency.collectives)
 
 
 def test_the_bubble_is_the_papers():
@@ -171,12 +205,16 @@ def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
 
 
 def test_the_reference_keeps_all_maps():
-    """Of each map the softmax and what multiplies V, whole, in bf16; two maps of 8 heads."""
+    """Of each map the softmax and what multiplies V, whole, in bf16; two maps of 8 heads.
+
+    Beside them two masks, and copies of what 4 key-value heads have: of 8 heads' keys and values.
+    """
     keeps, fused = (
         memory_by_stage(make_recipe(training={"attention_backend": each}), 1)[0].activations
         for each in ("reference", "blocked")
     )
-    assert keeps - fused == LAYERS * 2 * 8 * LENGTH * LENGTH * 2 * 2
+    maps, masks, copies = 2 * 8 * LENGTH * 2 * 2, 2 * LENGTH, 2 * 4 * (32 + 32 + 64)
+    assert keeps - fused == LAYERS * LENGTH * (maps + masks + copies)
 
 
 def test_a_backend_that_cannot_run_the_recipe_is_refused():
@@ -225,7 +263,7 @@ def test_what_comes_with_the_embedding_hides_behind_nothing():
     embedding = recipe.model.vocab_size * recipe.model.hidden_size
     gradients = count_traffic(recipe, 64).gradients / (0.7 * 50e9)
     expected = gradients * (1 - embedding / parameters)
-    assert hidden("training.micro_batch_size=16") == pytest.approx(expected)
+    assert hidden("training.micro_batch_size=16") == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """torch's scaled_dot_product_attention under our masks: for the baseline, and in four calls."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ aten = torch.ops.aten
 
 def attend(call: AttentionCall) -> Tensor:
     """Attend by one call with one map, by four with two."""
-    hidden = _hidden(call.mask, call.maps.v.device)
-    attend_map = partial(_attend, softmax_scale=call.scale, hidden=hidden, causal=call.mask.causal)
+    bias = _bias(call.mask, call.maps.v)
+    attend_map = partial(_attend, softmax_scale=call.scale, bias=bias, causal=call.mask.causal)
     if call.lambda_ is None:
         return attend_map(*call.maps.arguments())
     return four_calls(attend_map, call)
@@ -128,12 +129,25 @@ def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
     return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 
+class _Bias(NamedTuple):
+    """A mask as torch's kernels take it.
+
+    Attributes:
+        scores: `[s, t]` in the dtype of the values, 0 or -inf, to be added to the scores. The
+            backward pass keeps it: calls that share a mask share the tensor.
+        empty_rows: bool `[s, 1]`, the queries that see no key; their scores are 0 here.
+    """
+
+    scores: Tensor
+    empty_rows: Tensor
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, hidden: Tensor | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, bias: _Bias | None, causal: bool
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     repeats = q.shape[1] // k.shape[1]
-    if hidden is None:
+    if bias is None:
         out = scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=repeats > 1
         )
@@ -141,14 +155,18 @@ def _attend(
     if repeats > 1:
         # With a mask and grouped heads CUDA falls to the path that writes out all scores.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    # A row that sees nothing would be NaN: let it see everything, then make it zero.
-    empty = hidden.all(-1, keepdim=True)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=~hidden | empty, scale=softmax_scale)
-    return out.masked_fill(empty, 0.0).transpose(1, 2)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias.scores, scale=softmax_scale)
+    return out.masked_fill(bias.empty_rows, 0.0).transpose(1, 2)
 
 
-def _hidden(mask: AttentionMask, device: torch.device) -> Tensor | None:
+def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
     """Return the mask to pass on, or None where `is_causal`, aligned top-left, is the same."""
     if mask.is_plain:
         return None
-    return mask.hidden((0, mask.query_length), (0, mask.key_length), device)
+    hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
+    if hidden is None:
+        return None
+    # A row that sees nothing would be NaN: let it see everything, then make it zero.
+    empty_rows = hidden.all(-1, keepdim=True)
+    scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
+    return _Bias(scores, empty_rows)
