@@ -227,7 +227,7 @@ def test_a_start_from_a_run_takes_its_newest_good_checkpoint(staged, tiny_recipe
     ("override", "sentence"),
     [
         ("model.num_layers=3", "has model.num_layers 2 and the recipe has 3"),
-        ("model.baseline=true", "has model.attention.*'diff_v1'.* recipe says .*'softmax'"),
+        ("model.baseline=true", "has model.attention.*'diff_v1'.* recipe has .*'softmax'"),
         ("checkpoint.start_from=nowhere", "is not a checkpoint"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_start_of_another_network_is_refused(override, sentence, staged, tiny_
             "[{name: a, start_from: b}, {name: b}]",
             "start_from is 'b', which is not an earlier stage",
         ),
-        ("[{name: a}, {name: b, start_from: [a]}]", "before it: one of a"),
+        ("[{name: a}, {name: b, start_from: [a]}]", "not an earlier stage; give one of a"),
         ("[{name: a}, {name: b, model: {num_layers: 3}}]", "stage 'b' has 3; a run that starts"),
         ("[{name: a}, {name: b, data: {tokenizer: other}}]", "has data.tokenizer 'bytes' and .*"),
         ("[{name: a, traning: {steps: 4}}]", "unknown key 'traning'; did you mean 'training'"),
