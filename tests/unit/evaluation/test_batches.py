@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation import model as model_module
+from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Generation, LabelTree, Scored, Scoring
 from diffmegatron.evaluation.targets import find_targets
@@ -240,6 +241,14 @@ def test_a_context_without_tokens_is_refused(plain):
     for request in (Scoring([], [[1, 2]]), Scoring([1], [[2], []])):
         with pytest.raises(ValueError, match="without tokens"):
             answers(open_model(plain, 1), [request])
+
+
+def test_a_file_of_another_dtype_is_refused(plain, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "Some words."}')
+    options = {"data": (str(tmp_path / "text.jsonl"),)}
+    evaluate([plain], ["loss"], tmp_path, options, [])
+    with pytest.raises(UserError, match="measured with other dtype"):
+        evaluate([plain], ["loss"], tmp_path, options, [], Computing(dtype="bfloat16"))
 
 
 def test_a_gpu_that_is_not_there_is_refused():
