@@ -7,6 +7,7 @@ BENCHMARKS = {
     "compare_dex": "DEX on a pretrained model compared with its controls",
     "cpu_step": "a training step on a CPU compared with a plain loop over transformers' DiffLlama",
     "data": "tokenizing, preparing in parts, loader, start-up and up-sampling",
+    "evaluation": "answers to the requests of suites one at a time, in batches, and by lm-eval",
     "layer": "whole layers of several kinds of attention",
     "layer_operations": "operations and bytes of a layer without the attention kernels",
     "study": "many training runs from one study file, with intervals over seeds",

@@ -1,5 +1,6 @@
 """A target's network in memory, which answers the requests of suites in batches."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from diffmegatron.hf.modeling import register
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Engine = Literal["transformers", "vllm"]
-# Of a batch where none are given. On a CPU longer batches gain nothing; on a GPU a batch that does
-# not fit is halved.
-_CPU_TOKENS, _GPU_TOKENS = 2048, 65_536
+# Tokens of a batch where none are given. A CPU scores texts no faster in batches, but reads its
+# weights once for each new token of a batch. On a GPU a batch that does not fit is halved.
+_CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Computing:
         dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
         device: ``auto`` is a GPU where there is one.
         batch_tokens: largest number of tokens of a batch, padding and tokens to come counted; a
-            longer text is a batch of its own. None: 2,048 on a CPU, 65,536 on a GPU.
+            longer text is a batch of its own. None: 65,536 on a GPU; on a CPU 4,096 of texts that
+            are written, and one request for likelihoods at a time.
         engine: library that computes; vLLM only writes texts
             (:mod:`~diffmegatron.evaluation.vllm_model`).
 
@@ -57,10 +59,10 @@ class Computing:
         """Whether networks are on a GPU."""
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
 
-    @property
-    def tokens(self) -> int:
-        """Largest number of tokens of a batch."""
-        return self.batch_tokens or (_GPU_TOKENS if self.is_gpu else _CPU_TOKENS)
+    def tokens(self, *, is_generation: bool) -> int:
+        """Return the largest number of tokens of a batch of generation or of scoring."""
+        on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
+        return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
 
     def dtype_of(self, target: Target) -> str:
         """Name of the dtype that a target's weights have in memory."""
@@ -81,7 +83,8 @@ class Model:
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        self._batch_tokens = self.computing.tokens
+        # Lowered once a batch does not fit into the memory.
+        self._batch_tokens: float = math.inf
         # Tokens, and their keys and values.
         self._prefix: tuple[list[int], Rows] | None = None
 
@@ -183,7 +186,8 @@ class Model:
             return False
         if batch[0].is_generation and not self._batched.keeps_all_tokens:
             return False
-        return _tokens(batch) <= self._batch_tokens
+        limit = self.computing.tokens(is_generation=batch[0].is_generation)
+        return _tokens(batch) <= min(limit, self._batch_tokens)
 
     def _answers_of(self, batch: Sequence[Request]) -> Sequence[Answer] | None:
         """Answers to the requests of a batch; None if the GPU's memory is too small."""
