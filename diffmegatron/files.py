@@ -265,7 +265,7 @@ def clipped(text: str) -> str:
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 
-def reason(error: OSError | ValueError) -> str:
+def reason(error: Exception) -> str:
     """Return the operating system's reason for an error, without error number and path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 

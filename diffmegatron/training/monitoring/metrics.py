@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -83,13 +84,20 @@ class _TensorBoardEvents:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
+    def _logged(self) -> AbstractContextManager[None]:
+        """Return a context that logs what TensorBoard raises.
+
+        Where TensorFlow is installed, TensorBoard writes through it and raises TensorFlow's errors.
+        """
+        return log_write_errors(self._folder, Exception)
+
     def restart(self, first_step: int) -> None:
         """Open a new file of events, which hides earlier events from a step on."""
         # The import takes most of a second, and readers of metrics do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
-        with log_write_errors(self._folder):
+        with self._logged():
             self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
@@ -97,7 +105,7 @@ class _TensorBoardEvents:
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
-        with log_write_errors(self._folder):
+        with self._logged():
             for name, value in values.items():
                 writer.add_scalar(name, value, step, walltime=seconds)
             self._writer = writer
@@ -105,7 +113,7 @@ class _TensorBoardEvents:
     def close(self) -> None:
         """Write pending events, and close the file."""
         if self._writer is not None:
-            with log_write_errors(self._folder):
+            with self._logged():
                 self._writer.close()
             self._writer = None
 

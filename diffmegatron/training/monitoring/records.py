@@ -17,15 +17,16 @@ _KEPT = 10_000
 
 
 @contextmanager
-def log_write_errors(path: Path) -> Iterator[None]:
-    """Log an OSError of the writing inside, and let the run continue.
+def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Log an error of the writing inside, and let the run continue.
 
     Args:
         path: file or folder to name in the log.
+        errors: class of the errors that the writing may raise.
     """
     try:
         yield
-    except OSError as error:
+    except errors as error:
         log.error("cannot write %s: %s; the run continues", shown(path), reason(error))
 
 

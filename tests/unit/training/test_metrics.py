@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
+from torch.utils.tensorboard import SummaryWriter
 
 from diffmegatron.errors import UserError
 from diffmegatron.training.monitoring import records
@@ -201,6 +202,18 @@ def test_after_a_full_disk_the_lines_are_complete_and_the_board_continues_with_t
         metrics.write(202, {"train/loss": 1.0})
     assert on_the_board(disk) == [*before, (202, 1.0)]
     assert "lacks" not in caplog.text
+
+
+def test_an_error_of_tensorflow_ends_the_board_and_not_the_run(tmp_path, monkeypatch, caplog):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("events.out; No space left on device")
+
+    with MetricsWriter(tmp_path, -1) as metrics:
+        monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+        for step in (1, 2):
+            metrics.write(step, {"train/loss": 1.0})
+    assert steps(tmp_path) == [1, 2]
+    assert caplog.text.count("No space left on device; the run continues") == 1
 
 
 def test_on_a_disk_that_is_full_from_the_beginning(disk, caplog):
