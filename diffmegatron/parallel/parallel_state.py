@@ -172,6 +172,10 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
+# Python 3.12 starts with some hundred frozen objects; more were frozen for an earlier layout.
+_FROZEN_AT_START = 10_000
+
+
 @contextmanager
 def _ending_new_groups() -> Iterator[None]:
     """End the process groups that any code creates inside.
@@ -180,10 +184,13 @@ def _ending_new_groups() -> Iterator[None]:
     keeps the groups and their threads, fifty per layout with gloo, until the default group ends. A
     network also keeps its groups until the garbage collector finds its reference cycles.
 
-    Older objects, mostly modules, are frozen for the collector: DeepSpeed runs it before and after
-    each parameter group, a quarter of a second each time.
+    Older objects, mostly modules, are frozen for the collector and stay so: DeepSpeed runs it
+    before and after each parameter group, a quarter of a second each time. Garbage is collected
+    before, because the groups of a frozen network would keep their threads until the process ends.
     """
     existing = set(_groups())
+    if gc.get_freeze_count() > _FROZEN_AT_START:
+        gc.collect()
     gc.freeze()
     try:
         yield
@@ -191,7 +198,6 @@ def _ending_new_groups() -> Iterator[None]:
         for group in [each for each in _groups() if each not in existing]:
             distributed.destroy_process_group(group)
         gc.collect()
-        gc.unfreeze()
 
 
 def _groups() -> list[ProcessGroup]:
