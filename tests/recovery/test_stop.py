@@ -89,7 +89,7 @@ def test_stopped_saved_and_resumed(
         assert not train(recipe), "it says that it is not finished"
     assert signal.getsignal(number) is handlers, "handlers are as they were"
     assert CheckpointStore(Path(recipe.run_dir)).steps()[-1] == stops_at
-    said = f"saved step {stops_at}; the same command goes on from there"
+    said = f"saved step {stops_at}; the same command resumes from it"
     assert f"{said}{f', first with {left}' if left else ''}\n" in capfd.readouterr().out
     assert train(recipe)
     assert losses(Path(recipe.run_dir)) == undisturbed
@@ -118,7 +118,7 @@ def test_an_evaluation_is_resumed_by_what_is_recorded_and_stopped_again(
             assert not train(recipe)
         stopped_at = examine(Path(recipe.run_dir))
         left = "test/loss" if call == 3 else "valid/loss, test/loss"
-        assert f"unfinished, as {left} of the last step are not recorded" in stopped_at.state
+        assert f"unfinished, because {left} of the last step are not recorded" in stopped_at.state
         assert stopped_at.exit_status == 1
     assert "first with test/loss\n" in capfd.readouterr().out
     assert train(recipe)

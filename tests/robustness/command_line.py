@@ -54,7 +54,8 @@ def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[
 def _parameters(function: Any) -> Iterator[Parameter]:
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        annotated = get_args(hints[name])
+        # Options that are the fields of a settings class have their types in the signature alone.
+        annotated = get_args(hints.get(name, parameter.annotation))
         info = next(
             (each for each in annotated if isinstance(each, ArgumentInfo | OptionInfo)), None
         )
