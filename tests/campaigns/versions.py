@@ -1,12 +1,14 @@
 """Try the tests that depend on versions with other versions of Python and of libraries.
 
-    python -m tests.campaigns.versions --python python3.12 torch==2.7.1
+    python -m tests.campaigns.versions --python python3.12 torch==2.15.0
+    python -m tests.campaigns.versions --oldest         # the oldest that pyproject.toml admits
     python -m tests.campaigns.versions --table          # only write the table of docs/install.md
 
-A run builds an environment in a temporary folder from constraints.txt, with the named pins in place
-of its own, runs the tests of ``make test-versions`` in it, and records what was installed and how
-many tests passed in benchmarks/results/versions.json and in docs/install.md. It takes minutes, and
-gigabytes of disk where pip finds no build of torch without CUDA.
+A run builds an environment in a temporary folder with uv: from constraints.txt, with the named pins
+in place of its own, or from the oldest packages that pyproject.toml admits. It runs the tests of
+``make test-versions`` there, and records what was installed and how many tests passed in
+benchmarks/results/versions.json and docs/install.md. It takes minutes, and gigabytes of disk where
+the index has no build of torch without CUDA.
 """
 
 import argparse
@@ -50,6 +52,17 @@ def constraints(pins: list[str]) -> str:
     return "\n".join([*kept, *pins]) + "\n"
 
 
+def lower_bounds(python: str) -> str:
+    """Return constraints with the oldest release of every package that pyproject.toml admits.
+
+    Raises:
+        FileNotFoundError: uv is not installed.
+    """
+    command = ["uv", "pip", "compile", "pyproject.toml", "--extra", "dev", "--python", python]
+    options = ["--resolution", "lowest-direct", "--no-annotate", "--no-header", "--quiet"]
+    return subprocess.check_output([*command, *options], cwd=ROOT, text=True)
+
+
 def counts(output: str) -> dict[str, int]:
     """Return how many tests passed, failed and were skipped, from pytest's last line."""
     return {
@@ -58,20 +71,21 @@ def counts(output: str) -> dict[str, int]:
     }
 
 
-def try_versions(python: str, pins: list[str], folder: Path) -> dict[str, Any]:
-    """Install, run the tests, and return the row of the results.
+def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
+    """Install what ``constraints`` admits, run the tests, and return the row of the results.
 
     Raises:
-        subprocess.CalledProcessError: pip cannot install these versions together.
+        subprocess.CalledProcessError: uv cannot install these versions together.
+        FileNotFoundError: uv is not installed.
     """
     own_constraints = folder / "constraints.txt"
-    own_constraints.write_text(constraints(pins))
+    own_constraints.write_text(constraints)
     environment = folder / "environment"
-    subprocess.run([python, "-m", "venv", environment], check=True)
     installed_python = environment / "bin" / "python"
-    install = [installed_python, "-m", "pip", "install", "--quiet", "--constraint", own_constraints]
-    subprocess.run([*install, "torch"], check=True)
-    subprocess.run([*install, "--editable", f"{ROOT}[dev]"], check=True)
+    subprocess.run(["uv", "venv", "--quiet", "--python", python, environment], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--python", installed_python]
+    packages = ["--constraint", own_constraints, "--editable", f"{ROOT}[dev]"]
+    subprocess.run([*install, *packages], check=True)
     # Make would install again if the environment were older than pyproject.toml.
     (environment / ".installed").touch()
     tests = subprocess.run(
@@ -83,19 +97,19 @@ def try_versions(python: str, pins: list[str], folder: Path) -> dict[str, Any]:
         check=False,
     )
     print(tests.stdout[-5_000:], tests.stderr[-2_000:], sep="\n")
+    found = counts(tests.stdout.strip().rpartition("\n")[2])
+    if not found["passed"]:
+        raise SystemExit("error: no test ran; pytest's output is above, and no row was written")
     script = (
         "import importlib.metadata as m, json, platform, sys; "
         "print(json.dumps({'python': platform.python_version()} "
         "| {name: m.version(name) for name in sys.argv[1:]}))"
     )
-    found = subprocess.check_output([installed_python, "-c", script, *LIBRARIES], text=True)
+    versions = subprocess.check_output([installed_python, "-c", script, *LIBRARIES], text=True)
     return {
-        "versions": json.loads(found),
-        **counts(tests.stdout.strip().rpartition("\n")[2]),
+        "versions": json.loads(versions),
+        **found,
         "machine": platform.machine(),
-        "command": shlex.join(
-            ["python", "-m", "tests.campaigns.versions", "--python", Path(python).name, *pins]
-        ),
     }
 
 
@@ -128,11 +142,18 @@ def main() -> None:
     parser.add_argument("pins", nargs="*", help="requirements such as torch==2.7.1")
     parser.add_argument("--python", default=sys.executable, help="interpreter to try them with")
     parser.add_argument("--table", action="store_true", help="only write the table again")
+    parser.add_argument("--oldest", action="store_true", help="try the oldest packages")
     given = parser.parse_args()
+    if given.oldest and given.pins:
+        parser.error("--oldest takes no requirements")
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     if not given.table:
         with tempfile.TemporaryDirectory() as folder:
-            row = try_versions(given.python, given.pins, Path(folder))
+            tried = lower_bounds(given.python) if given.oldest else constraints(given.pins)
+            row = try_versions(given.python, tried, Path(folder))
+        arguments = ["--oldest"] if given.oldest else given.pins
+        command = ["python", "-m", "tests.campaigns.versions", "--python", Path(given.python).name]
+        row["command"] = shlex.join([*command, *arguments])
         same = [each["versions"] == row["versions"] for each in rows]
         rows = [each for each, is_same in zip(rows, same, strict=True) if not is_same] + [row]
         rows.sort(key=lambda each: [int(n) for n in re.findall(r"\d+", str(each["versions"]))])
