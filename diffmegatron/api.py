@@ -35,8 +35,8 @@ def train(
 
     Args:
         recipe: a recipe, or the stages of :func:`load_stages` in their order.
-        hooks: hooks called before training, after every step and after training; those of
-            ``register_hook`` are called after them. Every rank must pass the same hooks.
+        hooks: hooks called before training, after every step and after training, and before the
+            hooks of ``register_hook``. Every rank must pass the same hooks.
         record: receives the number of every step; used by scripts that start ranks.
 
     Returns:
@@ -114,7 +114,8 @@ def evaluate(
         haystack: text that the needles are hidden in.
         data_dir: folder with the files of published data sets.
         settings: ``SUITE.KEY=VALUE``.
-        dtype: of the weights; ``auto`` is that of the files on a GPU, and float32 on a CPU.
+        dtype: dtype of the weights; ``auto`` keeps the files' dtype on a GPU and is float32 on a
+            CPU.
         device: ``auto`` is a GPU where there is one.
         batch_tokens: largest number of tokens of a batch of texts; by default it suits the device.
         engine: library that computes; ``vllm`` writes texts of models that it serves.

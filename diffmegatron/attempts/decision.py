@@ -43,7 +43,7 @@ class Decision:
         cause: cause of the end.
         reason: one sentence.
         hosts: hosts of the ranks that caused a fault; empty: unknown.
-        unfit: those of ``hosts`` that failed the preflight checks.
+        unfit: hosts among ``hosts`` that failed the preflight checks.
     """
 
     cause: Cause
@@ -69,7 +69,7 @@ def decide(
     6. Ranks that a stop signal ended before they could save were stopped.
 
     Args:
-        ends: ends of those ranks that left one.
+        ends: ends by rank; a rank without a record is missing.
         ranks: number of ranks.
         host_of: function that returns the host of a rank without an end.
         was_killed: whether the job ended before its ranks.
@@ -126,7 +126,7 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
     """Return whether the failed ranks failed only because other ranks, without an end, were lost.
 
     Either the watchdog ended all of them (it does not run in a frozen rank), or they raised errors
-    on other hosts than those of the missing ranks.
+    on hosts that had no missing rank.
     """
     if any(end.status > _SIGNAL for end in failed.values()):
         return False

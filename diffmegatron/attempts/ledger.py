@@ -66,7 +66,7 @@ class Attempt(Section):
         cause: cause of the end.
         reason: one sentence about the end.
         hosts: hosts of the ranks that caused a fault.
-        unfit: those of ``hosts`` that failed the preflight checks.
+        unfit: hosts among ``hosts`` that failed the preflight checks.
         stragglers: hosts of ranks that were much slower than most in most reports.
         first_step: first step of the attempt in its last stage.
         last_step: last step of the attempt in its last stage.
@@ -100,12 +100,12 @@ class Attempt(Section):
 
     @property
     def has_trained(self) -> bool:
-        """Whether the attempt went beyond its first step."""
+        """True if the attempt went beyond its first step."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended, so that no attempt follows."""
+        """True if the job has ended, so that no attempt follows."""
         if self.cause == Cause.FAULT:
             return self.faults >= MAX_FAULTS
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)

@@ -1,6 +1,6 @@
-"""Differential attention: the functions, the kinds of it, and their layers in Megatron-core.
+"""Differential attention: its functions, its kinds, and their layers in Megatron-core.
 
-The functions are for whoever wants the kernels alone::
+To use the kernels alone, import the functions::
 
     from diffmegatron.attention import diff_attention, diff_attention_v2, softmax_attention
 """

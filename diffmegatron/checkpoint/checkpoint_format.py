@@ -4,7 +4,7 @@
 and its random states. ``state.json`` holds the position in the run and in the data, and
 ``recipe.yaml`` the resolved recipe. Only the random states depend on the layout.
 
-A checkpoint may hold only weights, such as those of an imported model. A run can start from it but
+A checkpoint may hold only weights, for example of an imported model. A run can start from it but
 not resume from it. Its weights are split into as many files as the maximum file size requires.
 
 ``sharded.py`` splits tensors into pieces, ``writing.py`` writes the bytes of a file, and
@@ -99,7 +99,7 @@ class Checkpoint:
 
     @property
     def is_weights_only(self) -> bool:
-        """Whether the optimizer state is missing, so that no run can resume from it."""
+        """True if the optimizer state is missing, so that no run can resume from it."""
         return self.state["contents"] == "weights"
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,10 +129,10 @@ def rank_file(rank: int) -> str:
 def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Open and verify a checkpoint. Every reader of a checkpoint uses this function.
 
-    It checks four things: the files are exactly those of the manifest, with their sizes; the state
-    and the recipe have their checksums and are valid; the headers of the ranks' files describe
-    pieces that form whole float32 tensors; and the content of those files has the manifest's
-    checksums and only finite numbers. The last check reads every byte.
+    Four things are checked. The files and their sizes match the manifest. The state and the recipe
+    match their checksums and are valid. The headers of the ranks' files describe pieces that form
+    whole float32 tensors. The content of the ranks' files matches its checksums and has only finite
+    numbers; this check reads every byte.
 
     Args:
         directory: directory of the checkpoint.

@@ -153,11 +153,11 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Resolved paths of the files that were read; a file precedes those that it extends."""
+        """Resolved paths of the files that were read; a file precedes the files it extends."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
-        """Return the values of a file, merged into those of the files that it extends."""
+        """Return the values of a file, merged over the values of the files that it extends."""
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{shown(path)}: a recipe may have at most {MAX_FILES} files")

@@ -44,8 +44,9 @@ class ModelConfig(Section):
     ``attention`` is the section of one kind of attention, or a list of such sections with the
     layers of each (:mod:`diffmegatron.attention.variants.pattern`).
 
-    ``baseline`` replaces the attention by that of the Transformer it is compared with, which has
-    the same width, keys and values. The resolved recipe contains the resulting numbers of heads.
+    ``baseline`` replaces the attention by softmax attention of the same width, keys and values, for
+    the Transformer that a differential model is compared with. The resolved recipe contains the
+    resulting numbers of heads.
     """
 
     num_layers: Size

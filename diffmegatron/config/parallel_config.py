@@ -33,7 +33,7 @@ class ParallelConfig(Section):
 
     @property
     def overlaps_gradients(self) -> bool:
-        """Whether gradients are summed over the ranks during the backward pass."""
+        """True if gradients are summed over the ranks during the backward pass."""
         if self.overlap_gradients is not None:
             return self.overlap_gradients
         return self.pipeline == 1 and self.zero_stage == 1 and not self.offload_optimizer

@@ -8,7 +8,7 @@ from diffmegatron.section import MAX_SIZE, Count, PathText, Section, Size
 
 
 class CheckpointConfig(Section):
-    """When a run saves, which checkpoints it keeps, and where it starts from."""
+    """Section ``checkpoint``: interval of saves, number of kept checkpoints, start of a run."""
 
     interval: Count = Field(default=1000, description="steps; the last step always saves")
     resume: bool = Field(default=True, description="resume from the newest checkpoint in run_dir")

@@ -98,7 +98,7 @@ def by_stage(
 ) -> dict[str, list[str]]:
     """Return the overrides of each stage; ``stages.NAME.`` before a key selects one stage.
 
-    The overrides of one stage come after those of all stages.
+    Overrides of one stage follow the overrides of all stages.
 
     Raises:
         UserError: no stage has that name, or the override changes where it starts from.

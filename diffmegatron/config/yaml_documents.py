@@ -1,6 +1,6 @@
 """Read and write YAML within limits, for the files of recipes and the values of overrides.
 
-The data model is that of JSON, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
+The data model is JSON's, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
 ``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. ruamel.yaml implements 1.2 and
 refuses duplicate keys, but it is slower to import and to read, and the limits would still be our
 own code.
@@ -56,7 +56,7 @@ class _Loader(_Notation, yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # For the node being composed: number of levels around it, and of levels below so far.
+        # Numbers of levels above and below the node that is being composed.
         self._depth = self._height = 0
         self._nodes = 0
         # Number of nodes and levels of each complete node, which an alias repeats.

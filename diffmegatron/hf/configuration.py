@@ -138,7 +138,7 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the changes that turn a pretrained model's configuration into that of a recipe.
+    """Return the keys of a pretrained model's configuration that a recipe changes.
 
     Args:
         config: configuration of the class that computes the recipe's network.
@@ -165,7 +165,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of any model that transformers or this package has a class for.
 
     Code in the folder is never run. When transformers loads a model, it chooses the attention
-    function itself, whatever ``config.json`` contains.
+    function itself and ignores the choice in ``config.json``.
 
     Raises:
         UserError: ``config.json`` cannot be read or used, names an attention function that would be

@@ -55,7 +55,7 @@ def copy(name: str, folder: Path) -> list[Path]:
         folder: folder that replaces ``configs/`` or ``launch/``.
 
     Returns:
-        The paths of the copies; the first one is that of ``name``.
+        The paths of the copies; the first is the copy of ``name``.
 
     Raises:
         UserError: no recipe has this name, or a file with other content exists in its place.

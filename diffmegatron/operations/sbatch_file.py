@@ -63,7 +63,7 @@ def job_file(job: Job) -> str:
             f"export {name}={shlex.quote(text)}"
             for name, text in (cluster.environment | import_environment()).items()
         ),
-        # The ranks inherit the job's environment, whatever the job inherits of the shell.
+        # After `sbatch --export=...`, srun would export as little to the ranks by default.
         "export SRUN_EXPORT_ENV=ALL",
         f"container_command=({shlex.join(_container_command(cluster.container))})",
         f"srun_options=({shlex.join(_srun_options(cluster.container))})",

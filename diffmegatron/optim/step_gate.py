@@ -15,7 +15,7 @@ from diffmegatron.optim.partition import Partition
 
 
 class Gate:
-    """Calls ``allow`` once per step, whatever the number of parameter groups.
+    """Caller of ``allow``, once per step for all parameter groups together.
 
     Attributes:
         answer: result of ``allow``; None before the call.

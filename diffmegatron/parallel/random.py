@@ -1,4 +1,4 @@
-"""Random states of this rank for checkpoints: torch's, CUDA's and those of Megatron's tracker."""
+"""Random states of a rank for checkpoints: torch's, CUDA's and Megatron's tracker."""
 
 from collections.abc import Callable
 

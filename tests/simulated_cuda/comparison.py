@@ -1,4 +1,4 @@
-"""What `plan` counts of a case beside what its simulated step did, component by component."""
+"""Comparison of `plan`'s counts with a simulated step of the same case, component by component."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Compared:
         return self.planned / self.executed - 1
 
     def is_within(self, tolerance: float | None = None) -> bool:
-        """Whether plan and execution agree, within a relative tolerance or a MiB.
+        """Return whether plan and execution agree, within a relative tolerance or a MiB.
 
         Args:
             tolerance: None for :data:`MEMORY` or :data:`SENT`.

@@ -3,7 +3,7 @@
 Each recipe of :data:`RECIPES` and its Transformer train on a simulated GPU with one layer and with
 two; a layer launches the difference. Every operation of torch that is not a view counts as one
 kernel, as do a launch of Triton, a function that ``torch.compile`` fuses, and torch's flash
-attention in each direction. The bytes of a kernel are those of the tensors that it reads and
+attention in each direction. The bytes of a kernel are the bytes of the tensors that it reads and
 writes, each tensor whole. ``benchmarks/results/layer_kernels.json`` lists every kernel,
 ``layer_kernels.md`` sums and compares them. The command takes a minute of a core.
 """

@@ -50,7 +50,7 @@ def main() -> None:
         some = cases[begin : begin + TOGETHER]
         new = [row(*each) for each in zip(some, try_simulate(some, 7200), strict=True)]
         rows = sorted([*rows, *new], key=_place)
-        # Of several rows of one case the last is the new one.
+        # A case may have several rows; the last one is new.
         rows = list({_place(each): each for each in rows}.values())
         write(rows)
 

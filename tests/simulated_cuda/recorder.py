@@ -253,9 +253,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_reading(self, packet: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a copy of a few numbers goes to the host outside of all phases, to be looked at.
+        """Return whether a few numbers are copied to the host, outside of all phases.
 
-        The suites of ``training.evaluate`` choose by the values of such copies.
+        The suites of ``training.evaluate`` branch on the values of such copies.
         """
         device = kwargs.get("device")
         return (
@@ -371,7 +371,7 @@ class Recorder(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         if not self._modules:
-            # What a stage of a pipeline receives.
+            # Outside of modules, a pipeline stage receives its input.
             return "activations"
         is_whole_stage = self._modules[-1].count(".") <= 1
         is_loss = self._modules[-1].endswith(_OUTPUT_LAYER)
@@ -413,7 +413,7 @@ def _sum_of_gradients(args: Any) -> tuple[Any, Any]:
     torch), but not to tensors of a subclass, which fake ones are.
     """
     for one, other in (args, args[::-1]):
-        # One reference is the tensor's, the other that of the object which is made here.
+        # The tensor holds one reference, and the object that this call creates holds the other.
         if torch._C._storage_Use_Count(one.untyped_storage()._cdata) == 2:
             return aten.add_.Tensor, (one, other)
     return aten.add.Tensor, args

@@ -101,7 +101,7 @@ def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
     averaged = torch.utils._pytree.tree_leaves(getattr(optimizer, "averaged_gradients", {}))
     # Some are views of one tensor, in an object that rebuilds them.
     recorder.label("gradients", _tensors([getattr(x, "flat_partition", x) for x in averaged]))
-    # Of an offloaded optimizer, of which ZeRO 1 accumulates gradients on the parameters.
+    # With an offloaded optimizer, ZeRO 1 accumulates gradients on the parameters.
     recorder.label("gradients", _tensors([vars(p).get("grad_accum") for p in network.parameters()]))
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         recorder.label("buffers", _tensors(bucket.buffer))

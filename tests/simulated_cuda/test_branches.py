@@ -89,7 +89,7 @@ def _functions(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def _asks_for_cuda(node: ast.AST) -> bool:
-    """Whether a node compares the name of a device, tests a tensor's, or uses ``torch.cuda``."""
+    """Return whether a node compares a device's name, tests a tensor's, or uses ``torch.cuda``."""
     if isinstance(node, ast.Compare):
         values = (node.left, *node.comparators)
         is_type = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in values)

@@ -58,7 +58,7 @@ CASES = {
         V1, 64, (*SMALL, "data.reset_attention_mask=true", "data.reset_position_ids=true")
     ),
     "reference": Case(V1, 64, (*SMALL, "training.attention_backend=reference")),
-    # Of so many tokens that the peak is at the loss.
+    # The sequence is so long that the peak is at the loss.
     "zero 2": Case(
         V1,
         64,

@@ -33,7 +33,7 @@ def process():
         hook.HOOKS.clear()
         for name in [each for each in sys.modules if each.startswith("my_attention")]:
             del sys.modules[name]
-        # Not by monkeypatch, which would set again at its end what a command has set.
+        # monkeypatch would restore a value that a command has set, so remove the variable.
         os.environ.pop(own_code.IMPORTS, None)
 
     yield forget

@@ -124,7 +124,7 @@ class _Meeting:
     maps: QKV
     half: int
     their_half: int
-    # Where the two chunks lie, for `chunk_attention` and `chunk_gradients`.
+    # Positions of the two chunks, as keyword arguments of `chunk_attention` and `chunk_gradients`.
     options: dict[str, Any]
 
 

@@ -10,7 +10,7 @@ from .maps import QKV
 
 
 def check_maps(maps: QKV) -> None:
-    """Raise ValueError unless shapes, dtypes and devices are those of one map or of two."""
+    """Raise ValueError unless shapes, dtypes and devices fit attention with one or two maps."""
     count = len(maps.queries)
     if count not in (1, 2) or len(maps.keys) != count:
         raise ValueError(
@@ -53,9 +53,9 @@ def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int 
     """Raise ValueError unless heads are groups of r signal heads and then a noise head.
 
     Args:
-        name: of `heads` in the message.
-        heads: `[b, s, h + h / r, d]`: queries, or what attention made of them.
-        lambda_: `[b, s, h]`, where `heads` are; of any floating-point dtype.
+        name: name of `heads` in the message.
+        heads: `[b, s, h + h / r, d]`: queries, or attention's outputs for them.
+        lambda_: `[b, s, h]` on the device of `heads`; any floating-point dtype.
         kv_heads: kv heads of the queries; no group may lie across two.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})

@@ -90,10 +90,10 @@ class Kernels:
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: how the context-parallel ranks communicate; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys that a query's row of scores has, the mean over the rank's queries;
-            of packed documents, those of all rows of the microbatch.
-        has_mask: whether rows of scores need more than a plain causal mask: of packed documents,
-            or of an all-gather, whose chunks of queries end where the keys end.
+        keys: number of keys in a query's row of scores, the mean over the rank's queries. With
+            packed documents a row of scores has the keys of the whole microbatch.
+        has_mask: whether attention needs more than a plain causal mask: for packed documents, and
+            for an all-gather, whose chunks of queries end where the keys end.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -389,6 +389,7 @@ class Variant(Section, ABC):
         Raises:
             ValidationError: a value that the section cannot have.
         """
+        # Not abstract: a kind without ``model_types`` is never read from a configuration.
         raise NotImplementedError
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":

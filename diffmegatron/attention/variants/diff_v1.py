@@ -103,7 +103,7 @@ class DiffV1(Variant):
 
     def baseline(self) -> Softmax:
         """Return the Transformer of 2h heads and 2 h_kv key-value heads of the same d."""
-        # Not validated: twice the most heads that a recipe may have is more than it may have.
+        # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
         return Softmax.model_construct(
             num_heads=2 * self.num_heads,
             num_kv_heads=2 * self.num_kv_heads,
@@ -290,7 +290,7 @@ class DiffV1(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # Its heads are those of both maps.
+        # The configuration counts the heads of both maps.
         return cls(
             num_heads=config["num_attention_heads"] // 2,
             num_kv_heads=config["num_key_value_heads"] // 2,

@@ -143,7 +143,7 @@ class DiffV2(Variant):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # Its heads are those of signal and noise.
+        # The configuration counts signal and noise heads together.
         ratio = config["signal_per_noise"]
         return cls(
             num_heads=config["num_attention_heads"] // (ratio + 1) * ratio,

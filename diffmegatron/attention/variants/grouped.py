@@ -33,7 +33,7 @@ class Grouped(DiffV1):
 
     @override
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        # Those of V1 are about its paper's models.
+        # V1's warnings concern the models of its paper only.
         return iter(())
 
     @property
@@ -61,7 +61,7 @@ class Grouped(DiffV1):
     @classmethod
     @override
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        # Its heads are those of signal and noise.
+        # The configuration counts signal and noise heads together.
         ratio, initial = config["signal_per_noise"], config["lambda_init"]
         policy = {"policy": initial} if isinstance(initial, str) else {"value": initial}
         return cls(

@@ -32,7 +32,7 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """Whether one weight is folded into another, so that their product is what is rounded."""
+        """True if one weight is folded into another, so that their product is rounded."""
         return len(self.ours) > len(self.theirs)
 
 
@@ -116,7 +116,7 @@ def qkv(
 
 
 def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
-    """Return the rule of the bias of ``linear_qkv`` as those of three projections."""
+    """Return the rule that splits the bias of ``linear_qkv`` into three projections' biases."""
     rows = qkv(ours, theirs, heads, 1)
 
     def split(fused: "Tensor") -> tuple["Tensor", ...]:

@@ -32,9 +32,10 @@ class Layer(Protocol):
 class Context(Protocol):
     """Causal attention to the whole sequence, on one device or on several ranks.
 
-    The functions are those of :mod:`diffmegatron.attention.kernels.api`, where one device has the
-    sequence; else :mod:`diffmegatron.attention.context_parallel.whole_sequence` puts communication
-    around them. Heads are `[b, s, heads, width]`, of this rank's part of the sequence.
+    If one device has the whole sequence, its methods are the functions of
+    :mod:`diffmegatron.attention.kernels.api`. Otherwise
+    :mod:`diffmegatron.attention.context_parallel.whole_sequence` adds the communication. Heads are
+    `[b, s, heads, width]` of this rank's part of the sequence.
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":

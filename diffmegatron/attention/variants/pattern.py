@@ -257,15 +257,15 @@ class Pattern(Variant):
 
     @override
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        self._of_a_layer()
+        self._refuse()
 
     @override
     def products(self) -> int:
-        self._of_a_layer()
+        self._refuse()
 
     @override
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        self._of_a_layer()
+        self._refuse()
 
     @override
     def forward(
@@ -277,14 +277,16 @@ class Pattern(Variant):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        self._of_a_layer()
+        self._refuse()
 
     @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        self._of_a_layer()
+        self._refuse()
 
-    def _of_a_layer(self) -> NoReturn:
-        raise NotImplementedError("a pattern has layers of several kinds and is none itself")
+    def _refuse(self) -> NoReturn:
+        # The network and the accounting ask `of_layer` for the kind of each layer first, so a call
+        # that arrives here is a bug and not an error of the user.
+        raise NotImplementedError("a pattern has no layers itself; call of_layer(layer) first")
 
 
 def _layers_as_text(given: object) -> str | None:

@@ -126,7 +126,7 @@ class Manifest(Section):
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether documents alternate between prompts and responses."""
+        """True if documents alternate between prompts and responses."""
         return self.settings["layout"] != "text"
 
     @property

@@ -22,7 +22,7 @@ def write_sealed(path: Path, content: str) -> None:
 
 
 def read_sealed(path: Path, schema: Any) -> Any:
-    """Read a file of :func:`write_sealed`, as :func:`diffmegatron.files.parse_json` does.
+    """Return the value of a file of :func:`write_sealed`, validated against a pydantic schema.
 
     Raises:
         UserError: the file is missing, was changed, or does not fit the schema.

@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether documents alternate between prompts and responses; only responses carry loss."""
+        """True if documents alternate between prompts and responses; only responses carry loss."""
         return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:

@@ -81,7 +81,7 @@ class CorpusFile:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the file can be cut between any two lines."""
+        """True if the file can be cut between any two lines."""
         return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
 
     def check_unchanged(self) -> None:
@@ -102,7 +102,7 @@ class CorpusFile:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """Return the files of a corpus, those of each folder sorted by name.
+    """Return the files of a corpus; the files of each folder are sorted by name.
 
     Args:
         inputs: files, and folders that are searched recursively.

@@ -1,8 +1,8 @@
 """``diffmegatron data merge``: join the parts of a preparation into one corpus.
 
-``PREFIX.idx`` and ``PREFIX.json`` are written, equal to those of one ``prepare`` of all inputs. The
-tokens stay in ``PREFIX.parts`` and are read once, to compare the checksum of each part and to
-compute that of the whole.
+``PREFIX.idx`` and ``PREFIX.json`` equal the files that one ``prepare`` of all inputs writes. The
+tokens stay in ``PREFIX.parts`` and are read once, to verify the checksum of each part and to
+compute the checksum of the whole.
 """
 
 import hashlib

@@ -152,8 +152,8 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # Hash values are the same in every version of numpy; those of its generator may change. The
-    # hash is a bijection, so there are no ties and an unstable sort is deterministic.
+    # The hash gives the same values in every version of numpy, which its generator may not. It is
+    # a bijection, so there are no ties and an unstable sort is deterministic.
     return documents[np.argsort(random_bits(key, documents))]
 
 

@@ -1,9 +1,9 @@
 """Parameters, FLOPs and memory of a recipe by arithmetic alone: no torch, no process, no GPU.
 
-Parameters are those of the network as built. FLOPs are the model's: the minimum that its equations
-need, without recomputation. Memory of weights, gradients and optimizer state is what DeepSpeed
-0.19.8 allocates. Temporary memory (activations, logits, one layer's backward pass, the update) is
-an estimate without the allocator's overhead.
+The parameters of the network as built are counted. FLOPs are the model's: the minimum that its
+equations need, without recomputation. Memory of weights, gradients and optimizer state is the
+number of bytes that DeepSpeed 0.19.8 allocates. Temporary memory (activations, logits, one layer's
+backward pass, the update) is an estimate without the allocator's overhead.
 """
 
 from diffmegatron.model.accounting.hardware import (

@@ -107,17 +107,17 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
     """Return the bytes at the loss: the logits, or the gradient of the output layer.
 
-    On a GPU the cross-entropy writes their gradient over the logits; Megatron-core's, elsewhere,
-    makes float32 probabilities of them, in bf16 beside them. Then the output layer's weight
-    gradient is held beside the gradient of the logits, and the hidden states' beside both. Of
-    several chunks of tokens, one has logits at a time; its weight gradient is added to that of
-    those before. Sequence-parallel ranks sum the gradient of the hidden states into a tensor of
-    their own; in a pipeline there is one more. Offloaded, the output layer's input is back from the
-    host.
+    On a GPU the cross-entropy overwrites the logits with their gradient. On a CPU Megatron-core's
+    cross-entropy overwrites them with float32 probabilities; bf16 logits stay beside these. Later
+    the backward pass holds the gradients of the logits, of the output layer's weight and of the
+    hidden states. If the loss is computed in chunks of tokens, one chunk has logits at a time, and
+    the weight gradients of the chunks are added up in a tensor of their own. Sequence-parallel
+    ranks sum the gradient of the hidden states into a further tensor, and a pipeline holds one
+    more. If activations are offloaded, the output layer's input has returned from the host.
 
     Args:
         recipe: the recipe.
-        device: whose operations.
+        device: device whose operations are counted.
         gradient_copy: bytes that the ZeRO engine allocates for the weight gradient, when logits
             and the output layer's input are freed.
     """
@@ -143,7 +143,7 @@ def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
-    """Whether a tensor of the network has a gradient."""
+    """Return whether a tensor of the network has a gradient."""
     return trains_everything(recipe) or any(
         each.name == name and trained_parts(each, recipe) for each in network_tensors(recipe.model)
     )
@@ -154,7 +154,7 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 
     They are the gradients of its weight and of its output, which sequence-parallel ranks gather
     from another tensor. Only the first stage of a pipeline holds activations of other microbatches
-    then; those of this one are freed (:func:`virtual_stage_bytes`).
+    at that time. This microbatch's activations are freed (:func:`virtual_stage_bytes`).
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or parallel.pipeline == 1 or not _is_trained(recipe, EMBEDDING):

@@ -32,7 +32,7 @@ class SourceLosses:
 
     def clear(self) -> None:
         """Discard the steps since the last report."""
-        # Losses and tokens of each source, [2, sources]; _step holds those of the open step.
+        # Losses and tokens of each source, [2, sources]. _step has the same sums of the open step.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )

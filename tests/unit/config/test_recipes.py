@@ -495,9 +495,10 @@ LONG = {name for name in NAMES if name.endswith(("_3b_64k", "_3b_math"))}
     "name", sorted(name for name in set(NAMES) - LONG - {"quickstart"} if "at_scale" not in name)
 )
 def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
-    """The 3B recipes need two data-parallel ranks and those of pretrained models eight.
+    """Recipes fit 80 GiB per GPU on the fewest ranks that their layout admits.
 
-    The others fit on the fewest ranks that their layout admits.
+    There are two exceptions: the 3B recipes need two data-parallel ranks, and the recipes of
+    pretrained models need eight.
     """
     ranks = 2 if name in {*THREE_BILLION, "pattern_3b_350b"} else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()

@@ -1,4 +1,4 @@
-"""Answers in batches are those of one request at a time."""
+"""Requests in a batch get the same answers as one request at a time."""
 
 import random
 from pathlib import Path

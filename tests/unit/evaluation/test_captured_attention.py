@@ -378,7 +378,7 @@ def test_needles_found_and_not(folder, tmp_path, monkeypatch):
         text = model.target.tokenizer.decode(request.ids)
         cities = re.search(r"numbers? for (.*)\? Give", text)[1].split(" and ")
         found = [re.search(rf"magic {c} number is (\d+)\.", text)[1] for c in cities]
-        # What comes after the end of the line is not the answer.
+        # Text after the end of the line does not belong to the answer.
         written = ", ".join(found[:knows]) + "\n" + ", ".join(found)
         return list(written.encode())
 

@@ -34,7 +34,7 @@ def both(folder: Path, requests: list[Generation], end: int = 256) -> list[dict]
 
 
 def test_texts_are_those_of_transformers(llama):
-    """Those that end by their length, by a string, or by the end of the document."""
+    """Texts end by their length, by a string, or by the end of the document."""
     prompts = [[1, 5, 6, 7], [1, 60, 61], [1, 100, 101, 102, 103]]
     free = [Generation(prompt, 12) for prompt in prompts]
     expected, found = both(llama, free)

@@ -391,7 +391,10 @@ def test_logits_and_the_output_layers_gradient_by_hand():
 
 
 def test_a_chunked_loss_has_the_logits_of_a_chunk():
-    """Beside them its weight gradient and that of the chunks before, and all hidden states'."""
+    """The peak also has two weight gradients and the gradient of all hidden states.
+
+    One weight gradient is the chunk's, and the other is the sum of the chunks before.
+    """
     whole, chunk = (
         memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[0].logits
         for length in (512, 4096)

@@ -1,4 +1,4 @@
-"""The threads of process groups end, whatever still refers to the groups."""
+"""The threads of process groups end, even if something still refers to the groups."""
 
 from pathlib import Path
 

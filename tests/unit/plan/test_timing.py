@@ -108,7 +108,10 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
 
 
 def test_collectives_are_counted_by_hand():
-    """Of 8 layers, a microbatch a sequence; both sums of the cross-entropy with the tensor's."""
+    """The network has 8 layers, and a microbatch is one sequence.
+
+    ``tensor`` includes the two reductions of the cross-entropy.
+    """
 
     def calls(ranks: int, stage: int = 0, **parallel: object) -> Traffic:
         return stage_collectives(make_recipe(parallel=parallel), ranks, stage)
@@ -205,9 +208,9 @@ def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():
 
 
 def test_the_reference_keeps_all_maps():
-    """Of each map the softmax and what multiplies V, whole, in bf16; two maps of 8 heads.
+    """Each of two maps of 8 heads keeps its softmax and the factor of V, whole, in bf16.
 
-    Beside them two masks, and copies of what 4 key-value heads have: of 8 heads' keys and values.
+    The layer also keeps two masks, and copies of 4 key-value heads' keys and values for 8 heads.
     """
     keeps, fused = (
         memory_by_stage(make_recipe(training={"attention_backend": each}), 1)[0].activations

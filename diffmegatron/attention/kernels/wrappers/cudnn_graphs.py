@@ -35,7 +35,8 @@ class Problem(NamedTuple):
 
     Attributes:
         batch: number of rows, or of packed documents, rounded up.
-        rows, keys: lengths, or that of the longest document, rounded up.
+        rows, keys: numbers of queries and keys; in packed rows, length of the longest document,
+            rounded up.
         is_packed: whether rows are documents of their own lengths.
         causal: hide later keys, aligned at the last query and key.
         deterministic: let no atomic additions order the gradients' sums.

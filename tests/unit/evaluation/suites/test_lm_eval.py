@@ -29,7 +29,7 @@ PAPER = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
 }
-# One task for each other kind of request, with metrics that are no means, and filters.
+# One task for each other kind of request, with filters, and with metrics that are not means.
 CONFIGS = {
     "lambada_openai": {"include": str(LIBRARY / "lambada/lambada_openai.yaml")},
     "rolling": {
@@ -155,7 +155,7 @@ def measured(folder: Path, out: Path, *settings: str, data: Path | None = None) 
 
 @pytest.mark.parametrize("way", ["2 shots", "own shots", "chat template"])
 def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkeypatch):
-    """Of every kind of request; of prompts that lose their beginning too; errors and versions."""
+    """Compare every kind of request, prompts that are truncated, standard errors and versions."""
     shots = 2 if way == "2 shots" else None
     chat = way == "chat template"
     tasks = (*PAPER, "sums") if shots else TASKS
@@ -172,7 +172,7 @@ def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkey
     assert any(cut) or shots is None
     assert not all(cut)
 
-    # Which a run of another test may have set; accelerate takes it for a launcher.
+    # A run of another test may have set this variable, which makes accelerate expect a launcher.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.chdir(folder / "data")
     theirs = lm_eval.simple_evaluate(
@@ -190,7 +190,7 @@ def test_the_library_itself_gives_the_same_numbers(way, folder, tmp_path, monkey
             expected = [response[0] for response in sample["resps"]]
             given = records[f"{task}/{theirs['n-shot'][task]}/{sample['doc_id']}"]["answers"]
             if not isinstance(expected[0], str):
-                # Of rolling likelihoods there is no second value.
+                # Rolling likelihoods have no second value.
                 expected, given = (
                     [each[0] if isinstance(each, tuple | list) else each for each in of]
                     for of in (expected, given)
