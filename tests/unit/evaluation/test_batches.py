@@ -15,21 +15,45 @@ from diffmegatron.evaluation.requests import Generation, LabelTree, Scored, Scor
 from diffmegatron.evaluation.targets import find_targets
 from tests.pretrained import write_pretrained
 
-# One of each kind of attention; the last has a window of 4 tokens, past which padding would shift.
+# One of each kind of attention, and layers of two kinds. Sliding windows have 4 tokens, and padding
+# past them would shift them.
 KINDS = {
-    "llama 2": {},
-    "diffllama": {},
-    "diff_v2": {},
-    "grouped": {},
-    "grouped, its own lambda": {},
-    "mistral": {"sliding_window": 4},
+    "llama": ("llama 2", {}),
+    "diffllama": ("diffllama", {}),
+    "diff_v2": ("diff_v2", {}),
+    "grouped": ("grouped", {}),
+    "grouped with a constant lambda": ("grouped, its own lambda", {}),
+    "layers of two kinds": (
+        "grouped",
+        {
+            "model_type": "mixed_diff",
+            "layer_kinds": [
+                {
+                    "layers": "1",
+                    "model_type": "diff_v2",
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 2,
+                    "signal_per_noise": 2,
+                },
+                {
+                    "layers": None,
+                    "model_type": "grouped_diff",
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 4,
+                    "signal_per_noise": 2,
+                },
+            ],
+        },
+    ),
+    "sliding windows": ("mistral", {"sliding_window": 4}),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory) -> Path:
-    changes = KINDS[request.param] | {"max_position_embeddings": 256}
-    return write_pretrained(tmp_path_factory.mktemp("kinds") / "hf", request.param, **changes)
+    family, changes = KINDS[request.param]
+    path = tmp_path_factory.mktemp("kinds") / "hf"
+    return write_pretrained(path, family, max_position_embeddings=256, **changes)
 
 
 def open_model(folder: Path, batch_tokens: int) -> Model:
