@@ -2,7 +2,8 @@
 
 The files beside this one import only torch and transformers. They are named after ``model_type``:
 ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map`` of a
-configuration refers to them, for ``trust_remote_code=True``.
+configuration refers to them, for ``trust_remote_code=True``. ``configuration_diff_base.py`` has the
+keys that all of them share.
 """
 
 from pathlib import Path
@@ -48,5 +49,5 @@ def remote_files(model_type: str) -> list[Path]:
         return []
     # The class with layers of several kinds uses the classes of the other kinds.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
-    parts = ("configuration", "modeling")
-    return [Path(__file__).with_name(f"{part}_{each}.py") for each in types for part in parts]
+    stems = [f"{part}_{each}" for each in types for part in ("configuration", "modeling")]
+    return [Path(__file__).with_name(f"{stem}.py") for stem in (*stems, "configuration_diff_base")]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a Llama without biases and dropout, extended for each kind of attention.
+
+The file imports only transformers, because it is saved with the weights.
+"""
+
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+from transformers.utils.versions import require_version
+
+# The oldest version whose Llama has the functions that the models call; older ones raise an error.
+require_version("transformers>=4.57")
+
+
+class DiffBaseConfig(PretrainedConfig):
+    """Llama's keys but for biases and dropout.
+
+    A subclass sets ``AUTO_MAP`` and the keys of its attention, and then calls this constructor.
+
+    Args:
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key heads.
+        head_dim: d, channels of a query and of a key, even.
+        kwargs: arguments of ``PretrainedConfig``.
+
+    Raises:
+        ValueError: the numbers do not describe a model.
+    """
+
+    AUTO_MAP: ClassVar[dict[str, str]] = {}
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    base_model_pp_plan: ClassVar = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    # Llama's classes read these; the models have no biases and no dropout.
+    attention_bias = False
+    attention_dropout = 0.0
+    mlp_bias = False
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 4096,
+        intermediate_size: int = 11008,
+        num_hidden_layers: int = 32,
+        num_attention_heads: int = 32,
+        num_key_value_heads: int = 32,
+        head_dim: int = 128,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 4096,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-5,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        tie_word_embeddings: bool = False,
+        rope_parameters: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.use_cache = use_cache
+        self.rope_parameters = rope_parameters
+        self._check_sizes()
+        self._check_attention()
+        for name in ("attention_bias", "attention_dropout", "mlp_bias"):
+            if kwargs.get(name):
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
+                )
+        kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
+        # transformers 4 reads these only from this call, and would otherwise tie the embeddings.
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **_rope_of_transformers_4(rope_parameters) | kwargs,
+        )
+
+    def _check_attention(self) -> None:
+        """Raise ValueError if the keys of the attention do not describe one."""
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ):
+            check_positive(name, getattr(self, name))
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number")
+
+
+class NoiseHeadsConfig(DiffBaseConfig):
+    """Configuration of attention whose query heads are signal heads and noise heads.
+
+    Args:
+        num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
+            and h / r noise heads, h (r + 1) / r in total.
+        signal_per_noise: r, number of signal heads that share a noise head.
+        kwargs: arguments of :class:`DiffBaseConfig`.
+
+    Raises:
+        ValueError: the numbers do not describe a model.
+    """
+
+    def __init__(
+        self, num_attention_heads: int = 64, signal_per_noise: int = 1, **kwargs: Any
+    ) -> None:
+        self.signal_per_noise = signal_per_noise
+        super().__init__(num_attention_heads=num_attention_heads, **kwargs)
+
+    @property
+    def num_noise_heads(self) -> int:
+        """h / r, number of noise heads, and of groups of a noise head and its signal heads."""
+        return self.num_attention_heads // (self.signal_per_noise + 1)
+
+    @property
+    def num_signal_heads(self) -> int:
+        """h, number of signal heads, and of heads of the output."""
+        return self.num_noise_heads * self.signal_per_noise
+
+    def _check_attention(self) -> None:
+        check_positive("signal_per_noise", self.signal_per_noise)
+        group = self.signal_per_noise + 1
+        if self.num_attention_heads % group:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}; with signal_per_noise "
+                f"{self.signal_per_noise} it must be a multiple of {group}, because it counts "
+                "signal and noise heads"
+            )
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless a key's value is a positive integer."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+
+
+def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
+
+    transformers 5 converts them back to ``rope_parameters``, and does not save them.
+    """
+    scaling = dict(rope_parameters or {})
+    theta = scaling.pop("rope_theta", 10_000.0)
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {"rope_theta": theta, "rope_scaling": scaling if is_scaled else None}
