@@ -52,10 +52,10 @@ gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
 gpu-bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks tune_attention --listed benchmarks/results/tune_sm_90_d128.json
-	$(BIN)/python -m benchmarks attention
-	$(BIN)/python -m benchmarks chunks
-	$(BIN)/python -m benchmarks layer training.attention_backend=triton training.micro_batch_size=4
+	$(BIN)/python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json
+	$(BIN)/python -m tools.benchmarks attention
+	$(BIN)/python -m tools.benchmarks chunks
+	$(BIN)/python -m tools.benchmarks layer training.attention_backend=triton training.micro_batch_size=4
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

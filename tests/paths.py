@@ -1,7 +1,8 @@
-"""Where the repository keeps what tests read."""
+"""Places in the repository that tests read."""
 
-from pathlib import Path
+from tools.paths import RESULTS, ROOT
 
-ROOT = Path(__file__).parent.parent
+__all__ = ["CONFIGS", "DOCS", "RESULTS", "ROOT"]
+
 CONFIGS = ROOT / "configs"
 DOCS = ROOT / "docs"

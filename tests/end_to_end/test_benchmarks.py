@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import attention, compare_dex, data, startup, startup_phases
-from benchmarks.__main__ import main
-from benchmarks.data import in_process
-from benchmarks.registry import BENCHMARKS
 from diffmegatron.cli import app
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from tests.paths import ROOT
 from tests.pretrained import write_pretrained
+from tools.benchmarks import attention, compare_dex, data, startup, startup_phases
+from tools.benchmarks.__main__ import main
+from tools.benchmarks.data import in_process
+from tools.benchmarks.registry import BENCHMARKS
 
 
 def run(name: str, *arguments: object) -> None:
@@ -24,7 +24,7 @@ def run(name: str, *arguments: object) -> None:
 
 
 def test_all_are_registered_and_listed(capsys):
-    modules = (ROOT / "benchmarks").glob("[!_]*.py")
+    modules = (ROOT / "tools/benchmarks").glob("[!_]*.py")
     assert {path.stem for path in modules if "\ndef main(" in path.read_text()} == {*BENCHMARKS}
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()

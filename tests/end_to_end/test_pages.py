@@ -1,9 +1,9 @@
 """Every command of README.md and docs/*.md: parsed by the real programs, and run where it is cheap.
 
-All of them are parsed as they are: unknown options and missing arguments fail, and so do missing
-files under configs/, launch/ and tests/, targets that the Makefile lacks, and keys that a
-recipe does not have. Run, in one folder and in the order of the pages, are those of ``RUNS`` whose
-files are there by then: what the first hour has on a CPU. Only parsed are
+All commands are parsed: unknown options, missing arguments, missing files in the folders of
+``SHIPPED``, missing targets of the Makefile and unknown keys of a recipe fail. The commands of
+``RUNS`` whose files exist by then are run, in one folder and in the order of the pages: these are
+the commands of the first hour on a CPU. The following commands are only parsed:
 
 - what needs another machine: ``launch``, ``preflight``, ``sbatch``, ``launch/*.sh``, ``torchrun``,
   GPUs' benchmarks;
@@ -30,7 +30,7 @@ from diffmegatron.config.load import load_stages
 from tests.end_to_end.page_commands import PAGES, ROOT, Command, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-SHIPPED = ("configs/", "launch/", "tests/")
+SHIPPED = ("configs/", "docs/", "launch/", "tests/", "tools/")
 TAKE_A_RECIPE = {"plan", "train", "launch", "preflight"}
 RUNS = {
     ("doctor",),
@@ -119,15 +119,15 @@ def understood_by_argparse(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ParsedError):
         if command.program.endswith(".py"):
             runpy.run_path(command.program, run_name="__main__")
-        elif command.program == "benchmarks":
-            importlib.import_module("benchmarks.__main__").main(command.words)
+        elif command.program == "tools.benchmarks":
+            importlib.import_module("tools.benchmarks.__main__").main(command.words)
         else:
             importlib.import_module(command.program).main()
 
 
 def test_the_pages_have_commands() -> None:
     programs = [command.program for command in COMMANDS]
-    assert programs.count("diffmegatron") > 40 and programs.count("benchmarks") > 4
+    assert programs.count("diffmegatron") > 40 and programs.count("tools.benchmarks") > 4
     assert any(
         command.page == "README.md" and command.words[:1] == ["train"] for command in COMMANDS
     )

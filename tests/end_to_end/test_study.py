@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from benchmarks.study import missing_runs
-from benchmarks.study_file import Study, load_study, wanted_runs
-from benchmarks.study_report import write_report
-from benchmarks.study_runs import Lines, Runner, suite_measures
 from diffmegatron.errors import UserError
+from tools.benchmarks.study import missing_runs
+from tools.benchmarks.study_file import Study, load_study, wanted_runs
+from tools.benchmarks.study_report import write_report
+from tools.benchmarks.study_runs import Lines, Runner, suite_measures
 
 RECIPE = """
 model:

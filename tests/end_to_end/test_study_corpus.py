@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import study_corpus, study_recall, study_text
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suites.associative_recall import AssociativeRecall
+from tools.benchmarks import study_corpus, study_recall, study_text
 
 
 def write_packages(folder):

@@ -13,14 +13,14 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import triton  # after the check for it
 
-from benchmarks.compiled_kernels import (
+from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
+from tools.benchmarks.compiled_kernels import (
     SHARED_LIMIT,
     compile_cross_entropy,
     compile_launches,
     compile_subtraction,
     usage_of,
 )
-from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -12,9 +12,9 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
 from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from tests.campaigns.slurm_cluster import Cluster, missing
 from tests.conftest import TINY
 from tests.paths import ROOT
+from tools.campaigns.slurm_cluster import Cluster, missing
 
 # Each of four data-parallel ranks has a microbatch.
 FOUR = TINY.replace("micro_batch_size: 4", "micro_batch_size: 2")

@@ -1,4 +1,4 @@
-"""What the campaign on Slurm reports (``tests/campaigns/slurm.py``); it itself takes long."""
+"""What the campaign on Slurm reports (``tools/campaigns/slurm.py``); it itself takes long."""
 
 import json
 import random
@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from diffmegatron.attempts.ledger import Ledger
-from tests.campaigns import slurm as slurm_campaign
-from tests.campaigns.slurm_troubles import TROUBLES, Month, crash
 from tests.launch.conftest import FOUR, SMALL
+from tools.campaigns import slurm as slurm_campaign
+from tools.campaigns.slurm_troubles import TROUBLES, Month, crash
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
-from tests.paths import DOCS, ROOT
+from tests.paths import DOCS, RESULTS
 from tests.ranks import launch
 
 STEPS = 10
@@ -331,22 +331,23 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def write_results(rows: list[dict[str, object]]) -> None:
-    """The rows into benchmarks/results and docs/parallelism.md."""
-    results = ROOT / "benchmarks" / "results" / "layout_matrix.json"
+    """Write the rows to docs/results and to the table of docs/parallelism.md."""
     versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
-    results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    (RESULTS / "layout_matrix.json").write_text(
+        json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n"
+    )
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 def main() -> None:
-    """Run the matrix and write its table, into benchmarks/results and docs/parallelism.md."""
+    """Run the matrix and write its rows to docs/results and docs/parallelism.md."""
     argparse.ArgumentParser(
         prog="python -m tests.parallel.matrix",
         description="Train every layout and, in one process, its model, which takes minutes on two "
-        "cores; then write benchmarks/results/layout_matrix.json and the table of "
-        "docs/parallelism.md anew.",
+        "cores; then write docs/results/layout_matrix.json and the table of "
+        "docs/parallelism.md.",
     ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)

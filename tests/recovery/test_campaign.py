@@ -1,4 +1,4 @@
-"""The campaign of faults under torchrun in its short form; ``tests.campaigns.faults`` is the long.
+"""The campaign of faults under torchrun in its short form; ``tools.campaigns.faults`` is the long.
 
 One rank is killed and one is stopped, which only the watchdog can end.
 """
@@ -11,7 +11,7 @@ from tests.paths import ROOT
 
 
 def test_killed_and_stopped_ranks_leave_no_trace(tmp_path):
-    command = [sys.executable, "-m", "tests.campaigns.faults", "--kills=1", "--stops=1"]
+    command = [sys.executable, "-m", "tools.campaigns.faults", "--kills=1", "--stops=1"]
     command += ["--steps=120", "--step-seconds=10", f"--out={tmp_path / 'report.json'}"]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1700

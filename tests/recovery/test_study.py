@@ -72,7 +72,7 @@ def test_a_killed_run_changes_nothing(tmp_path, corpus):
 
 def start(folder, name):
     """The command in a process group of its own."""
-    command = [sys.executable, "-m", "benchmarks", "study", folder / "study.yaml"]
+    command = [sys.executable, "-m", "tools.benchmarks", "study", folder / "study.yaml"]
     command += [f"--work={folder / name}", f"--out={folder / name}.out"]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
 

@@ -1,9 +1,9 @@
-"""The trials of ``tests/campaigns/faults.py --long``, each twice; and what is not survived."""
+"""The trials of ``tools/campaigns/faults.py --long``, each twice; and what is not survived."""
 
 from diffmegatron.checkpoint.reading import TensorFile
-from tests.campaigns import fault_trials
-from tests.campaigns.fault_trials import run_trials
 from tests.conftest import TINY
+from tools.campaigns import fault_trials
+from tools.campaigns.fault_trials import run_trials
 
 
 def few(monkeypatch, *names: str) -> None:

@@ -1,6 +1,6 @@
 """Count the bad paths that every command was tried with, by kind.
 
-python -m tests.robustness.count --out benchmarks/results/bad_paths.json
+python -m tests.robustness.count --out docs/results/bad_paths.json
 """
 
 import argparse

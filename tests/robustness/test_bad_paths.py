@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import RESULTS
 from tests.robustness.bad_paths import KINDS, make_inputs, places, run, try_kind
 
 
@@ -51,7 +51,7 @@ def test_a_full_disk_may_have_space_later(monkeypatch, tmp_path):
 
 def test_the_committed_counts_are_of_every_place_and_kind():
     """``tests/robustness/count.py`` is to be run again when a command has been added."""
-    counts = json.loads((ROOT / "benchmarks/results/bad_paths.json").read_text())
+    counts = json.loads((RESULTS / "bad_paths.json").read_text())
     number = len(list(places()))
     assert counts == {
         kind.__name__.replace("_", " "): {"tried": number, "held": number} for kind in KINDS

@@ -4,7 +4,7 @@ Each recipe of :data:`RECIPES` and its Transformer train on a simulated GPU with
 two; a layer launches the difference. Every operation of torch that is not a view counts as one
 kernel, as do a launch of Triton, a function that ``torch.compile`` fuses, and torch's flash
 attention in each direction. The bytes of a kernel are the bytes of the tensors that it reads and
-writes, each tensor whole. ``benchmarks/results/layer_kernels.json`` lists every kernel,
+writes, each tensor whole. ``docs/results/layer_kernels.json`` lists every kernel,
 ``layer_kernels.md`` sums and compares them. The command takes a minute of a core.
 """
 
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from tests.paths import ROOT
+from tests.paths import RESULTS
 from tests.simulated_cuda.simulate import Case, Recording, simulate
 
-JSON = ROOT / "benchmarks" / "results" / "layer_kernels.json"
+JSON = RESULTS / "layer_kernels.json"
 RECIPES = {
     "diff_v1": "configs/at_scale/diff_3b_64gpus.yaml",
     "diff_v2": "configs/at_scale/diff_v2_3b_64gpus.yaml",
@@ -48,7 +48,7 @@ def main() -> None:
     argparse.ArgumentParser(
         prog="python -m tests.simulated_cuda.layer_kernels",
         description="Count the kernels of a layer of each kind; write "
-        "benchmarks/results/layer_kernels.json and .md.",
+        "docs/results/layer_kernels.json and .md.",
     ).parse_args()
     columns = dict(_columns())
     cases = [

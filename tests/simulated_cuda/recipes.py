@@ -2,7 +2,7 @@
 
 Two steps of one microbatch (in a pipeline as many as it has stages), as the first rank and, in a
 pipeline, as ranks of a stage in the middle and of the last. Writes what each took, beside what
-``diffmegatron plan`` counts for it, to ``benchmarks/results/simulated_cuda.json``, and prints the
+``diffmegatron plan`` counts for it, to ``docs/results/simulated_cuda.json``, and prints the
 components where the two differ by more than :mod:`.comparison` allows; takes some ten minutes of a
 core. DEX extends half of each layer's heads, since nothing has selected any.
 """
@@ -23,11 +23,11 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import memory_by_stage
 from diffmegatron.plan.traffic import stage_traffic
-from tests.paths import CONFIGS, ROOT
+from tests.paths import CONFIGS, RESULTS, ROOT
 from tests.simulated_cuda.comparison import compare, recipe_of
 from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
 
-RESULTS = ROOT / "benchmarks" / "results" / "simulated_cuda.json"
+JSON = RESULTS / "simulated_cuda.json"
 # Where the name of a recipe gives no number of GPUs.
 GPUS = 64
 # Cases of one process, after which the results are written.
@@ -38,13 +38,13 @@ FOLDERS = ("at_scale", ".", "scaling", "dex")
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulated_cuda.recipes",
-        description=f"Simulate every recipe at its true depth; write {RESULTS.relative_to(ROOT)}.",
+        description=f"Simulate every recipe at its true depth; write {JSON.relative_to(ROOT)}.",
     )
     parser.add_argument(
         "--only", default="", help="recipes whose path contains this; other rows stay as they are"
     )
     only = parser.parse_args().only
-    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = json.loads(JSON.read_text())["rows"] if JSON.exists() else []
     cases = [case for path in recipes() if only in str(path) for case in cases_of(path)]
     for begin in range(0, len(cases), TOGETHER):
         some = cases[begin : begin + TOGETHER]
@@ -171,7 +171,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     ]
     versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
     lines = ",\n ".join(json.dumps(each) for each in rows)
-    RESULTS.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n {lines}\n]}}\n')
+    JSON.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n {lines}\n]}}\n')
 
 
 if __name__ == "__main__":

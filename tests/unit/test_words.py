@@ -8,7 +8,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
-PLACES = ("README.md", "CONTRIBUTING.md", "docs", "diffmegatron", "configs", "launch", "benchmarks")
+PLACES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs",
+    "diffmegatron",
+    "configs",
+    "launch",
+    "tools/benchmarks",
+)
 ENDINGS = {".py", ".md", ".yaml", ".sh"}
 
 # Each pattern ignores case; what to write instead.

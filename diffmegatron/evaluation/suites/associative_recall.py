@@ -62,7 +62,8 @@ class AssociativeRecall(Suite):
                 raise UserError(
                     f"text {len(found)} of source {source!r} has {len(ids)} tokens of "
                     f"{target.name} that are not pairs of different keys and the same pairs again; "
-                    "give a text of 'python -m benchmarks study_recall' and a model trained on it"
+                    "give a text of 'python -m tools.benchmarks study_recall' and a model trained "
+                    "on it"
                 )
             found.append(Item(f"{source}/{len(found)}", len(ids), ids))
         return found

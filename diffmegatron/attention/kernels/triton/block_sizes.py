@@ -3,7 +3,7 @@
 They were chosen to compile for sm_90 and sm_80 with the fewest spills in the loops and without a
 product that two warps both compute, and to fit the other chips
 (tests/kernels/test_triton_compile.py holds the figures). None has been timed on a GPU yet:
-benchmarks/tune_attention.py does that.
+tools/benchmarks/tune_attention.py does that.
 """
 
 from enum import Enum

@@ -1,1 +1,0 @@
-"""Benchmarks of the package; ``python -m benchmarks --list`` lists them."""

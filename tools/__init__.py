@@ -1,0 +1,1 @@
+"""Programs beside the package that are run by hand from a checkout."""

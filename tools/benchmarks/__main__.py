@@ -1,0 +1,32 @@
+"""Run a benchmark: ``python -m tools.benchmarks NAME [ARGUMENTS]``; ``--list`` lists all names."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from tools.benchmarks.registry import BENCHMARKS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark named by the first argument, and return the exit status."""
+    if list(argv) == ["--list"]:
+        width = max(map(len, BENCHMARKS))
+        print("\n".join(f"{name:{width}}  {about}" for name, about in BENCHMARKS.items()))
+        return 0
+    if not argv or argv[0] not in BENCHMARKS:
+        named = f"{argv[0]!r} is not a benchmark" if argv else "the name of a benchmark is missing"
+        print(f"error: {named}; give one of {', '.join(BENCHMARKS)}, or --list", file=sys.stderr)
+        return 2
+    # This import is here because spawned processes import this module.
+    from diffmegatron.errors import UserError
+
+    try:
+        import_module(f"tools.benchmarks.{argv[0]}").main(argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,328 @@
+r"""Time differential attention backends and a plain Transformer's attention in one run.
+
+All forms have equal model size: h diff heads with values of width 2d, or 2h heads of width d. The
+repetitions of all forms alternate, so that a machine that slows down affects all of them. Writes
+NAME.json, NAME.md and NAME.png to docs/results/.
+
+    python -m tools.benchmarks attention                       # on a GPU: bf16, 2K to 64K
+    OMP_NUM_THREADS=1 python -m tools.benchmarks attention --device cpu --dtype float32 \\
+        --lengths 1024 2048 4096 --heads 4 --repetitions 15 --backends blocked sdpa_4call
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module, util
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.choose_backend import why_not
+from diffmegatron.attention.kernels.costs import Sizes, triton_work
+from diffmegatron.attention.kernels.maps import QKV
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
+from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.timing import describe_machine, timed
+from tools.paths import RESULTS
+
+# Torch's scaled_dot_product_attention; on a GPU in 16 bits its flash kernel.
+PLAIN = "transformer_sdpa"
+PLAIN_PYTORCH = ("reference", "blocked")
+
+# Forms to time with their multiply-adds: a Transformer's attention, and every backend's forms.
+FORMS = {
+    PLAIN: SOFTMAX["sdpa"].work,
+    "transformer_flash": SOFTMAX["flash_attn"].work,
+    "transformer_cudnn": SOFTMAX["sdpa"].work,
+    "triton_split": partial(triton_work, one_pass=False),
+    "triton_one_pass": partial(triton_work, one_pass=True),
+    **{name: backend.work for name, backend in DIFFERENTIAL.items() if name != "triton"},
+}
+
+Form = tuple[Callable[..., Tensor], list[Tensor]]
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    on_gpu = torch.cuda.is_available()
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536]
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="tokens per batch; default: one sequence, on a GPU the greatest length",
+    )
+    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
+    parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default: h")
+    parser.add_argument("--head-dim", type=int, default=128, help="d")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=DIFFERENTIAL,
+        help="backends to time; default: all that can run, on a GPU except plain PyTorch",
+    )
+    parser.add_argument("--name", help="name of the result files; default: device, dtype and d")
+    return parser.parse_args(argv)
+
+
+def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
+    """Return the number of tokens that fill a GPU; None for one sequence of any length."""
+    longest = max(arguments.lengths) if arguments.device == "cuda" else None
+    return arguments.tokens or longest
+
+
+def batch_size(arguments: argparse.Namespace, length: int) -> int:
+    """Return the number of sequences per batch."""
+    return max((tokens_per_batch(arguments) or length) // length, 1)
+
+
+def backends_to_time(arguments: argparse.Namespace) -> list[str]:
+    """Return the requested backends, or all; print why others are left out."""
+    on_gpu = arguments.device == "cuda"
+    by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
+    call = Call("differential", arguments.device, arguments.dtype, arguments.head_dim)
+    can_run = []
+    for name in arguments.backends or by_default:
+        reason = why_not(name, call, importable_libraries())
+        if reason is None:
+            can_run.append(name)
+        else:
+            print(f"{name}: left out, it {reason}")
+    return can_run
+
+
+def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
+    """Differential attention of q1, k1, q2, k2, v, lambda by one form of the Triton kernels."""
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
+    out: Tensor = DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
+    return out
+
+
+def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute the Transformer baseline's attention by one of torch's kernels, or raise."""
+    with sdpa_kernel(kernel):
+        return softmax_attention(q, k, v)
+
+
+def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
+    """Return each form's function and its inputs."""
+    dtype = getattr(torch, arguments.dtype)
+    batch = batch_size(arguments, length)
+    heads, width = arguments.heads, arguments.head_dim
+    kv_heads = arguments.kv_heads or heads
+
+    def draw(count: int, columns: int) -> Tensor:
+        x = torch.randn(batch, length, count, columns, device=arguments.device, dtype=dtype)
+        return x.requires_grad_()
+
+    shapes = [(heads, width), (kv_heads, width)] * 2 + [(kv_heads, 2 * width)]
+    lambda_ = torch.tensor(0.7, device=arguments.device, requires_grad=True)
+    diff = [*(draw(*shape) for shape in shapes), lambda_]
+    plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
+    forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
+    if arguments.device == "cuda" and dtype != torch.float32:
+        # Torch's own choice of a kernel varies between versions.
+        forms[PLAIN] = (partial(attend_by, SDPBackend.FLASH_ATTENTION), plain)
+        forms["transformer_cudnn"] = (partial(attend_by, SDPBackend.CUDNN_ATTENTION), plain)
+        if util.find_spec("flash_attn"):
+            flash_attn_func = import_module("flash_attn").flash_attn_func
+            forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
+    for name in backends:
+        if name == "triton":
+            for form, one_pass in (("triton_split", False), ("triton_one_pass", True)):
+                function = partial(attend_by_triton, one_pass)
+                forms[form] = (function, diff)
+        else:
+            forms[name] = (partial(diff_attention, backend=name), diff)
+    return forms
+
+
+def run_once(form: Form, device: str) -> tuple[float, float, float]:
+    """Return forward seconds, backward seconds, and peak GiB without the inputs."""
+    function, inputs = form
+    held = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    forward, out = timed(partial(function, *inputs), device)
+    # Constant data would be faster: a GPU's matrix units then draw less power.
+    gradient = partial(torch.autograd.grad, out, inputs, torch.randn_like(out))
+    backward, _ = timed(gradient, device)
+    peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
+    return forward, backward, peak / 2**30
+
+
+def measure(
+    forms: dict[str, Form], arguments: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Return median seconds and peak memory of each form, and the reason for each failure."""
+    runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
+    failures: dict[str, str] = {}
+    warm_up = 2
+    for repetition in range(arguments.repetitions + warm_up):
+        for name in [name for name in forms if name not in failures]:
+            try:
+                run = run_once(forms[name], arguments.device)
+            except Exception as error:  # Whatever a library raises, measure the other forms.
+                failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(f"{name}: left out, {failures[name]}")
+                continue
+            if repetition >= warm_up:
+                runs[name].append(run)
+    rows = {
+        name: {
+            "forward_s": statistics.median(forward for forward, _, _ in each),
+            "backward_s": statistics.median(backward for _, backward, _ in each),
+            "both_s": statistics.median(forward + backward for forward, backward, _ in each),
+            "peak_gib": max(peak for _, _, peak in each),
+        }
+        for name, each in runs.items()
+        if name not in failures
+    }
+    return rows, failures
+
+
+def matmul_ceiling(arguments: argparse.Namespace) -> float:
+    """Return TFLOP/s of a large square matmul in the same dtype, as an upper bound."""
+    size = 8192 if arguments.device == "cuda" else 1024
+    dtype = getattr(torch, arguments.dtype)
+    a, b = (torch.randn(size, size, device=arguments.device, dtype=dtype) for _ in range(2))
+    fastest = min(timed(lambda: a @ b, arguments.device)[0] for _ in range(20))
+    return 2 * size**3 / fastest / 1e12
+
+
+def annotate(
+    row: dict[str, float], name: str, length: int, arguments: argparse.Namespace, ceiling: float
+) -> None:
+    """Add TFLOP/s by the form's work, the share of the matmul ceiling, and the bandwidth."""
+    batch = batch_size(arguments, length)
+    pairs = batch * length * (length + 1) / 2
+    heads, element = arguments.heads, getattr(torch, arguments.dtype).itemsize
+    kv_heads = arguments.kv_heads or heads
+    # There are two maps of h heads each, or one map of 2h heads.
+    signal, noise = (2 * heads, 0) if name.startswith("transformer") else (heads, heads)
+    work = FORMS[name](Sizes(element, arguments.head_dim, signal, noise, kv_heads, length))
+    forward, backward = (2 * multiply_adds * pairs for multiply_adds in work)
+    row["forward_tflops"] = forward / row["forward_s"] / 1e12
+    row["backward_tflops"] = backward / row["backward_s"] / 1e12
+    row["both_tflops"] = (forward + backward) / row["both_s"] / 1e12
+    row["share_of_matmul"] = row["both_tflops"] / ceiling
+    # Minimum traffic: q, k, v and out once in the forward pass, and twice in the backward pass.
+    elements = batch * length * arguments.head_dim * 4 * (arguments.heads + kv_heads)
+    row["both_gb_per_s"] = 3 * elements * element / row["both_s"] / 1e9
+
+
+def transformer_seconds(rows: dict[str, dict[str, float]]) -> float:
+    """Return the seconds of the plain Transformer's fastest attention; NaN if none ran."""
+    transformers = (row["both_s"] for name, row in rows.items() if name.startswith("transformer"))
+    return min(transformers, default=math.nan)
+
+
+def write_table(path: Path, report: dict) -> None:
+    """Write a Markdown table with ratios to the plain Transformer's fastest attention."""
+    lines = [
+        f"# Attention, {report['settings']}",
+        "",
+        f"{report['machine']}; matmul ceiling {report['matmul_tflops']:.3g} TFLOP/s",
+        "",
+        "| length | form | forward ms | backward ms | both ms | ratio | TFLOP/s | of matmul"
+        " | GB/s | peak GiB beside inputs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for length, rows in report["lengths"].items():
+        for name, row in rows.items():
+            ratio = row["both_s"] / transformer_seconds(rows)
+            peak = f"{row['peak_gib']:.2f}" if row["peak_gib"] else "not measured"
+            lines.append(
+                f"| {length} | {name} | {row['forward_s'] * 1e3:.2f} | "
+                f"{row['backward_s'] * 1e3:.2f} | {row['both_s'] * 1e3:.2f} | {ratio:.2f} | "
+                f"{row['both_tflops']:.3g} | {row['share_of_matmul']:.0%} | "
+                f"{row['both_gb_per_s']:.3g} | {peak} |"
+            )
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_plot(path: Path, report: dict) -> None:
+    """Plot forward plus backward time relative to the plain Transformer's fastest, by length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    lengths = [n for n, rows in report["lengths"].items() if transformer_seconds(rows) > 0]
+    for name in {name: None for n in lengths for name in report["lengths"][n]}:
+        rows = {n: report["lengths"][n] for n in lengths if name in report["lengths"][n]}
+        ratios = [row[name]["both_s"] / transformer_seconds(row) for row in rows.values()]
+        # A form has the same colour in every plot.
+        color = pyplot.get_cmap("tab20")(list(FORMS).index(name))
+        axes.plot(list(map(str, rows)), ratios, marker="o", label=name, color=color)
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel("forward + backward time / fastest Transformer")
+    machine = report["machine"]
+    where = machine["cpu"] if machine["gpu"] == "none" else machine["gpu"]
+    threads = f", threads: {machine['threads']}" if machine["gpu"] == "none" else ""
+    axes.set_title(f"{report['settings']}\n{where}{threads}, torch {machine['torch']}", size=10)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure each length, and write the files after each."""
+    arguments = parse_arguments(argv)
+    torch.manual_seed(0)
+    ceiling = matmul_ceiling(arguments)
+    kv_heads = arguments.kv_heads or arguments.heads
+    tokens = tokens_per_batch(arguments)
+    filled = "one sequence" if tokens is None else f"{tokens} tokens a batch"
+    settings = (
+        f"{arguments.device}, {arguments.dtype}, causal, h={arguments.heads}, kv={kv_heads}, "
+        f"d={arguments.head_dim}, {filled}, "
+        f"median of {arguments.repetitions}"
+    )
+    name = arguments.name or (
+        f"attention_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}"
+    )
+    report: dict = {
+        "settings": settings,
+        "machine": describe_machine(arguments.device),
+        "matmul_tflops": ceiling,
+        "lengths": {},
+        "failures": {},
+    }
+    backends = backends_to_time(arguments)
+    for length in arguments.lengths:
+        # Compile again for each length, as in training, instead of once for any length.
+        torch.compiler.reset()
+        rows, failures = measure(build_forms(arguments, backends, length), arguments)
+        for form, row in rows.items():
+            annotate(row, form, length, arguments, ceiling)
+        report["lengths"][length] = rows
+        report["failures"][length] = failures
+        write(name, report)
+        print(length, {form: f"{row['both_s'] * 1e3:.1f} ms" for form, row in rows.items()})
+    print(f"wrote {RESULTS / name}.json, .md and .png")
+
+
+def write(name: str, report: dict) -> None:
+    """Write the three files with the lengths measured so far."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_table(RESULTS / f"{name}.md", report)
+    write_plot(RESULTS / f"{name}.png", report)

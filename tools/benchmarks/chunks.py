@@ -1,0 +1,133 @@
+r"""Time the attention of one pair of chunks, the unit of ring attention.
+
+Each backend that supports chunks is measured: its forward pass in `chunk_attention`, and its
+backward pass from the log-sum-exps of the whole row in `chunk_gradients`. A Transformer baseline of
+equal size is measured too. Repetitions alternate. Writes chunks_DEVICE_DTYPE_dD.json to
+docs/results/.
+
+    python -m tools.benchmarks chunks                       # on a GPU: bf16, chunks of 4096
+    python -m tools.benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 \
+        --head-dim 64
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffmegatron.attention.kernels.api import (
+    QKV,
+    WholeAttention,
+    chunk_attention,
+    chunk_gradients,
+    combine_maps,
+)
+from diffmegatron.attention.kernels.choose_backend import why_not
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call
+from diffmegatron.attention.kernels.resolve_backend import importable_libraries
+from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.timing import describe_machine, timed
+from tools.paths import RESULTS
+
+BASELINE = "transformer"
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    on_gpu = torch.cuda.is_available()
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--chunk", type=int, default=4096, help="number of queries and of keys")
+    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
+    parser.add_argument("--head-dim", type=int, default=128, help="d")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--name", help="name of the result file; default: device, dtype and d")
+    return parser.parse_args(argv)
+
+
+def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
+    """Draw queries, keys and values of one map with 2h heads, or two with h heads and 2d values."""
+    heads = arguments.heads * 2 // count
+
+    def draw(columns: int) -> Tensor:
+        shape = (1, arguments.chunk, heads, columns)
+        return torch.randn(shape, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+
+    width = arguments.head_dim
+    queries, keys = (tuple(draw(width) for _ in range(count)) for _ in range(2))
+    return QKV(queries, keys, draw(count * width))
+
+
+def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
+    """Return the functions to time by name: the baseline, and each backend in each direction."""
+    dtype, width = getattr(torch, arguments.dtype), arguments.head_dim
+    forms: dict[str, Callable[[], object]] = {}
+
+    def can(backend: str) -> bool:
+        call = Call("differential", arguments.device, arguments.dtype, width, frozenset({"chunks"}))
+        return why_not(backend, call, importable_libraries()) is None
+
+    def add(name: str, backend: str, maps: QKV, lambda_: Tensor | None) -> None:
+        parts = chunk_attention(maps, backend=backend, **placed)
+        outs = [out.to(dtype) for out, _ in parts]
+        out = combine_maps(outs, lambda_)
+        out2 = None if lambda_ is None else outs[1]
+        whole = WholeAttention(out, out2, tuple(lse for _, lse in parts))
+        grad = torch.randn_like(out)
+        forms[f"{name} forward"] = partial(chunk_attention, maps, backend=backend, **placed)
+        forms[f"{name} backward"] = partial(
+            chunk_gradients, grad, maps, lambda_, whole, backend=backend, **placed
+        )
+
+    add(BASELINE, "auto", draw_maps(arguments, 1), None)
+    for backend in DIFFERENTIAL:
+        if backend != "reference" and can(backend):
+            add(
+                backend,
+                backend,
+                draw_maps(arguments, 2),
+                torch.tensor(0.7, device=arguments.device),
+            )
+    return forms
+
+
+def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespace) -> dict:
+    """Return the median seconds of each form."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    warm_up = 2
+    for repetition in range(arguments.repetitions + warm_up):
+        for name, function in forms.items():
+            elapsed, _ = timed(function, arguments.device)
+            if repetition >= warm_up:
+                seconds[name].append(elapsed)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure causal and full pairs of chunks, then write the file."""
+    arguments = parse_arguments(argv)
+    torch.manual_seed(0)
+    meetings = {
+        "own chunk": {"causal": True},
+        "earlier chunk": {"causal": False, "query_offset": arguments.chunk, "key_offset": 0},
+    }
+    report = {
+        "settings": f"{arguments.device}, {arguments.dtype}, chunk {arguments.chunk}, "
+        f"h={arguments.heads}, d={arguments.head_dim}, median of {arguments.repetitions}",
+        "machine": describe_machine(arguments.device),
+        "seconds": {
+            name: measure(build_forms(arguments, placed), arguments)
+            for name, placed in meetings.items()
+        },
+    }
+    name = arguments.name or (f"chunks_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    for meeting, rows in report["seconds"].items():
+        print(meeting, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
+    print(f"wrote {RESULTS / name}.json")

@@ -1,0 +1,180 @@
+"""Time a model's answers to the requests of suites, one at a time, in batches, and by lm-eval.
+
+    python -m tools.benchmarks evaluation smollm2 --data-dir sets --data text.jsonl --haystack books
+
+Each PART takes a few items of a suite. Their requests are answered with every number of
+--batch-tokens; 1 is one text at a time. The likelihoods are also computed by lm-eval's own class
+for transformers. CPU seconds are those of this process, so that other work on the machine does not
+count; run it with OMP_NUM_THREADS=1. A forward pass is one call of the network without its
+projection. Writes docs/results/evaluation_batches.json, or --name.
+
+On a GPU, for the seconds that docs/evaluation.md estimates:
+
+    python -m tools.benchmarks evaluation MODEL --data-dir sets --data text.jsonl --haystack books
+        --items 250 --batch-tokens 1 8192 65536 --name evaluation_batches_gpu
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
+
+from diffmegatron.evaluation.model import Computing, Model
+from diffmegatron.evaluation.requests import Answer, Generation, LabelTree, Request, Scored, Scoring
+from diffmegatron.evaluation.suites import make_suites
+from diffmegatron.evaluation.targets import Target, find_targets
+from tools.benchmarks.command_line import make_parser
+from tools.paths import RESULTS
+
+# Settings of each part; {items} is the number of items of a task.
+PARTS = {
+    "lm-eval": ("lm-eval.tasks=[arc_easy,piqa]", "lm-eval.shots=[0]", "lm-eval.samples={items}"),
+    "loss": ("loss.documents={items}", "loss.context=512", "loss.characters=2000"),
+    "math": ("math.benchmarks=[gsm8k]", "math.samples={items}", "math.answer_tokens=24"),
+    "needle": ("needle.pairs=[[1,1]]", "needle.lengths=[512]", "needle.samples={items}",
+               "needle.depths=[0.5]", "needle.answer_tokens=24"),
+    "many-shot": ("many-shot.tasks=[trec]", "many-shot.shots=[50]", "many-shot.samples={items}"),
+}  # fmt: skip
+
+
+class _Collector:
+    """A model without a network, which keeps the requests that it receives.
+
+    Attributes:
+        target: whose requests they are.
+        requests: all so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.requests = target, list[Request]()
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Yield answers of the right form, whatever they mean."""
+        self.requests += requests
+        yield from ((number, _any_answer(request)) for number, request in enumerate(requests))
+
+
+def _any_answer(request: Request) -> Answer:
+    if isinstance(request, Scoring):
+        lengths = map(len, request.continuations)
+        return [Scored(torch.zeros(n), torch.zeros(n, dtype=torch.bool)) for n in lengths]
+    return [] if request.labels is None else _any_path(request.labels)
+
+
+def _any_path(labels: LabelTree) -> list[int]:
+    token, following = next(iter(labels.items()))
+    return [token, *_any_path(following)] if following else [token]
+
+
+def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[dict, list[Any]]:
+    """Return time and number of forward passes of a function, and what it returns."""
+    passes = 0
+
+    def count(module: torch.nn.Module, _: Any) -> None:
+        nonlocal passes
+        passes += isinstance(module, PreTrainedModel) and module.base_model is module
+
+    with register_module_forward_pre_hook(count):
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = answer()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent = {
+            "seconds": round(time.perf_counter() - wall, 2),
+            "cpu_seconds": round(time.process_time() - cpu, 2),
+        }
+    return spent | {"forward_passes": passes}, found
+
+
+def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], size: int) -> dict:
+    """Return what the same likelihoods take with lm-eval's class for transformers."""
+    from lm_eval.models.huggingface import HFLM
+
+    device = "cuda" if computing.is_gpu else "cpu"
+    model = HFLM(
+        str(target.folder), device=device, dtype=computing.dtype_of(target), batch_size=size
+    )
+    asked = [
+        (("", str(number)), list(request.context), list(continuation))
+        for number, request in enumerate(requests)
+        for continuation in request.continuations
+    ]
+    spent, _ = _measured(
+        torch.device(device), lambda: model._loglikelihood_tokens(asked, disable_tqdm=True)
+    )
+    return spent
+
+
+def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
+    """Return how far answers are from those to one request at a time."""
+    nats, texts = 0.0, 0
+    for a, b in zip(one, other, strict=True):
+        if a and isinstance(a, list) and isinstance(a[0], Scored):
+            assert isinstance(b, list)
+            pairs = zip(a, b, strict=True)
+            nats = max(nats, *(float((x.nats - y.nats).abs().max()) for x, y in pairs))
+        else:
+            texts += a != b
+    return {"largest_difference_in_nats": nats, "texts_that_differ": texts}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure every part with every size of batches, and write the report."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--haystack", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--items", type=int, default=4, help="of each part")
+    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[1, 4096])
+    parser.add_argument("--name", default="evaluation_batches")
+    given = parser.parse_args(argv)
+    (target,) = find_targets([given.model], given.model)
+    options = {"data": (given.data,), "haystack": given.haystack, "data_dir": given.data_dir}
+    parts: dict[str, Any] = {}
+    for name in given.parts:
+        settings = [each.format(items=given.items) for each in PARTS[name]]
+        (suite,) = make_suites([name], options, settings, lambda: 2048)
+        collector = _Collector(target)
+        # The collector has the two members of a model that suites with requests use.
+        list(suite.scores(collector, suite.items(target)))  # type: ignore[arg-type]
+        requests = collector.requests
+        parts[name] = {"settings": settings, "requests": len(requests), "batch_tokens": {}}
+        single: list[Answer] | None = None
+        for tokens in given.batch_tokens:
+            model = Model(target, Computing(batch_tokens=tokens))
+            # Loads the network and learns how it ends.
+            list(model.answers([Scoring([target.start], [[target.start]])]))
+            spent, found = _measured(model.device, lambda: list(model.answers(requests)))  # noqa: B023
+            answers = [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
+            if single is None:
+                single = answers
+            else:
+                spent |= _differences(single, answers)
+            parts[name]["batch_tokens"][str(tokens)] = spent
+            print(f"{name}, --batch-tokens {tokens}: {spent}", flush=True)
+        scoring = [request for request in requests if isinstance(request, Scoring)]
+        if scoring and not any(isinstance(request, Generation) for request in requests):
+            parts[name]["lm_eval_batch_size"] = {
+                str(size): _by_lm_eval(target, Computing(), scoring, size) for size in (1, 8)
+            }
+            print(f"{name}, lm-eval: {parts[name]['lm_eval_batch_size']}", flush=True)
+    is_gpu = torch.cuda.is_available()
+    report = {
+        "model": given.model.name,
+        "device": torch.cuda.get_device_name() if is_gpu else f"a CPU ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "parts": parts,
+    }
+    path = RESULTS / f"{given.name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {path}")

@@ -1,0 +1,88 @@
+"""Time to the first step of a small run on a CPU by phase, and the time of `--help`.
+
+Each measurement is a new process. It imports torch, Megatron-core, the modules of a run and
+DeepSpeed, builds `configs/quickstart.yaml` and takes one step. The mode "train" imports as `train`
+does; "plain" imports without `parallel/engine_imports.py`. The two modes alternate. The measured
+time is the CPU time of the process, because other processes disturb it less than wall time; on an
+idle machine the two are equal. Figures are medians over repetitions; the ratio is "train" to
+"plain".
+
+    OMP_NUM_THREADS=1 python -m tools.benchmarks startup
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from diffmegatron import prepare
+from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.timing import describe_machine
+from tools.paths import RESULTS
+
+MODES = ("train", "plain")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure, print and write the report."""
+    arguments = parse_arguments(argv)
+    taken: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    helped = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "text.jsonl"
+        text.write_text(f'{{"text": "{"a corpus of few words " * 20}"}}\n' * 400)
+        prepare([text], folder / "corpus", "bytes", show_progress=False)
+        for turn in range(arguments.turns):
+            for mode in MODES[:: 1 - 2 * (turn % 2)]:
+                taken[mode].append(time_phases(mode, folder))
+            helped.append(time_help())
+    totals = {mode: [sum(phases.values()) for phases in taken[mode]] for mode in MODES}
+    report = {
+        "command": "OMP_NUM_THREADS=1 python -m tools.benchmarks startup",
+        "machine": describe_machine("cpu"),
+        "turns": arguments.turns,
+        "cpu_seconds": {
+            mode: {name: median(each[name] for each in taken[mode]) for name in taken[mode][0]}
+            | {"total": median(totals[mode])}
+            for mode in MODES
+        },
+        "ratio": median(a / b for a, b in zip(totals["train"], totals["plain"], strict=True)),
+        "help_cpu_seconds": median(helped),
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median, rounded to a hundredth."""
+    return round(statistics.median(values), 2)
+
+
+def time_phases(mode: str, folder: Path) -> dict[str, float]:
+    """Return the CPU seconds of every phase of a start."""
+    code = f"from tools.benchmarks.startup_phases import start; start({mode!r}, {str(folder)!r})"
+    process = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def time_help() -> float:
+    """Return the CPU seconds of ``diffmegatron --help``."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "diffmegatron", "--help"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

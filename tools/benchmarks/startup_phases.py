@@ -1,0 +1,59 @@
+"""The phases of one start in this process, for ``python -m tools.benchmarks startup``."""
+
+import json
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from diffmegatron.api import train
+from diffmegatron.config.load import load_recipe
+from diffmegatron.operations.recipes import CONFIGS
+from diffmegatron.parallel.engine_imports import importing_engines
+from diffmegatron.training.hooks.hook import Hook
+
+
+class Phases(Hook):
+    """CPU seconds between marks; as a hook it marks the network and the first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        """Record the CPU time since the last mark as a phase."""
+        self.seconds[phase] = time.process_time() - sum(self.seconds.values())
+
+    def before_training(self, run: object) -> None:  # noqa: D102
+        self.mark("network, optimizer, held-out loss")
+
+    def after_step(self, run: object) -> None:  # noqa: D102
+        self.mark("first step")
+
+
+def start(mode: str, folder: str) -> None:
+    """Print the phases as a line of JSON; the mode is "train" or "plain"."""
+    phases = Phases()
+    corpus, run_dir = f"{folder}/corpus", Path(folder, "run")
+    shutil.rmtree(run_dir, ignore_errors=True)
+    chosen = ["parallel.tensor=1", "training.steps=1", "training.eval_batches=1"]
+    chosen += [f"run_dir={run_dir}", f"data.sources=[{{path: {corpus}}}]"]
+    chosen += ["optimizer.schedule.warmup_steps=0"]
+    recipe = load_recipe(CONFIGS / "quickstart.yaml", chosen)
+    phases.mark("Python, recipe")
+    with importing_engines() if mode == "train" else nullcontext():
+        import torch  # noqa: F401
+
+        phases.mark("torch")
+        import megatron.core  # noqa: F401
+
+        phases.mark("Megatron-core")
+        import diffmegatron.training.training_stages  # noqa: F401
+
+        phases.mark("diffmegatron")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+        phases.mark("DeepSpeed")
+    train(recipe, [phases])
+    print(json.dumps(phases.seconds))

@@ -1,0 +1,126 @@
+"""Run a study: many training runs from one file, their figures, a table and a picture.
+
+    python -m tools.benchmarks study tools/benchmarks/studies/language_modelling.yaml --jobs 2
+
+Each run is ``diffmegatron train`` of the study's recipe with overrides, then ``diffmegatron
+evaluate``. The command can be interrupted and repeated: finished runs are skipped, and others
+resume from their newest checkpoint. The folder ``--out`` gets NAME.jsonl with one line per finished
+run, and NAME.md and NAME.png with means and 95% intervals over seeds. study_file.py describes the
+keys of a study's file, and docs/studies.md how to repeat the studies here.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import shown
+from diffmegatron.training.monitoring.evaluators import HELD_OUT
+from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.study_file import Cell, PlannedRun, Study, load_study, wanted_runs
+from tools.benchmarks.study_report import write_report
+from tools.benchmarks.study_runs import Line, Lines, Runner, StoppedError
+from tools.paths import RESULTS
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the unfinished runs of a study, and write the report."""
+    arguments = parse_arguments(argv)
+    study = load_study(arguments.study)
+    name = arguments.study.stem
+    lines = Lines(arguments.out / f"{name}.jsonl")
+    if not arguments.report_only:
+        cells = selected_cells(study, arguments.arms)
+        work = (arguments.work / name).absolute()
+        runner = Runner(study, arguments.study.parent / study.recipe, work)
+        with FileLock(work / "study.lock", f"study {shown(work)}", "give another --work"):
+            run_all(study, cells, runner, lines, arguments.jobs)
+    write_report(study, lines.by_run, arguments.out / name)
+    print((arguments.out / f"{name}.md").read_text())
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("study", type=Path, metavar="FILE", help="YAML file of the study")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="arms to run: A,B")
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=RESULTS / "studies", help="folder of results")
+    return parser.parse_args(argv)
+
+
+def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
+    """Return the cells of some arms; None selects all.
+
+    Raises:
+        UserError: If the study does not have an arm.
+    """
+    for arm in arms or ():
+        if arm not in study.arms:
+            raise UserError(f"--arms names {arm!r}; the study has {', '.join(study.arms)}")
+    return [cell for cell in study.cells if arms is None or cell.arm in arms]
+
+
+def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, jobs: int) -> None:
+    """Finish every planned run, ``jobs`` at once, and add the line of each as it ends.
+
+    Raises:
+        UserError: If runs failed, after the others have finished.
+        SystemExit: If a signal stopped the study.
+    """
+    failed: dict[str, UserError] = {}
+    running: dict[Future[Line], PlannedRun] = {}
+    # SIGTERM, from `kill` or a job's time limit, stops the study as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            while True:
+                for run in missing_runs(study, cells, runner, lines):
+                    is_known = run.name in failed or run in running.values()
+                    if not is_known and len(running) < jobs:
+                        print(f"running {run.name}", flush=True)
+                        running[pool.submit(runner.finish, run)] = run
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    run = running.pop(future)
+                    try:
+                        lines.add(future.result())
+                        loss = lines.by_run[run.name]["measures"][HELD_OUT]
+                        print(f"finished {run.name}: {HELD_OUT} {loss:.4f}", flush=True)
+                    except UserError as error:
+                        failed[run.name] = error
+                        print(f"error: {error}", file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, StoppedError):
+            runner.stop()
+            sys.exit("study stopped; run the same command again to continue")
+    if failed:
+        raise UserError(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def missing_runs(
+    study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines
+) -> list[PlannedRun]:
+    """Return the planned runs that are not finished, most urgent first.
+
+    A run that another study has finished counts as finished, and its line is added here.
+    """
+    while True:
+        losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}
+        missing = [
+            run
+            for run in wanted_runs(study, cells, losses)
+            if not runner.is_finished(run, lines.by_run.get(run.name))
+        ]
+        borrowed = [runner.borrow(run, lines.of_others) for run in missing]
+        if not any(borrowed):
+            return missing
+        for line in filter(None, borrowed):
+            print(f"took {line['run']} from another study", flush=True)
+            lines.add(line)

