@@ -1,10 +1,13 @@
 """The plan of a study and its report, from lines that are made up."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from tools.benchmarks.study import missing_runs
 from tools.benchmarks.study_file import Study, load_study, wanted_runs
@@ -128,6 +131,45 @@ def test_report_has_the_intervals_of_an_own_computation(tmp_path):
     assert "| plain | **9.0000** |" in report
 
 
+ALONG = {
+    "every": 2,
+    "evaluate": ["--suite", "loss"],
+    "compared": {"loss: a": "difference", "loss: b": "ratio"},
+}
+
+
+def test_report_has_measures_during_training(tmp_path):
+    """Means and comparisons at each number of tokens, by an own computation."""
+    study = Study.model_validate(VALUES | {"along": ALONG})
+    values = {"plain": [[2.0, 2.5, 2.1], [1.0, 1.5, 1.2]], "other": [[3.0, 3.1, 3.9], [0.5, 0.7]]}
+    lines = []
+    for arm, points in values.items():
+        for seed in (1, 2, 3):
+            line = make_line(arm, seed, **{"valid/loss": 1.0})
+            line["along"] = {
+                "points": [
+                    [2048 * number, {"loss: a": of_seeds[seed - 1], "loss: b": of_seeds[seed - 1]}]
+                    for number, of_seeds in enumerate(points, start=1)
+                    if seed <= len(of_seeds)
+                ]
+            }
+            lines.append(line)
+    write_report(study, {line["run"]: line for line in lines}, tmp_path / "study")
+    assert (tmp_path / "study_along.png").stat().st_size > 10_000
+    report = (tmp_path / "study.md").read_text()
+
+    found = row(report, "loss: a", "plain", level=3)
+    for number, of_seeds in enumerate(values["plain"]):
+        mean, half = interval(of_seeds)
+        ends = [mean, mean - half, mean + half]
+        assert found[3 * number : 3 * number + 3] == pytest.approx(ends, rel=1e-3)
+    found = row(report, "loss: b", "other, ratio to plain", level=3)
+    mean, half = interval([math.log(3 / 2), math.log(3.1 / 2.5), math.log(3.9 / 2.1)])
+    assert found[:3] == pytest.approx([*map(math.exp, (mean, mean - half, mean + half))], rel=1e-3)
+    mean, half = interval([math.log(0.5 / 1), math.log(0.7 / 1.5)])
+    assert found[3:] == pytest.approx([*map(math.exp, (mean, mean - half, mean + half))], rel=1e-3)
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half of the 95% interval, in the formulas of a textbook."""
     count = len(values)
@@ -136,9 +178,9 @@ def interval(values: list[float]) -> tuple[float, float]:
     return mean, T_TABLE[count - 1] * math.sqrt(variance / count)
 
 
-def row(report: str, measure: str, arm: str) -> list[float]:
-    """The numbers of an arm in the table of a measure."""
-    section = report.split(f"## {measure}\n")[1].split("\n## ")[0]
+def row(report: str, measure: str, arm: str, level: int = 2) -> list[float]:
+    """Return the numbers of an arm in the table of a measure."""
+    section = report.split(f"{'#' * level} {measure}\n")[1].split("\n##")[0]
     (line,) = [line for line in section.splitlines() if line.startswith(f"| {arm} |")]
     return [
         float(number) for number in re.findall(r"[-+]?\d+\.?\d*", line.removeprefix(f"| {arm}"))
@@ -178,8 +220,52 @@ def test_a_run_of_another_study_is_taken_from_there(tmp_path, corpus):
         missing_runs(changed, changed.cells, runner, lines)
 
 
+def test_checkpoints_during_training_are_kept_and_evaluated(tmp_path, corpus, monkeypatch):
+    """With the commands replaced: the arguments of each, and the line that they lead to."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(corpus=corpus))
+    plan = VALUES | {"choice": None, "arms": {"plain": {}}, "seeds": [1], "along": ALONG}
+    study = Study.model_validate(plan)
+    (run,) = wanted_runs(study, study.cells, {})
+    runner = Runner(study, tmp_path / "recipe.yaml", tmp_path / "runs")
+    line = make_line("plain", 1, **{"valid/loss": 3.5}) | {"settings": runner._settings(run)}
+    steps = [f"step_{step:08d}" for step in (2, 4)]
+    commands = []
+
+    def fake(run, command, *arguments):
+        commands.append([command, *map(str, arguments)])
+        if command == "evaluate":
+            out = Path(arguments[-1])
+            out.mkdir(parents=True)
+            measures = {
+                "nats": {"targets": {name: {"value": n} for n, name in enumerate(steps)}},
+            }
+            suites = {"loss": {"measures": measures, "totals": {}}}
+            (out / "results.json").write_text(json.dumps({"suites": suites}))
+
+    monkeypatch.setattr(runner, "_call", fake)
+    monkeypatch.setattr(runner, "_line", lambda *_: dict(line))
+    monkeypatch.setattr(CheckpointStore, "complete", lambda _: [2, 4])
+    finished = runner.finish(run)
+    run_dir = tmp_path / "runs" / "plain-seed1"
+    assert "checkpoint.keep_every=2" in commands[0]
+    assert commands[1][:5] == [
+        "evaluate",
+        *(str(run_dir / "checkpoints" / step) for step in steps),
+        "--suite",
+        "loss",
+    ]
+    assert finished["along"]["points"] == [[128, {"loss: nats": 0}], [256, {"loss: nats": 1}]]
+    finished["evaluate"] = []
+    assert runner.is_finished(run, finished)
+    assert not runner.is_finished(run, line | {"evaluate": []})
+    monkeypatch.setattr(CheckpointStore, "complete", lambda _: [4])
+    with pytest.raises(UserError, match=r"has no checkpoint of step 2; make along\.every a"):
+        runner.finish(run)
+
+
 def test_measures_of_suites_have_their_suite():
     estimate = {"value": 2.5, "low": 2.0, "high": 3.0, "items": 9}
+    total = {"value": 7, "low": None, "high": None, "items": None}
     results = {
         "suites": {
             "loss": {
@@ -187,11 +273,11 @@ def test_measures_of_suites_have_their_suite():
                     "nats": {"targets": {"run": estimate}},
                     "none": {"targets": {"run": None}},
                 },
-                "totals": {"run": {"tokens": 7}},
+                "totals": {"run": {"tokens": total}, "other": {"tokens": estimate}},
             }
         }
     }
-    assert suite_measures(results) == {"loss: nats": 2.5, "loss: tokens": 7}
+    assert suite_measures(results, "run") == {"loss: nats": 2.5, "loss: tokens": 7}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ choice: {key: optimizer.lr, grid: [0.001, 0.002, 0.004], seed: 0}
 evaluate: [--suite, loss, --data, held_out.jsonl]
 baseline: softmax
 compared: {test/loss: difference}
+along:                                 # optional: measures of reported runs during training
+  every: 250                           # steps
+  evaluate: [--suite, attention-analysis, --data, held_out.jsonl]
+  compared: {"attention-analysis: entropy": difference}
 """
 
 import json
@@ -26,7 +30,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
-from diffmegatron.section import PathText, Section, Seed
+from diffmegatron.section import PathText, Section, Seed, Size
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]{0,63}$")]
 _Overrides = dict[str, Any]
@@ -52,6 +56,23 @@ class Choice(Section):
         return self
 
 
+_How = Literal["difference", "ratio"]
+
+
+class Along(Section):
+    """Measures of reported runs at several steps of their training.
+
+    Attributes:
+        every: steps between two checkpoints that are kept and evaluated.
+        evaluate: arguments of ``diffmegatron evaluate``, without targets and ``--out``.
+        compared: comparison of each measure that the report has, by difference or by ratio.
+    """
+
+    every: Size
+    evaluate: Annotated[tuple[str, ...], Field(min_length=1)]
+    compared: Annotated[dict[str, _How], Field(min_length=1)]
+
+
 class Study(Section):
     """The content of a study's file.
 
@@ -66,6 +87,7 @@ class Study(Section):
             ``--out``.
         baseline: arm that all others are compared with, at equal size and seed.
         compared: comparison of each measure, by difference or by ratio.
+        along: measures during training; None for measures of the final weights alone.
     """
 
     title: str
@@ -76,7 +98,8 @@ class Study(Section):
     choice: Choice | None = None
     evaluate: tuple[str, ...] = ()
     baseline: str
-    compared: dict[str, Literal["difference", "ratio"]] = Field(default={"test/loss": "difference"})
+    compared: dict[str, _How] = Field(default={"test/loss": "difference"})
+    along: Along | None = None
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:

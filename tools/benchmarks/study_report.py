@@ -1,4 +1,4 @@
-"""The report of a study from its lines: ``NAME.md`` and ``NAME.png``."""
+"""The report of a study from its lines: ``NAME.md``, ``NAME.png`` and ``NAME_along.png``."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ from diffmegatron.evaluation.bootstrap import Estimate
 from diffmegatron.evaluation.report_pages import Table, markdown_table
 from diffmegatron.files import write_durably
 from diffmegatron.training.monitoring.evaluators import HELD_OUT
-from tools.benchmarks.study_file import Cell, Study
+from tools.benchmarks.study_file import Along, Cell, Study
 from tools.benchmarks.study_runs import Line
 
 _NOTE = (
@@ -34,12 +34,15 @@ _MARKERS = "osD^vP"
 _COLUMNS = 3
 
 Lines = Sequence[Line]
+BySeed = Mapping[int, float]
 # Color, dashes and marker by arm.
 Styles = Mapping[str, tuple[tuple[float, ...], str, str]]
 
 
 def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
-    """Write ``PATH.md`` and ``PATH.png`` from the lines of finished runs.
+    """Write ``PATH.md``, ``PATH.png`` and ``PATH_along.png`` from the lines of finished runs.
+
+    The last one has the measures during training, if the study has any.
 
     Args:
         study: study of the runs.
@@ -52,9 +55,11 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
     }
     parts = [f"# {study.title}", _NOTE, markdown_table(runs_table(reported))]
     for measure in study.compared:
-        if any(values_by_seed(lines, measure) for lines in reported.values()):
-            table = measure_table(study, reported, measure)
-            parts += [f"## {measure}", markdown_table(table)]
+        is_measured = any(values_by_seed(lines, measure) for lines in reported.values())
+        table = markdown_table(measure_table(study, reported, measure))
+        parts += [f"## {measure}", table if is_measured else "No finished run has this measure."]
+    if study.along is not None:
+        parts += along_parts(study, study.along, reported, path)
     if study.choice is not None:
         parts += [f"## Choice of {study.choice.key}", markdown_table(choice_table(study, by_run))]
     environments = {tuple(line["environment"].items()) for line in by_run.values()}
@@ -87,17 +92,12 @@ def seeds_interval(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half, count)
 
 
-def paired(lines: Lines, baseline: Lines, measure: str, how: str) -> Estimate | None:
+def compare(values: BySeed, baseline: BySeed, how: str) -> Estimate | None:
     """Compare an arm with the baseline on the seeds of both, by difference or ratio.
 
     The interval of a ratio is that of the mean logarithm. Returns None without a common seed.
     """
-    others = values_by_seed(baseline, measure)
-    pairs = [
-        (value, others[seed])
-        for seed, value in values_by_seed(lines, measure).items()
-        if seed in others
-    ]
+    pairs = [(values[seed], baseline[seed]) for seed in values if seed in baseline]
     if not pairs:
         return None
     if how == "difference":
@@ -147,18 +147,78 @@ def measure_table(study: Study, reported: Mapping[Cell, Lines], measure: str) ->
     return ("arm", "seeds", "mean", f"{how} to {study.baseline}"), rows
 
 
+def baseline_of(study: Study, cell: Cell) -> Cell:
+    """Return the baseline at the size of a cell."""
+    (found,) = (
+        each for each in study.cells if (each.size, each.arm) == (cell.size, study.baseline)
+    )
+    return found
+
+
 def to_baseline(
     study: Study, reported: Mapping[Cell, Lines], cell: Cell, measure: str
 ) -> Estimate | None:
     """Compare an arm with the baseline of its size; None for the baseline itself."""
     if cell.arm == study.baseline:
         return None
-    (baseline,) = (
-        lines
-        for other, lines in reported.items()
-        if (other.size, other.arm) == (cell.size, study.baseline)
-    )
-    return paired(reported[cell], baseline, measure, study.compared[measure])
+    baseline = reported[baseline_of(study, cell)]
+    values, others = (values_by_seed(lines, measure) for lines in (reported[cell], baseline))
+    return compare(values, others, study.compared[measure])
+
+
+def along_parts(
+    study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path
+) -> Iterator[str]:
+    """Yield the sections on measures during training, and draw their picture."""
+    with_points = {
+        cell: [line for line in lines if "along" in line] for cell, lines in reported.items()
+    }
+    if not any(with_points.values()):
+        return
+    picture = path.with_name(f"{path.name}_along.png")
+    draw_along(study, along, with_points, picture)
+    yield "## During training"
+    yield f"![measures by tokens]({picture.name})"
+    for measure in along.compared:
+        yield f"### {measure}"
+        yield markdown_table(along_table(study, along, with_points, measure))
+
+
+def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], measure: str) -> Table:
+    """Return each arm's mean of a measure by tokens, and its comparison with the baseline."""
+    how = along.compared[measure]
+    points = {cell: points_along(lines, measure) for cell, lines in reported.items()}
+    tokens = sorted({each for of_arm in points.values() for each in of_arm})
+    rows = []
+    for cell, of_arm in points.items():
+        means = {each: seeds_interval([*values.values()]) for each, values in of_arm.items()}
+        rows.append((_label(cell), *(_shown_at(means, each) for each in tokens)))
+    for cell, of_arm in points.items():
+        if cell.arm == study.baseline:
+            continue
+        baseline = points[baseline_of(study, cell)]
+        found = {
+            each: estimate
+            for each in tokens
+            if (estimate := compare(of_arm.get(each, {}), baseline.get(each, {}), how))
+        }
+        label = f"{_label(cell)}, {how} to {study.baseline}"
+        rows.append((label, *(_shown_at(found, each, _SIGNS[how]) for each in tokens)))
+    return ("arm", *(f"{each:,} tokens" for each in tokens)), rows
+
+
+def points_along(lines: Lines, measure: str) -> dict[float, dict[int, float]]:
+    """Return a measure by tokens and seed."""
+    found: dict[float, dict[int, float]] = defaultdict(dict)
+    for line in lines:
+        for tokens, measures in line["along"]["points"]:
+            if measure in measures:
+                found[tokens][line["seed"]] = measures[measure]
+    return found
+
+
+def _shown_at(estimates: Mapping[float, Estimate], tokens: float, sign: str = "") -> str:
+    return shown_estimate(estimates[tokens], sign) if tokens in estimates else ""
 
 
 def shown_estimate(found: Estimate, sign: str = "") -> str:
@@ -200,21 +260,53 @@ def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
 def draw(study: Study, reported: Mapping[Cell, Lines], path: Path) -> None:
     """Plot held-out loss by tokens for each size, and each measure relative to the baseline."""
     sizes = list(study.sizes) or [""]
-    panels = len(sizes) + len(study.compared)
-    columns = min(panels, _COLUMNS)
-    rows = -(-panels // columns)
+    figure, axes = make_panels(len(sizes) + len(study.compared))
+    styles = styles_of(reported)
+    for panel, size in zip(axes, sizes, strict=False):
+        curves = {
+            cell: loss_points(lines)
+            for cell, lines in reported.items()
+            if cell.size == size and lines
+        }
+        draw_curves(panel, curves, styles)
+        title = f"Held-out loss{', ' + size if size else ''} (mean, 95% interval over seeds)"
+        panel.set(title=title, ylabel="nats per token")
+    for panel, measure in zip(axes[len(sizes) :], study.compared, strict=False):
+        draw_comparison(panel, study, reported, measure, styles)
+    figure.savefig(path, dpi=130)
+
+
+def draw_along(study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path) -> None:
+    """Plot each measure during training by tokens, with its interval over seeds as a band."""
+    figure, axes = make_panels(len(along.compared) * len(study.sizes or [""]))
+    styles = styles_of(reported)
+    panels = iter(axes)
+    for size in study.sizes or [""]:
+        for measure in along.compared:
+            curves = {
+                cell: {
+                    tokens: list(values.values())
+                    for tokens, values in points_along(lines, measure).items()
+                }
+                for cell, lines in reported.items()
+                if cell.size == size and lines
+            }
+            panel = next(panels)
+            draw_curves(panel, curves, styles)
+            panel.set_title(f"{measure}{', ' + size if size else ''}")
+    figure.savefig(path, dpi=130)
+
+
+def make_panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with ``count`` panels in rows of three."""
+    columns = min(count, _COLUMNS)
+    rows = -(-count // columns)
     figure = Figure(figsize=(6.2 * columns, 3.8 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    styles = styles_of(reported)
-    for panel, size in zip(axes, sizes, strict=False):
-        of_size = {cell: lines for cell, lines in reported.items() if cell.size == size and lines}
-        draw_losses(panel, size, of_size, styles)
-    for panel, measure in zip(axes[len(sizes) :], study.compared, strict=False):
-        draw_comparison(panel, study, reported, measure, styles)
-    for empty in axes[panels:]:
+    for empty in axes[count:]:
         empty.set_axis_off()
-    figure.savefig(path, dpi=130)
+    return figure, axes[:count]
 
 
 def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
@@ -235,41 +327,42 @@ def styles_of(reported: Mapping[Cell, Lines]) -> Styles:
     }
 
 
-def draw_losses(
-    axes: Axes,
-    size: str,
-    reported: Mapping[Cell, Lines],
-    styles: Styles,
+def draw_curves(
+    axes: Axes, curves: Mapping[Cell, Mapping[float, Sequence[float]]], styles: Styles
 ) -> None:
-    """Plot each arm's mean held-out loss by tokens, with its interval as a band."""
-    for cell, lines in reported.items():
+    """Plot each arm's mean by tokens, with its interval over seeds as a band.
+
+    Args:
+        axes: panel to draw in.
+        curves: values of all seeds by tokens, for each arm.
+        styles: color and dashes of each arm.
+    """
+    for cell, points in curves.items():
         color, dashes, _ = styles[cell.arm]
-        points = list(loss_points(lines))
-        tokens = [each for each, _ in points]
-        means = [estimate.value for _, estimate in points]
-        label = f"{cell.arm}, {len(lines)} seeds"
-        axes.plot(tokens, means, dashes, color=color, label=label)
-        lows = [estimate.low for _, estimate in points if estimate.low is not None]
-        highs = [estimate.high for _, estimate in points if estimate.high is not None]
-        if lows:
-            axes.fill_between(tokens, lows, highs, color=color, alpha=0.15, linewidth=0)
-    axes.set(
-        title=f"Held-out loss{', ' + size if size else ''} (mean, 95% interval over seeds)",
-        xlabel="tokens",
-        ylabel="nats per token",
-    )
+        tokens = sorted(points)
+        found = [seeds_interval(points[each]) for each in tokens]
+        seeds = max((len(values) for values in points.values()), default=0)
+        means = [estimate.value for estimate in found]
+        axes.plot(tokens, means, dashes, color=color, label=f"{cell.arm}, {seeds} seeds")
+        bands = [
+            (each, estimate.low, estimate.high)
+            for each, estimate in zip(tokens, found, strict=True)
+            if estimate.low is not None
+        ]
+        if bands:
+            axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.15, linewidth=0)
+    axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    if reported:
+    if curves:
         axes.legend()
 
 
-def loss_points(lines: Lines) -> Iterator[tuple[float, Estimate]]:
-    """Yield tokens and mean held-out loss at each evaluation after step 0 that all runs have."""
+def loss_points(lines: Lines) -> dict[float, list[float]]:
+    """Return the held-out losses of all runs at each evaluation after step 0 that all have."""
     curves = [dict(map(tuple, line["held out"])) for line in lines]
-    for tokens in sorted(set.intersection(*map(set, curves))):
-        if tokens:
-            yield tokens, seeds_interval([curve[tokens] for curve in curves])
+    common = set.intersection(*map(set, curves))
+    return {tokens: [curve[tokens] for curve in curves] for tokens in common if tokens}
 
 
 def draw_comparison(

@@ -13,6 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
@@ -22,7 +23,7 @@ from diffmegatron.files import parse_json, read_bytes, shown, write_durably
 from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
-from tools.benchmarks.study_file import PlannedRun, Study
+from tools.benchmarks.study_file import Along, PlannedRun, Study
 
 # Packages that a run's numbers depend on.
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
@@ -132,13 +133,17 @@ class Runner:
         # A killed study may leave a process that still trains, so wait for its lock.
         with run_lock(run_dir, inf):
             pass
-        self._call(run, "train", self._recipe, *run.overrides, f"run_dir={run_dir}")
-        measures = {}
+        along = self._along(run)
+        # This changes no number of the run, so that it is not among the settings of its line.
+        kept = [f"checkpoint.keep_every={along.every}"] if along else []
+        self._call(run, "train", self._recipe, *run.overrides, *kept, f"run_dir={run_dir}")
+        line = self._line(run, run_dir)
         if evaluation := self._evaluation(run):
-            out = self._work / "evaluation" / run.name
-            self._call(run, "evaluate", run_dir, *evaluation, "--out", out)
-            measures = suite_measures(json.loads(read_bytes(out / "results.json")))
-        return self._line(run, run_dir, measures)
+            (measures,) = self._evaluate(run, [run_dir], evaluation, "evaluation").values()
+            line["measures"] |= measures
+        if along:
+            line["along"] = self._evaluate_along(run, run_dir, along)
+        return line
 
     def stop(self) -> None:
         """Stop all processes after running ones have saved, and start no more."""
@@ -174,16 +179,50 @@ class Runner:
                 f"{shown(log)} ends with the reason"
             )
 
+    def _evaluate(
+        self, run: PlannedRun, targets: Sequence[Path], arguments: Sequence[str], folder: str
+    ) -> dict[str, dict[str, float]]:
+        """Return the measures of each target, by the last part of its path."""
+        out = self._work / folder / run.name
+        self._call(run, "evaluate", *targets, *arguments, "--out", out)
+        results = json.loads(read_bytes(out / "results.json"))
+        return {path.name: suite_measures(results, path.name) for path in targets}
+
+    def _evaluate_along(self, run: PlannedRun, run_dir: Path, along: Along) -> Line:
+        """Return the arguments and, for each checkpoint, the number of tokens and the measures."""
+        training = self._load(run).training
+        steps = range(along.every, training.steps + 1, along.every)
+        store = CheckpointStore(run_dir)
+        complete = store.complete()
+        for step in steps:
+            if step not in complete:
+                raise UserError(
+                    f"{shown(run_dir)} has no checkpoint of step {step}; make along.every a "
+                    "multiple of checkpoint.interval, and remove the folder to train the run again"
+                )
+        measures = self._evaluate(
+            run, [store.path(step) for step in steps], along.evaluate, "along"
+        )
+        points = [
+            [step * training.tokens_per_step, each]
+            for step, each in zip(steps, measures.values(), strict=True)
+        ]
+        return {"evaluate": list(along.evaluate), "points": points}
+
     def _load(self, run: PlannedRun) -> Recipe:
         return load_recipe(self._recipe, [*run.overrides, f"run_dir={self._work / run.name}"])
 
     def _has_evaluation(self, run: PlannedRun, line: Line) -> bool:
         """Return whether a line has the measures of the study's suites, or the study has none."""
-        wanted = self._evaluation(run)
-        return not wanted or line["evaluate"] == wanted
+        wanted, along = self._evaluation(run), self._along(run)
+        has_along = along is None or line.get("along", {}).get("evaluate") == list(along.evaluate)
+        return has_along and (not wanted or line["evaluate"] == wanted)
 
     def _evaluation(self, run: PlannedRun) -> list[str]:
         return list(self._study.evaluate) if run.is_reported else []
+
+    def _along(self, run: PlannedRun) -> Along | None:
+        return self._study.along if run.is_reported else None
 
     def _settings(self, run: PlannedRun) -> str:
         """Return a hash of a run's recipe and corpora, without their paths.
@@ -200,7 +239,7 @@ class Runner:
         text = json.dumps([kind, values], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _line(self, run: PlannedRun, run_dir: Path, measures: dict[str, float]) -> Line:
+    def _line(self, run: PlannedRun, run_dir: Path) -> Line:
         recipe, recorded = self._load(run), read_run(run_dir)
         figures = final_figures(recorded)
         names = (HELD_OUT, TEST, "train/loss", "lambda, mean of the layers", "tokens per second")
@@ -213,7 +252,7 @@ class Runner:
             "parameters without embeddings": count_parameters(recipe.model).without_embeddings,
             "tokens": figures["tokens"],
             "held out": recorded.series(HELD_OUT),
-            "measures": {name: figures[name] for name in names if name in figures} | measures,
+            "measures": {name: figures[name] for name in names if name in figures},
             "environment": describe_environment(),
         }
 
@@ -231,16 +270,16 @@ def describe_run(run: PlannedRun) -> Line:
     }
 
 
-def suite_measures(results: dict[str, Any]) -> dict[str, float]:
-    """Return the measures of the one target of ``results.json`` as ``SUITE: MEASURE``."""
+def suite_measures(results: dict[str, Any], target: str) -> dict[str, float]:
+    """Return the measures of a target of ``results.json`` as ``SUITE: MEASURE``."""
     found = {}
     for suite, outcome in results["suites"].items():
         for measure, each in outcome["measures"].items():
-            (estimate,) = each["targets"].values()
+            estimate = each["targets"][target]
             if estimate is not None:
                 found[f"{suite}: {measure}"] = estimate["value"]
-        for totals in outcome["totals"].values():
-            found |= {f"{suite}: {name}": value for name, value in totals.items()}
+        totals = outcome["totals"].get(target, {})
+        found |= {f"{suite}: {name}": total["value"] for name, total in totals.items()}
     return found
 
 
