@@ -1,1 +1,154 @@
-../diffmegatron/operations/slurm.sh
+#!/usr/bin/env bash
+# Train under Slurm, one task per GPU. The job requeues itself at the time limit and after a fault.
+#   sbatch --nodes=4 launch/slurm.sh configs/diff_3b_350b.yaml [KEY=VALUE ...]
+# diffmegatron launch replaces the lines up to run_dir="" by its own (sbatch_file.py).
+#SBATCH --job-name=diffmegatron
+#SBATCH --gpus-per-node=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@600
+container_command=()  # command prefix that runs this package inside a container
+srun_options=()
+spares=0              # number of nodes without ranks, which replace failed nodes
+run_dir=""            # folder of the ledger, in case a mistake in the recipe hides its run_dir
+set -uo pipefail
+# In a job array SLURM_JOB_ID may be the number of the whole array.
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+job="${job:-$SLURM_JOB_ID}"
+every_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+needed=$((SLURM_JOB_NUM_NODES - spares))
+export SLURM_NTASKS=$((needed * SLURM_NTASKS_PER_NODE))
+# Print when the job ends, in seconds since 1970, or "none" without a time limit. Only the scheduler
+# has the current value, because scontrol can change it while the job runs.
+job_end() {
+  local end
+  end="$(squeue --noheader --jobs="$job" --format=%e)" || return
+  case "$end" in
+    20??-*T*) date +%s --date="$end" ;;
+    *) echo none ;;
+  esac
+}
+# Slurm before 23.02 does not set SLURM_JOB_END_TIME.
+if [ -z "${SLURM_JOB_END_TIME:-}" ] && end="$(job_end)" && [ "$end" != none ]; then
+  export SLURM_JOB_END_TIME="$end"
+fi
+# The ranks compare these two with the measured time of a save.
+DIFFMEGATRON_SIGNAL_SECONDS="$(sed -n 's/^#SBATCH --signal=USR1@//p' "$0")"
+DIFFMEGATRON_KILL_WAIT="$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\) .*/\1/p')"
+export DIFFMEGATRON_SIGNAL_SECONDS DIFFMEGATRON_KILL_WAIT
+# Since Slurm 22.05 srun ignores the --cpus-per-task of sbatch.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+  export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+fi
+# Slurm does not requeue a job at its time limit, so the script does. An unfinished save is lost then,
+# and the run resumes from the checkpoint before it. A cancelled job ends. Slurm repeats SIGTERM, which
+# the inner trap ignores because it would also end squeue.
+trap 'trap "" TERM
+if [ "$(squeue --noheader --jobs="$job" --format=%r)" = TimeLimit ]; then
+  scontrol requeue "$job"
+fi
+exit 1' TERM
+
+# The shell around one rank, in the preflight checks and in the training. It replaces the exit status
+# 75 (saved) by 0, because srun would kill the other ranks before they have written their ends. If the
+# rank could not write its end, the shell writes the status.
+# shellcheck disable=SC2016  # the ranks' shells expand it
+rank='
+  trap : TERM USR1 INT  # the signals are for the command; the shell waits until it ends
+  export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
+  "$@"
+  status=$?
+  end=$(printf "%s/rank_%05d" "$DIFFMEGATRON_ATTEMPT" "$RANK")
+  if [ "$PHASE$status" = preflight0 ]; then
+    : >"$end.fit"
+  elif [ ! -e "$end.json" ]; then
+    # printf reads the clock, because a signal to all processes would end date.
+    printf "{\"status\": %d, \"host\": \"%s\", \"time\": %(%s)T}\n" \
+      "$status" "$SLURMD_NODENAME" -1 >"$end.tmp" && mv "$end.tmp" "$end.json"
+  fi
+  [ "$status" -eq 75 ] || exit "$status"'
+# Write the end of the job into a file that the ranks read, if it has changed.
+note_job_end() {
+  local end noted="$DIFFMEGATRON_ATTEMPT/job_end"
+  end="$(job_end)" || return
+  [ "$end" = "$(cat "$noted" 2>/dev/null)" ] ||
+    { echo "$end" >"$noted.tmp" && mv "$noted.tmp" "$noted"; }
+}
+# List the files of the ranks that have ended a phase, one per rank.
+ended_ranks() {
+  compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json"
+  [ "$1" != preflight ] || compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.fit"
+}
+# Watch the ranks of phase $1 under the srun with process id $2. This runs in the background until srun
+# has ended. If the slurmstepd of a node was killed, srun never learns that the ranks there have ended,
+# and waits forever.
+watch() {
+  local second all_ended=0
+  for ((second = 0; ; second++)); do
+    kill -0 $$ 2>/dev/null || return  # this script has ended
+    [ $((second % 30)) -ne 0 ] || note_job_end
+    [ $((second % 5)) -ne 0 ] || [ "$(ended_ranks "$1" | wc -l)" -lt "$SLURM_NTASKS" ] ||
+      all_ended=$((all_ended + 1))
+    if [ "$all_ended" -eq 3 ]; then  # all ranks ended ten seconds ago
+      echo "all ranks have ended, but srun waits for a node without slurmstepd: ending srun" >&2
+      kill -TERM "$2"
+      return
+    fi
+    sleep 1
+  done
+}
+# Run phase $1 (preflight or train) on all ranks. Their output goes to ranks.log, each line with its
+# rank; the output of rank 0 and of srun also goes to the log of the job. --kill-on-bad-exit ends the
+# job step if one rank fails. --overlap lets a phase start although Slurm counts an earlier one, which
+# lost a slurmstepd, as running until the job ends.
+drop_other_ranks='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
+run_ranks() {
+  PHASE="$1" srun --nodes="$needed" --nodelist="$nodes" --kill-on-bad-exit=1 --overlap --label \
+    "${srun_options[@]}" \
+    bash -c "$rank" rank "${container_command[@]}" diffmegatron "$@" 2>&1 |
+    tee -a "$DIFFMEGATRON_ATTEMPT/ranks.log" | sed --unbuffered "$drop_other_ranks" &
+  local pipeline=$! srun watching
+  srun="$(jobs -p %%)"  # the first process of the pipeline
+  watch "$1" "$srun" &
+  watching=$!
+  wait "$pipeline"
+  # The watcher may have ended already; otherwise bash would print "Terminated".
+  { kill "$watching"; wait "$watching"; } 2>/dev/null
+}
+recorded_variables='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
+status=69 bad=""
+while [ "$status" -eq 69 ]; do  # a fault in training begins the next attempt without a requeue
+  every_node="$(grep -vxF "$(tr , '\n' <<<"$bad")" <<<"$every_node")"
+  nodes="$(head -n "$needed" <<<"$every_node" | paste -sd,)"
+  # A mistake in the recipe (exit status 2) ends the job here.
+  settings="$("${container_command[@]}" diffmegatron attempt begin --nodes="$nodes" \
+    ${run_dir:+"--run-dir=$run_dir"} "$@")" || exit
+  eval "$settings"
+  env | grep -E "$recorded_variables" | sort >"$DIFFMEGATRON_ATTEMPT/environment"
+  run_ranks preflight "$@"
+  compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json" >/dev/null || run_ranks train "$@"
+  bad="$("${container_command[@]}" diffmegatron attempt end "$DIFFMEGATRON_ATTEMPT" \
+    --spares=$(($(wc -l <<<"$every_node") - needed)))"
+  status=$?
+done
+if [ "$status" -ne 75 ]; then
+  exit "$status"
+fi
+# Bad nodes can be excluded only while the job is pending, so requeue it first. The requeue sends
+# SIGTERM to this script. Enough nodes must remain for the job to start.
+trap '' TERM
+scontrol requeue "$job" || exit
+if [ -n "$bad" ]; then
+  already="$(squeue --noheader --jobs="$job" --format=%x)"
+  excluded="$(scontrol show hostnames "$bad${already:+,$already}" | sort -u)"
+  left="$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" \
+    --states=idle,allocated,mixed,completing --format=%N | sort -u | grep -cvxF "$excluded")"
+  if [ "$left" -ge "$SLURM_JOB_NUM_NODES" ]; then
+    scontrol update JobId="$job" ExcNodeList="$(paste -sd, <<<"$excluded")"
+  else
+    echo "cannot exclude $bad: the partition would have only $left nodes left" >&2
+  fi
+fi

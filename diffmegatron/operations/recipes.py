@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import diffmegatron
 from diffmegatron.config.load import recipe_files
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_bytes, reason, shown
+from diffmegatron.shipped_files import shipped_folder
 
-CONFIGS = Path(diffmegatron.__file__).parent / "configs"
+CONFIGS = shipped_folder("configs")
 LAUNCH = "launch"
 _BASE, _CLUSTERS = "base", "clusters"
 
@@ -85,11 +85,11 @@ def copy(name: str, folder: Path) -> list[Path]:
 def _sources(name: str) -> Iterator[tuple[Path, Path]]:
     """Yield the relative target and the source of every file to copy."""
     if name == LAUNCH:
-        for script in sorted(Path(__file__).parent.glob("*.sh")):
+        for script in sorted(shipped_folder("launch").glob("*.sh")):
             yield Path(script.name), script
         return
     file = CONFIGS / f"{name}.yaml"
     # A cluster file is not a recipe, and does not extend one.
     files = [file] if name.startswith(f"{_CLUSTERS}/") else recipe_files(file)
     for source in files:
-        yield source.relative_to(CONFIGS.resolve()), source
+        yield source.relative_to(CONFIGS), source

@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
+from diffmegatron.shipped_files import shipped_folder
 
 # Files that a launch writes into run_dir. Only a stage with a job of its own has a job.yaml.
 JOB_FILE = "job.sh"
@@ -51,7 +51,7 @@ class Job:
 
 def job_file(job: Job) -> str:
     """Return the text of a job file. It needs no arguments and no other file."""
-    script = files("diffmegatron.operations").joinpath("slurm.sh").read_text()
+    script = (shipped_folder("launch") / "slurm.sh").read_text()
     body = script[script.index(_BODY_START) :]
     cluster = job.cluster
     lines = [

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from diffmegatron.attempts.ledger import ledger_of
@@ -14,6 +13,7 @@ from diffmegatron.files import clipped, reason, shown, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
 from diffmegatron.operations.recipe_checks import check_fit, check_starts
 from diffmegatron.own_code import import_environment
+from diffmegatron.shipped_files import shipped_folder
 
 SCRIPT = "torchrun.sh"
 _ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
@@ -74,7 +74,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _text(arguments: Sequence[str], nodes: int, cluster: Cluster, rendezvous: str | None) -> str:
-    script = str(files("diffmegatron.operations").joinpath(SCRIPT))
+    script = str(shipped_folder("launch") / SCRIPT)
     settings = {"NNODES": str(nodes), "RANKS": str(cluster.ranks)}
     if rendezvous is not None:
         settings["RENDEZVOUS"] = rendezvous

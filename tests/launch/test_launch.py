@@ -455,7 +455,7 @@ def test_a_file_for_machines_without_slurm(launched, tmp_path):
     script += '"$RENDEZVOUS" "$NCCL_SOCKET_IFNAME"'
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [str(tmp_path), "2", "2", "n0:29500", "ib0 x"]
-    started = ROOT / "diffmegatron/operations/torchrun.sh"
+    started = ROOT / "launch/torchrun.sh"
     assert last == f"exec bash {started} {tmp_path}/four.yaml training.seed=5"
 
 

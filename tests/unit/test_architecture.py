@@ -40,7 +40,7 @@ LAYERS = [
     {"attention.variants"},
     {"command_options", "file_lock", "own_code", "user_paths", "validation"},
     {"attention.kernels", "section", "config.yaml_documents"},
-    {"files"},
+    {"files", "shipped_files"},
     {"errors"},
 ]
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -11,6 +11,7 @@ from diffmegatron.cli import app
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.operations.recipes import CONFIGS, copy, groups, names
+from diffmegatron.shipped_files import shipped_folder
 from tests.paths import ROOT
 
 
@@ -84,10 +85,17 @@ def test_quickstart_refuses_before_it_removes_anything(
     assert Path("runs/quickstart").exists()
 
 
-def test_the_wheel_takes_every_file_of_the_package() -> None:
-    package = ROOT / "diffmegatron"
-    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    (globs,) = described["package-data"].values()
-    taken = {path for pattern in globs for path in package.glob(pattern)}
-    others = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".py"}
-    assert {path for path in others if path.parent.name != "__pycache__"} == taken
+def test_recipes_and_scripts_are_found_where_the_wheel_puts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = build["targets"]["wheel"]["force-include"]
+    assert included == {name: f"diffmegatron/{name}" for name in ("configs", "launch")}
+    for name, target in included.items():
+        assert shipped_folder(name) == ROOT / name and not (ROOT / name).is_symlink()
+        # A folder of the same name beside an installed package belongs to another one.
+        (tmp_path / name).mkdir()
+        (tmp_path / target).mkdir(parents=True)
+    monkeypatch.setattr("diffmegatron.shipped_files._PACKAGE", tmp_path / "diffmegatron")
+    for name, target in included.items():
+        assert shipped_folder(name) == tmp_path / target

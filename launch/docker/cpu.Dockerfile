@@ -1,5 +1,5 @@
 # Without GPUs: to prepare data, plan, rehearse, export, and run the quickstart.
-#   docker build --file docker/cpu.Dockerfile --tag diffmegatron-cpu .
+#   docker build --file launch/docker/cpu.Dockerfile --tag diffmegatron-cpu .
 #   docker run --volume "$PWD":/workspace diffmegatron-cpu quickstart
 FROM python:3.12-slim
 
@@ -16,6 +16,8 @@ ARG TORCH_INDEX=""
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
     --no-deps --constraint constraints.txt torch
 COPY diffmegatron diffmegatron
+COPY configs configs
+COPY launch launch
 RUN pip install --no-cache-dir --constraint constraints.txt .
 
 WORKDIR /workspace
