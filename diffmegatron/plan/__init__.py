@@ -1,4 +1,4 @@
-"""``diffmegatron plan``: what a recipe will build, run, need and take, before anything runs."""
+"""``diffmegatron plan``: estimates of a recipe's parameters, memory, traffic and time."""
 
 from diffmegatron.plan.command import run, run_search
 from diffmegatron.plan.rank_layout import Layout

@@ -1,4 +1,4 @@
-"""What a recipe's numbers should make its author think twice about: one sentence each."""
+"""Warnings about a recipe on a layout, one sentence each."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ from diffmegatron.plan.timing import GPUS_PER_NODE
 def warnings(
     recipe: Recipe, layout: Layout, memory: tuple[StageMemory, ...], hardware: str
 ) -> tuple[str, ...]:
-    """All sentences on a recipe on a layout, whose memory is known."""
+    """Return the warnings about a recipe on a layout with the given memory per stage."""
     return (
         *recipe.model.attention.warnings(
             recipe.model.hidden_size,
@@ -68,16 +68,19 @@ def _memory_warnings(
     limit = USABLE_SHARE * available
     remedies = list(_remedies(recipe, layout, limit))
     if not remedies:
-        # One that fits shares a sequence or the layers, and there are many ways to.
+        # Context and pipeline parallelism remain, with too many combinations to try here.
         remedies = [
-            "diffmegatron plan --search GPUS ranks the layouts that do, and the recipes of "
+            "diffmegatron plan --search GPUS ranks the layouts that fit, and the recipes of "
             "configs/at_scale have some"
         ]
     yield f"{sentence}; {', or '.join(remedies)}"
 
 
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
-    """What fits, one change each; the batch and the length are the experiment's and stay."""
+    """Yield changes that make the recipe fit, each enough by itself.
+
+    They keep the global batch and the sequence length, because these define the experiment.
+    """
     ranks = layout.world_size
     for size in range(recipe.training.micro_batch_size - 1, 0, -1):
         training = recipe.training.model_copy(update={"micro_batch_size": size})
@@ -95,12 +98,15 @@ def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]
 def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
     try:
         return peak_memory(recipe, ranks) <= limit_gib * GIB
-    except UserError:  # another number of microbatches than the layout takes
+    except UserError:  # The layout does not allow the new number of microbatches.
         return False
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
-    """Ranks that fit, found by doubling the data-parallel size; None where that never fits."""
+    """Return the first number of ranks that fits when the data-parallel size is doubled.
+
+    Returns None if no such number fits.
+    """
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size
     data = layout.data
@@ -108,7 +114,7 @@ def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int |
         ranks = recipe.parallel.model_ranks * data
         try:
             peak = peak_memory(recipe, ranks)
-        except UserError:  # too few microbatches are left for an interleaved pipeline
+        except UserError:  # Too few microbatches are left for an interleaved pipeline.
             return None
         if peak <= available_gib * GIB:
             return ranks

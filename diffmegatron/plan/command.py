@@ -1,4 +1,4 @@
-"""``diffmegatron plan``: the plan of a recipe or of its stages, printed."""
+"""``diffmegatron plan``: print the plans of a recipe's stages, or search for layouts."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +22,17 @@ def run(
 ) -> None:
     """Plan the stages of a recipe and print them to standard output, as tables or as JSON.
 
-    JSON is one object, or of several stages a list of them, told apart by ``run_dir``. Without
-    ``world_size`` the ranks are the fewest that fill every stage's layout: one run trains them all.
+    JSON is one object, or a list with an object per stage, each with its ``run_dir``.
+
+    Args:
+        stages: recipes of the stages.
+        world_size: number of ranks. None: the fewest that fill the layout of every stage, because
+            the same ranks train all stages.
+        hardware: name of a GPU in ``ACCELERATORS``.
+        as_json: print JSON instead of tables.
 
     Raises:
-        UserError: the ranks do not fit a stage, or the hardware is not known.
+        UserError: the ranks do not fit a stage, or the hardware is not in ``ACCELERATORS``.
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size
@@ -37,21 +43,21 @@ def run(
     console = Console()
     previous: Plan | None = None
     for recipe, plan in zip(stages, plans, strict=True):
-        _say_stage(stages, plan.run_dir, console)
+        _print_heading(stages, plan.run_dir, console)
         if before := _stage_before(recipe, stages):
-            _say_changes(before, recipe, console)
+            _print_changes(before, recipe, console)
         print_plan(plan, console, previous)
         previous = plan
 
 
 def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
-    """The stage whose weights one starts with."""
+    """Return the stage that a stage's initial weights come from."""
     start = recipe.checkpoint.start_from
     return next((stage for stage in stages if stage.run_dir == start), None)
 
 
-def _say_changes(before: Recipe, now: Recipe, console: Console) -> None:
-    """What a stage changes of the sequences that its weights were trained on."""
+def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
+    """Print the changes of positions and sequence length that a stage's initial weights meet."""
     changes = rotary_changes(before, now)
     lengths = (before.training.seq_length, now.training.seq_length)
     if lengths[0] != lengths[1]:
@@ -70,7 +76,7 @@ def run_search(
     """Print the layouts that fit ``world_size`` GPUs, fastest first, for every stage.
 
     Raises:
-        UserError: none fits a stage, or the hardware is not known.
+        UserError: no layout fits a stage, or the hardware is not in ``ACCELERATORS``.
     """
     found = [search(recipe, world_size, hardware) for recipe in stages]
     if as_json:
@@ -78,11 +84,11 @@ def run_search(
         return
     console = Console()
     for recipe, candidates in zip(stages, found, strict=True):
-        _say_stage(stages, recipe.run_dir, console)
+        _print_heading(stages, recipe.run_dir, console)
         print_search(recipe, candidates, world_size, hardware, console)
 
 
-def _say_stage(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:
+def _print_heading(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:
     if len(stages) > 1:
         console.rule(Text(run_dir))
 

@@ -1,4 +1,4 @@
-"""How the ranks share the work, as numbers to show."""
+"""The layout of a recipe's ranks as numbers to print."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,7 +7,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.activations import context_communication
 
 GIB = 2**30
-# Of a GPU's memory; CUDA, NCCL, kernels' workspaces and fragmentation take the rest.
+# CUDA, NCCL, kernels' workspaces and fragmentation use the rest of a GPU's memory.
 USABLE_SHARE = 0.9
 
 
@@ -31,7 +31,7 @@ class Layout:
 
     @classmethod
     def of(cls, recipe: Recipe, world_size: int) -> Self:
-        """The layout of a recipe.
+        """Return the layout of a recipe on ``world_size`` ranks.
 
         Raises:
             UserError: the ranks do not fill the layout, or the batch does not divide over them.
@@ -55,7 +55,7 @@ class Layout:
 
 
 def ranks_in_words(count: int) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return the number with its noun: ``1 rank``, ``2 ranks``."""
     return "1 rank" if count == 1 else f"{count} ranks"
 
 

@@ -1,8 +1,7 @@
-"""``plan --rehearse``: two real steps of a recipe's layout, with a tiny network, on CPU ranks.
+"""``plan --rehearse``: two steps of a recipe's layout with a tiny network on CPU ranks.
 
-What is rehearsed is the layout: its process groups, schedule, ZeRO stage, communication,
-recomputation, data path and checkpoint, through ``diffmegatron train`` itself. What is not: memory,
-speed and kernels of a GPU.
+``diffmegatron train`` runs with the recipe's process groups, schedule, ZeRO stage, communication,
+recomputation, data path and checkpoints. Memory, speed and kernels of a GPU are not tested.
 """
 
 import math
@@ -25,10 +24,10 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_communication
 from diffmegatron.training.monitoring.metrics import read_metrics
 
-# A laptop starts so many processes in a minute.
+# A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
 MAX_LAYERS = 128
-# Of query to key-value heads, and of the feed-forward layer's width to the hidden size.
+# Limits query heads per key-value head, and the feed-forward layer's width per hidden size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
@@ -39,29 +38,35 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A small recipe with a layout of its own, and what of the real one it leaves out."""
+    """A small recipe for a rehearsal.
+
+    Attributes:
+        recipe: the small recipe.
+        world_size: number of its ranks.
+        reductions: sentences about the parts of the real layout that it reduces.
+    """
 
     recipe: Recipe
     world_size: int
-    left_out: tuple[str, ...]
+    reductions: tuple[str, ...]
 
 
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
-    """Rehearse the stages of a recipe one after the other and say how each went.
+    """Rehearse the stages of a recipe one after the other, and print the losses.
 
     Args:
-        stages: of one recipe.
-        world_size: of the real run; tells whether there is data parallelism.
+        stages: recipes of the stages.
+        world_size: number of ranks of the real run; determines whether there is data parallelism.
 
     Raises:
-        UserError: the layout does not work, in one sentence.
+        UserError: the layout does not work.
     """
     for recipe in stages:
         if len(stages) > 1:
             print(f"{recipe.run_dir}:")
         with tempfile.TemporaryDirectory(prefix="diffmegatron_rehearsal_") as folder:
             rehearsal = small_recipe(recipe, world_size, Path(folder))
-            for sentence in rehearsal.left_out:
+            for sentence in rehearsal.reductions:
                 print(f"reduced: {sentence}")
             print(f"starting {rehearsal.world_size} CPU ranks: {_layout(rehearsal.recipe)}")
             for loss, norm in run_ranks(rehearsal, Path(folder)):
@@ -70,19 +75,19 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
 
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
-    """The recipe's layout with the smallest network, sequence and batch that fill it.
+    """Return the recipe's layout with the smallest network, sequence and batch that fill it.
 
     Args:
         recipe: the recipe.
-        world_size: of the real run; the fewest ranks that fill the layout by default.
-        folder: for a made-up corpus and the run.
+        world_size: number of ranks of the real run; by default the fewest that fill the layout.
+        folder: folder for a generated corpus and the run.
 
     Raises:
         UserError: the real layout does not fit its ranks, or is too large to be rehearsed.
     """
     ranks = recipe.parallel.model_ranks if world_size is None else world_size
     data_size = recipe.data_parallel(ranks)
-    sizes, left_out = _fewer_ranks(recipe, min(2, data_size))
+    sizes, reductions = _fewer_ranks(recipe, min(2, data_size))
     values = recipe.model_dump(mode="json")
     values["run_dir"] = str(folder / "run")
     values["parallel"] |= {name: sizes[name] for name in ("tensor", "context", "pipeline")}
@@ -105,14 +110,14 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
         "cache_dir": None,
     }
     small = Recipe.model_validate(values)
-    return Rehearsal(small, math.prod(sizes.values()), tuple(left_out))
+    return Rehearsal(small, math.prod(sizes.values()), tuple(reductions))
 
 
 def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
-    """Train the small recipe; loss and gradient norm of each step.
+    """Train the small recipe, and return loss and gradient norm of each step.
 
     Raises:
-        UserError: it failed, with the first thing that a rank said.
+        UserError: the training failed; with the first error that a rank printed.
     """
     _make_corpus(folder)
     file = folder / "rehearsal.yaml"
@@ -137,8 +142,8 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"the rehearsal was not done after {TIMEOUT_SECONDS} s; its ranks wait for each other, "
-            "or this machine is too small for as many"
+            f"the rehearsal did not end within {TIMEOUT_SECONDS} s; either its ranks wait for each "
+            f"other, or this machine is too small for {rehearsal.world_size} ranks"
         ) from None
     if done.returncode:
         raise UserError(f"the layout does not work: {_reason(done.stderr)}")
@@ -151,7 +156,10 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
 
 
 def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
-    """The layout's sizes, those above 2 cut to 2 where a laptop could not start as many ranks."""
+    """Return the sizes of the layout, and a sentence for each that is reduced to 2.
+
+    The largest sizes are reduced until a laptop can start the ranks.
+    """
     parallel = recipe.parallel
     sizes = {
         "tensor": parallel.tensor,
@@ -159,19 +167,19 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
         "pipeline": parallel.pipeline,
         "data": data,
     }
-    left_out = []
+    reductions = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if math.prod(sizes.values()) > MAX_RANKS and sizes[name] > 2:
-            left_out.append(
+            reductions.append(
                 f"{name} parallel is rehearsed with 2 ranks instead of {sizes[name]}, to start no "
                 f"more than {MAX_RANKS}"
             )
             sizes[name] = 2
-    return sizes, left_out
+    return sizes, reductions
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Layers of a virtual pipeline stage: one, or two where layers are recomputed in groups."""
+    """Return the layers of a virtual stage: one, or two if groups of layers are recomputed."""
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -180,10 +188,12 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
 
 def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
-    """Fewest heads and channels that divide, in the recipe's ratios as far as they are usual.
+    """Return the fewest heads and channels that the ranks divide.
+
+    The recipe's ratios of heads and of widths are kept up to ``MAX_RATIO``.
 
     Raises:
-        UserError: the virtual stages of the pipeline are too many layers.
+        UserError: the virtual stages of the pipeline need more than ``MAX_LAYERS`` layers.
     """
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
@@ -212,7 +222,10 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
 
 
 def _trained(recipe: Recipe) -> dict[str, Any]:
-    """In every layer what is trained in any: there are fewer of them."""
+    """Return the settings that train a tensor in every layer if the recipe trains it in any.
+
+    The small network has fewer layers, so the recipe's own layer numbers may not exist.
+    """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}
     names = {
@@ -224,7 +237,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
-    """A short sequence, and two rounds of microbatches through the pipeline."""
+    """Return the settings of a short sequence and of two rounds of microbatches per step."""
     training = recipe.training
     length = 2 * sizes["context"] * sizes["tensor"] * 8
     micro_batch = min(2, training.micro_batch_size)
@@ -247,7 +260,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _make_corpus(folder: Path) -> None:
-    """Documents of several lengths, prepared as any corpus is."""
+    """Prepare a corpus of documents of several lengths."""
     texts = folder / "texts"
     texts.mkdir()
     for number in range(32):
@@ -257,18 +270,21 @@ def _make_corpus(folder: Path) -> None:
 
 
 def _without_launcher() -> dict[str, str]:
-    """The environment without what a launcher around this process has set."""
+    """Return the environment without the variables that a launcher of this process has set."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in names}
 
 
 def _reason(stderr: str) -> str:
-    """A user error that a rank printed, or the last exception, or the last line there is."""
+    """Return the first user error that a rank printed, or else an exception, or else a line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in stderr.splitlines()]
-    told = [line.partition(": ")[2] for line in lines if re.match(r"error( \(rank \d+\))?: ", line)]
+    reported = [
+        line.partition(": ")[2] for line in lines if re.match(r"error( \(rank \d+\))?: ", line)
+    ]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    ours = [line for line in raised if "ChildFailedError" not in line]
-    return (told or ours or raised or lines or ["its ranks said nothing"])[0]
+    # torchrun raises ChildFailedError, whose text does not contain the error of a rank.
+    causes = [line for line in raised if "ChildFailedError" not in line]
+    return (reported or causes or raised or lines or ["its ranks printed no error"])[0]
 
 
 def _layout(recipe: Recipe) -> str:

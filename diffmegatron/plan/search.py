@@ -1,4 +1,4 @@
-"""``plan --search``: the layouts of a number of GPUs that fit their memory, fastest first."""
+"""``plan --search``: find the layouts that fit a number of GPUs, fastest first."""
 
 import json
 import math
@@ -25,21 +25,25 @@ SHOWN = 10
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)
-# Pipelines of more stages are not tried.
+# The search tries no longer pipelines.
 MOST_STAGES = 64
-# A shorter part of the sequence per rank than this is not worth the communication.
+# Shorter parts of a sequence per rank are not worth the communication.
 SHORTEST_PART = 2048
-# How many times as many GPUs are tried when none fit.
-MORE = (2, 4, 8, 16, 32)
+# If no layout fits, the search tries these multiples of the number of GPUs.
+MULTIPLES = (2, 4, 8, 16, 32)
 
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that the schema allows, what it needs and how long it takes.
+    """A layout with its memory and time.
 
-    ``overrides`` are what to add to the recipe on the command line; ``peak`` is in bytes.
+    Attributes:
+        overrides: overrides that give the recipe this layout on the command line.
+        layout: the layout.
+        peak: peak of memory of the heaviest rank, in bytes.
+        time: estimated time.
     """
 
     overrides: tuple[str, ...]
@@ -49,10 +53,11 @@ class Candidate:
 
 
 def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
-    """The fastest layout of each tensor x context x pipeline that fits, fastest first.
+    """Return the fastest layout of each fitting tensor x context x pipeline, fastest first.
 
     Raises:
-        UserError: none fits, or none is valid, with the nearest; or the hardware is not known.
+        UserError: no layout fits, with the nearest; no layout is valid; or the hardware is not in
+            ``ACCELERATORS``.
     """
     check_ranks(world_size)
     check_hardware(hardware)
@@ -60,7 +65,7 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
     available = int(USABLE_SHARE * ACCELERATORS[hardware].memory_gib * GIB)
     fitting, nearest = _fitting(recipe, world_size, hardware, available)
     if not fitting:
-        raise UserError(_none_fits(recipe, world_size, hardware, available, nearest))
+        raise UserError(_failure(recipe, world_size, hardware, available, nearest))
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in sorted(fitting, key=lambda each: (each.time.step, each.peak)):
         layout = candidate.layout
@@ -70,7 +75,7 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
 
 
 def search_to_json(candidates: Sequence[Candidate]) -> str:
-    """All of them as a JSON list, fastest first."""
+    """Return all candidates as a JSON list, fastest first."""
     values = [asdict(each) for each in candidates]
     for value, candidate in zip(values, candidates, strict=True):
         value["time"] |= {"step": candidate.time.step}
@@ -87,11 +92,11 @@ def print_search(
     """Print the fastest candidates: a table, the overrides to paste, the assumptions.
 
     Args:
-        recipe: the recipe that was searched for.
-        candidates: what :func:`search` found.
+        recipe: recipe of the candidates.
+        candidates: result of :func:`search`.
         world_size: number of ranks.
-        hardware: a GPU of ``ACCELERATORS``.
-        console: to print on.
+        hardware: name of a GPU in ``ACCELERATORS``.
+        console: output.
     """
     shown = candidates[:SHOWN]
     title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
@@ -137,11 +142,11 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """What fits, and of what does not the layout with the smallest peak."""
+    """Return the layouts that fit, and of the other layouts the one with the smallest peak."""
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
     for layout in _layouts(recipe, world_size):
-        # A larger batch takes more memory: after one that is too large there is none to try.
+        # A larger micro-batch needs more memory, so the first that does not fit ends the loop.
         for changes, changed in _valid(recipe, layout, world_size):
             peak = peak_memory(changed, world_size)
             if peak > available:
@@ -156,7 +161,7 @@ def _fitting(
 
 
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """A layout with each micro-batch size that the recipe's own schema and its batch allow."""
+    """Yield a layout with each micro-batch size that the schema and the global batch allow."""
     merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
     for size in MICRO_BATCHES:
         changes = layout | {"training": {"micro_batch_size": size}}
@@ -171,8 +176,9 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 
 
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
-    """Layouts that fill the ranks, as changes of the recipe's sections."""
+    """Yield layouts that fill the ranks, as changes of the recipe's sections."""
     layers = recipe.model.num_layers
+    # True is an error in layouts that cannot overlap; None overlaps in those that can.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
@@ -188,7 +194,6 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
                         "virtual_pipeline": virtual,
                         "sequence_parallel": tensor > 1,
                         "zero_stage": zero_stage,
-                        # True would leave out the layouts that cannot; null is where that can be.
                         "overlap_gradients": overlap,
                     }
                     recompute = {"granularity": granularity, "method": "uniform", "layers": 1}
@@ -196,7 +201,10 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 
 
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Tensor within a node x context x pipeline, that divide the ranks and the network."""
+    """Yield sizes of tensor, context and pipeline that divide the ranks and the network.
+
+    Tensor parallelism stays within a node.
+    """
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):
         if GPUS_PER_NODE % tensor or recipe.model.attention.num_kv_heads % tensor:
@@ -212,7 +220,7 @@ def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
-    """``section.key=value`` of what differs from the recipe."""
+    """Return ``section.key=value`` for every value that differs from the recipe."""
     return tuple(
         f"{section}.{key}={'null' if value is None else str(value).lower()}"
         for section, keys in changes.items()
@@ -221,17 +229,17 @@ def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
     )
 
 
-def _none_fits(
+def _failure(
     recipe: Recipe,
     world_size: int,
     hardware: str,
     available: int,
     nearest: tuple[int, Recipe] | None,
 ) -> str:
-    """One sentence on why, and what would."""
+    """Return a sentence that names why no layout fits, and a number of GPUs that fits."""
     if nearest is None:
-        why = _why(recipe, world_size)
-        return f"no layout fills {ranks_in_words(world_size)} with this recipe: {why}"
+        reason = _reason(recipe, world_size)
+        return f"no layout fills {ranks_in_words(world_size)} with this recipe: {reason}"
     peak, changed = nearest
     layout = Layout.of(changed, world_size)
     sentence = (
@@ -240,14 +248,14 @@ def _none_fits(
         f"context {layout.context} x pipeline {layout.pipeline} with ZeRO {layout.zero_stage} "
         f"and recompute {layout.recompute.split(',')[0]}, lacks {(peak - available) / GIB:.1f} GiB"
     )
-    for more in MORE:
-        if _fitting(recipe, more * world_size, hardware, available)[0]:
-            return f"{sentence}, and {more * world_size} GPUs would do"
+    for multiple in MULTIPLES:
+        if _fitting(recipe, multiple * world_size, hardware, available)[0]:
+            return f"{sentence}; {multiple * world_size} GPUs fit"
     return sentence
 
 
-def _why(recipe: Recipe, world_size: int) -> str:
-    """What the plainest layout on these ranks is refused for."""
+def _reason(recipe: Recipe, world_size: int) -> str:
+    """Return the error of the plainest layout on these ranks."""
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:

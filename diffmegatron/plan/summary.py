@@ -1,4 +1,4 @@
-"""The plan of a recipe: every number at once."""
+"""The plan of a recipe: parameters, FLOPs, memory, traffic, time and warnings."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -30,10 +30,19 @@ DEFAULT_HARDWARE = "H100"
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's numbers on a number of ranks; ``warnings`` are sentences.
+    """The numbers of a recipe on a number of ranks.
 
-    ``attention`` is the kind, with its heads. ``baseline_parameters`` and
-    ``baseline_flops_per_token`` are of the Transformer of the pair, ``model.baseline=true``.
+    Attributes:
+        attention: kind of attention.
+        heads: the heads of that kind in words.
+        baseline_num_heads: heads of the Transformer that the recipe is compared with
+            (``model.baseline=true``).
+        baseline_parameters: its parameters.
+        baseline_flops_per_token: its FLOPs.
+        memory: memory of each pipeline stage.
+        traffic: bytes that a rank of the busiest stage sends per step.
+        assumptions: sentences about the assumptions of ``time``.
+        warnings: sentences of :func:`diffmegatron.plan.advice.warnings`.
     """
 
     run_dir: str
@@ -74,7 +83,7 @@ class Plan:
         return max(self.memory, key=lambda stage: stage.total)
 
     def to_json(self) -> str:
-        """Everything as JSON: counts, FLOPs, bytes, seconds."""
+        """Return all numbers as JSON: counts, FLOPs, bytes, seconds."""
         values = asdict(self)
         values["parameters"] |= {
             "total": self.parameters.total,
@@ -90,16 +99,16 @@ class Plan:
 def plan_recipe(
     recipe: Recipe, world_size: int | None = None, hardware: str = DEFAULT_HARDWARE
 ) -> Plan:
-    """The plan of a recipe.
+    """Return the plan of a recipe.
 
     Args:
         recipe: the recipe.
-        world_size: number of ranks; the fewest that fill the layout by default.
-        hardware: a GPU of ``ACCELERATORS``.
+        world_size: number of ranks; by default the fewest that fill the layout.
+        hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
         UserError: the ranks do not fill the layout, the batch does not divide over them, the
-            vocabulary is too small for the tokenizer or the hardware is not known.
+            vocabulary is too small for the tokenizer, or the hardware is not in ``ACCELERATORS``.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)
@@ -138,24 +147,17 @@ def plan_recipe(
 
 
 def check_hardware(name: str) -> None:
-    """Refuse a GPU whose numbers are not known.
-
-    Raises:
-        UserError: with those that are.
-    """
+    """Refuse a GPU that is not in ``ACCELERATORS``."""
     if name not in ACCELERATORS:
         raise UserError(
-            f"hardware {clipped(name)!r} is not known; give one of {', '.join(ACCELERATORS)}"
+            f"hardware {clipped(name)!r} is unknown; give one of {', '.join(ACCELERATORS)}"
         )
 
 
 def check_recipe_vocabulary(recipe: Recipe) -> None:
-    """Refuse an embedding without a row for some of the tokenizer's ids, as ``train`` does.
+    """Refuse an embedding that has no row for some of the tokenizer's ids, as ``train`` does.
 
-    A plan may be made where the tokenizer is not; then only ``train`` can tell.
-
-    Raises:
-        UserError: with both sizes.
+    If the tokenizer's files are not on this machine, only ``train`` checks it.
     """
     try:
         used = vocabulary_size(recipe.data.tokenizer)

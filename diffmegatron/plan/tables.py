@@ -1,4 +1,4 @@
-"""A plan for a person: tables that fit 80 columns."""
+"""Tables of a plan that fit 80 columns."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# Of a recipe that is sized for a CPU.
+# Shorter runs on a GPU come from recipes that are sized for a CPU.
 _SHORT_RUN_SECONDS = 60
 TRAFFIC = {
     "tensor": "tensor parallel",
@@ -22,22 +22,22 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Parts that a stage may share with the one before.
+# Parts of a plan that are not printed again if the previous stage has the same values.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 
 
 def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> None:
-    """Print a plan for a person.
+    """Print a plan as tables.
 
     Args:
-        plan: to print.
-        console: to print it on.
-        previous: printed just before, as that of another stage: what is the same is left out.
+        plan: the plan.
+        console: output.
+        previous: plan of the stage that was printed before; equal parts are not printed again.
     """
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
-        names = Text(f"as of {previous.run_dir}: {', '.join(same)}", style="dim")
+        names = Text(f"same as {previous.run_dir}: {', '.join(same)}", style="dim")
         console.print(names, soft_wrap=True)
     if _NETWORK not in same:
         console.print(f"[bold]{plan.attention}[/bold] attention: {plan.heads}", highlight=False)
@@ -50,8 +50,8 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         console.print(_traffic_table(plan))
     if plan.time.days * _SECONDS_PER_DAY < _SHORT_RUN_SECONDS:
         console.print(
-            f"The run would take less than a minute on {plan.time.hardware}, where starting up is "
-            "most of it; no time is estimated, nor that of a CPU.",
+            f"The run would take less than a minute on {plan.time.hardware}, mostly to start. Such "
+            "a time is not estimated, and times on a CPU are not estimated either.",
             soft_wrap=True,
         )
     else:
@@ -64,7 +64,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
 
 
 def _same(plan: Plan, previous: Plan) -> list[str]:
-    """The parts of a plan that are as in the one before."""
+    """Return the parts of a plan that equal the previous plan's."""
     parts = {
         _NETWORK: lambda p: (p.attention, p.heads, p.parameters, p.trained_parameters),
         _MEMORY: lambda p: p.memory,
@@ -75,7 +75,7 @@ def _same(plan: Plan, previous: Plan) -> list[str]:
 
 
 def print_assumptions(assumptions: Iterable[str], console: Console) -> None:
-    """Say that times are an estimate, and of what."""
+    """Print the assumptions of the estimated times."""
     console.print("Times are an estimate, and assume:", style="dim", highlight=False)
     for assumption in assumptions:
         console.print(f"  - {assumption}", style="dim", highlight=False)
@@ -130,7 +130,10 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
-    """What adds up to the peak, then what is there when that is not."""
+    """Return the parts of a stage's memory.
+
+    The first four always exist. Each following one exists at another time of the step.
+    """
     return [
         ("weights", stage.weights),
         ("gradients", stage.gradients),
@@ -152,18 +155,20 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
-    """Of a table by its total: the largest unit that it fills, else the smallest; of 0 the first.
+    """Return the unit of a table: the largest that is not larger than its total.
+
+    It is the smallest unit if all are larger, and the largest if the total is 0.
 
     Args:
-        total: in bytes.
-        units: bytes of each, from the largest down.
+        total: total of the table, in bytes.
+        units: bytes of each unit, from the largest down.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]
 
 
 def _figure(value: float) -> str:
-    """What is there never reads as nothing."""
+    """Return a number with two decimals, but never ``0.00`` for a nonzero value."""
     return "<0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
@@ -205,7 +210,7 @@ def _table(
 
 
 def _product(layout: Layout) -> str:
-    """The sizes above 1, tensor and data always."""
+    """Return the layout as a product of tensor, data, and the other sizes above 1."""
     parts = [f"tensor {layout.tensor}"]
     if layout.context > 1:
         parts.append(f"context {layout.context} ({_words(layout.context_communication or '')})")

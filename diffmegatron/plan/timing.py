@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline with every assumption in one place, and an estimate only."""
+"""Estimated time of a step: a roofline model with all of its assumptions in one class."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,22 +31,23 @@ from diffmegatron.plan.traffic import (
     stage_traffic,
 )
 
-# The GPUs of one node are linked fast enough for tensor parallelism; nodes among each other not.
+# Links within a node are fast enough for tensor parallelism; the network between nodes is not.
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says; shares are of the data sheet's rates.
+    """Quantities that data sheets do not contain; shares refer to the data sheet's rates.
 
     Attributes:
         matmul: share of peak FLOP/s that matrix products reach.
-        attention: share that attention kernels reach.
+        attention: share of peak FLOP/s that attention kernels reach.
         memory: share of memory bandwidth that element-wise operations and the optimizer reach.
         network: bytes/s per GPU between nodes, in each direction (400 Gb/s per GPU).
         links: share of the links' and the network's rate that collectives reach.
-        latency: seconds that a collective takes however little it sends.
-        host: bytes/s per GPU to the host's memory, and of its processors within it.
+        latency: shortest time of a collective, in seconds.
+        host: bytes/s per GPU between the GPU and the host's memory; also the rate at which the
+            host's processors read and write this memory.
     """
 
     matmul: float = 0.6
@@ -60,30 +61,38 @@ class Assumptions:
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
         """Return the assumptions in words, one line each.
 
-        Those that a first run falls short of are marked as optimistic.
+        An assumption is marked as optimistic if a first run usually does not reach it.
         """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
             f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
             *(_attention_in_words(recipe, kind) for kind, _ in counted_kinds(recipe.model)),
-            "MFU: model FLOPs over that peak; recomputation takes time and is no model FLOP",
+            "MFU: model FLOPs over that peak; recomputation takes time but does not count",
             f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
             f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
             f"collectives reach {self.links:.0%} of links and network (optimistic)",
             f"latency: {1e6 * self.latency:g} µs for each collective or message of a pipeline",
-            "overlap: of ring attention's communication, and of the sum of ZeRO 1's gradients "
-            "without pipeline, with the last microbatch's backward pass",
+            "overlap: ring attention's communication with attention, and without pipeline the sum "
+            "of ZeRO 1's gradients with the last microbatch's backward pass",
             "data loading, checkpoints and stragglers take no time (optimistic)",
         )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by what they are spent on, ``bubble`` a share of the pipeline's time.
+    """Estimated time of a step, by cause.
 
-    ``compute`` is the busiest stage's, recomputation included; ``communication`` what is not
-    hidden behind it; ``idle`` the pipeline's bubble. ``collectives`` is their number per step on a
-    rank of the stage that sends most.
+    Attributes:
+        hardware: name of the GPU.
+        compute: seconds of computation on the busiest stage, including recomputation.
+        communication: seconds of communication that no computation hides.
+        idle: seconds of the pipeline's bubble.
+        optimizer: seconds of the update.
+        collectives: collectives per step on a rank of the stage that sends most.
+        bubble: idle time divided by the pipeline's working time.
+        utilization: model FLOPs utilization.
+        tokens_per_second: tokens per second of all ranks.
+        days: duration of the run.
     """
 
     hardware: str
@@ -110,7 +119,7 @@ def estimate_time(
     accelerator: Accelerator,
     assumed: Assumptions,
 ) -> Estimate:
-    """Time of a recipe on ``world_size`` GPUs.
+    """Return the estimated time of a recipe on ``world_size`` GPUs.
 
     Raises:
         UserError: the ranks do not fill the layout, or the batch does not divide over them.
@@ -142,7 +151,7 @@ def estimate_time(
 
 
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
-    """Idle time over working time of a stage: (p - 1) / (m v) (Narayanan et al., 2104.04473)."""
+    """Return idle over working time of a stage, (p - 1) / (m v) (Narayanan et al., 2104.04473)."""
     parallel = recipe.parallel
     return (parallel.pipeline - 1) / (microbatches * parallel.virtual_pipeline)
 
@@ -150,8 +159,10 @@ def bubble_share(recipe: Recipe, microbatches: int) -> float:
 class Compute(NamedTuple):
     """Seconds of a microbatch on the busiest stage.
 
-    ``backward`` is what of the ``total`` follows the loss, recomputation included; ``attention``
-    what attention alone takes of it.
+    Attributes:
+        total: forward and backward pass.
+        backward: part of ``total`` after the loss, including recomputation.
+        attention: part of ``total`` in attention kernels.
     """
 
     total: float
@@ -165,7 +176,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     passes = forward_passes(recipe)
     layers = model.num_layers / parallel.pipeline
     layer_weights = (count_flops(model, 0).forward / 2 - _vocabulary(recipe)) / model.num_layers
-    # A chunked loss computes its logits again.
+    # A loss in chunks computes its logits again in the backward pass.
     output_passes = 4 if training.loss_chunk else 3
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
@@ -185,7 +196,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
     """Return the multiply-adds of attention per visible pair, forward and backward.
 
-    They are the mean over the layers, of the backends that would run them.
+    They depend on the backend of each layer. The mean over the layers is returned.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
@@ -199,13 +210,13 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
 
 
 def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
-    """Return which backend a kind of attention is counted for, and its multiply-adds."""
+    """Return a sentence with the backend that is assumed for a kind, and its multiply-adds."""
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
     forward, backward = (f"{each / channels:.3g}d" for each in kind.work(name))
     reason = ""
     if recipe.training.attention_backend == "auto" or kind.operation == "softmax":
-        reason = ", which auto takes without FlashAttention's libraries"
+        reason = ", which auto chooses without FlashAttention's libraries"
     hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
     pairs = "pair, hidden ones too," if hidden else "visible pair"
     return (
@@ -221,10 +232,11 @@ def _vocabulary(recipe: Recipe) -> int:
 def _elementwise_bytes(recipe: Recipe) -> float:
     """Return the bytes read and written outside matrix products, per microbatch and stage.
 
-    Each layer reads and writes the residual stream about 12 times forward and as often backward,
-    and SwiGLU's three tensors twice. What attention keeps beside its operands is written in the
-    forward pass and read in the backward pass. The loss reads the logits forward, and backward
-    again to write their gradient over them; in chunks it goes forward twice.
+    Each layer reads and writes the residual stream about 12 times forward and 12 times backward,
+    and SwiGLU's three tensors twice. Tensors that attention saves beside its operands are written
+    in the forward pass and read in the backward pass. The loss reads the logits in the forward
+    pass, and overwrites them with their gradient in the backward pass. A loss in chunks computes
+    the logits twice.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -250,12 +262,12 @@ def _communication(
     assumed: Assumptions,
     compute: Compute,
 ) -> tuple[float, float]:
-    """Return the seconds per step that nothing hides: within the pipeline's schedule, and after it.
+    """Return the seconds of communication per step that no computation hides, on one stage.
 
-    They are those of a rank of ``stage``. Each kind of traffic takes the time of its bytes and the
-    latency of its collectives. Ranks are laid out with tensor parallel innermost, then context,
-    data and pipeline (Megatron's order), so a group reaches beyond a node once the product up to it
-    is larger than one.
+    The first number is the part within the pipeline's schedule, the second the part after it. Each
+    kind of traffic takes the time of its bytes and the latency of its collectives. In Megatron's
+    order of ranks, tensor parallelism is innermost, then context, data and pipeline. A group
+    therefore spans nodes if the product of its size and the sizes inside it exceeds a node.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -280,21 +292,22 @@ def _communication(
 
 
 def _last_share(recipe: Recipe) -> float:
-    """Of all gradients the share that is complete only when the backward pass is: a bucket.
+    """Return the share of gradients that is complete only at the end of the backward pass.
 
-    It has the embedding, which may be larger.
+    It is the last bucket, which contains the embedding and can be larger than other buckets.
     """
     trained = sum(trained_parameters(recipe, 0))
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
-    """Seconds of the update: reading and writing the states, over the host's link if offloaded."""
+    """Return the seconds of the update, which memory bandwidth or the host's link limits."""
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
-    # Master weights and moments read and written, gradients read; norm and clipping go over them.
+    # Master weights and moments are read and written, and gradients are read by the norm, the
+    # clipping and the update.
     states = partition * (6 * FLOAT32 + 3 * FLOAT32)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition

@@ -1,7 +1,10 @@
 """Bytes that a rank sends per step, by kind, counted for ring algorithms.
 
-An all-gather or reduce-scatter of n bytes over k ranks sends n (k - 1) / k from each, an all-reduce
-twice that.
+In an all-gather or reduce-scatter of n bytes over k ranks, each rank sends n (k - 1) / k bytes. In
+an all-reduce it sends twice as many.
+
+Functions of this module raise UserError if the ranks do not fill the layout or the batch does not
+divide over them.
 """
 
 import math
@@ -32,8 +35,8 @@ class Traffic:
         context: keys and values (ring, all-gather) or heads (ulysses).
         pipeline: hidden states to the next stage, their gradients back, and the gradient of an
             embedding that the first and the last stage share.
-        gradients: what ZeRO reduces over data x context parallel ranks.
-        weights: what ZeRO gathers over them.
+        gradients: gradients that ZeRO reduces over data x context parallel ranks.
+        weights: weights that ZeRO gathers over the same ranks.
     """
 
     tensor: int
@@ -44,38 +47,25 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All kinds."""
+        """Sum over all kinds."""
         return sum(asdict(self).values())
 
 
 def count_traffic(recipe: Recipe, world_size: int) -> Traffic:
-    """Return the traffic of a rank of the pipeline stage that sends most, on ``world_size`` ranks.
-
-    That is the first, the last or one between them, which have as many layers each.
-
-    Raises:
-        UserError: the ranks do not fill the layout, or the batch does not divide over them.
-    """
+    """Return the traffic of a rank of the pipeline stage that sends most."""
     return stage_traffic(recipe, world_size, busiest_stage(recipe, world_size))
 
 
 def busiest_stage(recipe: Recipe, world_size: int) -> int:
-    """Return the pipeline stage whose ranks send most.
-
-    Raises:
-        UserError: as :func:`count_traffic`.
-    """
+    """Return the pipeline stage whose ranks send most."""
     stages = recipe.parallel.pipeline
+    # All stages between the first and the last send the same.
     some = sorted({0, stages // 2, stages - 1})
     return max(some, key=lambda stage: stage_traffic(recipe, world_size, stage).total)
 
 
 def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
-    """Return the traffic of a rank of one pipeline stage.
-
-    Raises:
-        UserError: as :func:`count_traffic`.
-    """
+    """Return the traffic of a rank of one pipeline stage."""
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
     gradients, weights = _zero(recipe, stage, shards, microbatches)
@@ -91,22 +81,18 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     """Return the number of collectives that a rank of a stage calls per step.
 
-    Messages of a pipeline are among them. Those of ``gradients`` and ``weights`` are an estimate:
-    how parameters fall into buckets is not counted. Sums of single numbers, on which ranks agree,
-    are left out.
-
-    Raises:
-        UserError: as :func:`count_traffic`.
+    Messages of a pipeline count as collectives. ``gradients`` and ``weights`` are estimates that
+    assume full buckets. Reductions of single numbers are not counted.
     """
     parallel, model = recipe.parallel, recipe.model
     microbatches = recipe.num_microbatches(world_size)
     is_last = stage == parallel.pipeline - 1
     tensor = 0.0
     if parallel.tensor > 1:
-        # An all-reduce sends as much as an all-gather and a reduce-scatter.
+        # An all-reduce sends as many bytes as an all-gather and a reduce-scatter together.
         per_collective = 1 if parallel.sequence_parallel else 2
         tensor = _hidden_states_sent(recipe, stage) / per_collective
-        # Of the cross-entropy: the largest logit, and the sums.
+        # The cross-entropy reduces the largest logit, and the sums.
         tensor += 2 if is_last else 0
     layers = model.num_layers / parallel.pipeline
     again = 2 if recipe.recompute.granularity != "none" else 1
@@ -115,14 +101,15 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     if communication == "ring":
         context = layers * (again * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
-        # q, k and v together and the heads, or k and v together; and their gradients.
+        # Ulysses exchanges q, k and v in one collective and the outputs in another. The
+        # all-gather sends k and v in one. The gradients need as many.
         context = layers * (again + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
         buckets = -(-elements // REDUCE_BUCKET)
         gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
-        # Of each group of parameters, and with ZeRO 3 of each module, forward and backward.
+        # There are two groups of parameters. ZeRO 3 gathers each module, forward and backward.
         weights = 2.0
         if parallel.zero_stage == 3:
             weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
@@ -137,12 +124,12 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def forward_passes(recipe: Recipe) -> int:
-    """Times that a whole layer's forward pass runs per step: once more where it is recomputed."""
+    """Return how often a layer's forward pass runs per microbatch: twice if it is recomputed."""
     return 2 if recipe.recompute.granularity == "full" else 1
 
 
 def _hidden_state(recipe: Recipe) -> int:
-    """A microbatch's hidden state on one context-parallel rank."""
+    """Return the bytes of a microbatch's hidden state on one context-parallel rank."""
     element = BYTES[recipe.training.precision]
     return element * recipe.model.hidden_size * local_tokens(recipe)
 
@@ -155,9 +142,10 @@ def _tensor(recipe: Recipe, stage: int) -> float:
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch of what attention computes of sharded hidden states itself.
+    """Return the bytes per microbatch that attention's own products with hidden states send.
 
-    Sequence-parallel ranks gather its matrix, and exchange rows of the sequence for heads.
+    These products (such as V2's lambda) are outside Megatron's projections.
+    Sequence-parallel ranks gather the matrix, and exchange rows of the sequence for heads.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -177,14 +165,14 @@ def _gates(recipe: Recipe) -> float:
 def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
     """Return how often tensor-parallel ranks gather or scatter a microbatch's hidden state.
 
-    In the backward pass sequence parallelism gathers the inputs once more, those of the output
-    layer among them; a loss in chunks computes the logits again, and gathers for it.
+    In the backward pass sequence parallelism gathers the inputs once more, also the input of the
+    output layer. A loss in chunks computes the logits again and gathers its input for that.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
     forward = 4
     backward = 6 if parallel.sequence_parallel else 4
-    # The embedding sums forward, the output layer backward.
+    # The embedding reduces in the forward pass, the output layer in the backward pass.
     edges = 2 if stage == 0 else 0
     if stage == parallel.pipeline - 1:
         edges += 2
@@ -194,7 +182,7 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
 
 
 def _context(recipe: Recipe) -> float:
-    """Per microbatch."""
+    """Return the bytes per microbatch."""
     model, parallel = recipe.model, recipe.parallel
     size, communication = parallel.context, context_communication(recipe)
     if communication is None:
@@ -206,7 +194,7 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # Ordinary attention's heads are sent, and what a kind makes of them is made after.
+            # With softmax operations the heads are sent, and the kind combines them afterwards.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
@@ -231,7 +219,7 @@ def _pipeline(recipe: Recipe, stage: int) -> float:
 def _messages(recipe: Recipe, stage: int) -> int:
     """Return the messages per microbatch: forward and backward for each virtual stage.
 
-    The last virtual stage of all sends nothing forward, the first nothing backward.
+    The last virtual stage sends nothing forward, and the first sends nothing backward.
     """
     parallel = recipe.parallel
     if parallel.pipeline == 1:
@@ -240,9 +228,10 @@ def _messages(recipe: Recipe, stage: int) -> int:
 
 
 def _tied(recipe: Recipe, stage: int) -> float:
-    """Return the bytes per step of the sum of a tied embedding's gradient over its two stages.
+    """Return the bytes per step that reduce a tied embedding's gradient over its two stages.
 
-    An all-reduce of two ranks sends it once, in float32 with ZeRO 1.
+    In an all-reduce of two ranks, each sends the gradient once. A pipeline requires ZeRO 1, which
+    reduces float32.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
@@ -253,13 +242,12 @@ def _tied(recipe: Recipe, stage: int) -> float:
 
 
 def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[float, float]:
-    """Return the bytes of gradients reduced and of weights gathered.
+    """Return the bytes of gradients that are reduced and of weights that are gathered.
 
-    They are in the run's precision but for ZeRO 1's gradients.
-
-    ZeRO 1 reduces once per step and in float32, 2 and 3 every microbatch; 1 and 2 gather the
-    updated weights, 3 gathers all for each forward and each backward pass. Reductions are
-    all-reduces but for ZeRO 3.
+    ZeRO 1 reduces float32 gradients once per step. ZeRO 2 and 3 reduce gradients in the run's
+    precision for every microbatch. ZeRO 1 and 2 gather the updated weights once, and ZeRO 3 gathers
+    all weights for each forward and each backward pass. ZeRO 3 reduces by a reduce-scatter, the
+    others by an all-reduce.
     """
     share = (shards - 1) / shards
     trained = sum(trained_parameters(recipe, stage))

@@ -27,7 +27,7 @@ def test_a_run_that_fails_is_one_sentence(tmp_path):
         run_ranks(rehearsal, tmp_path)
 
 
-def test_ranks_that_a_laptop_cannot_start_are_left_out_and_said_to_be(tmp_path):
+def test_a_layout_with_too_many_ranks_is_reduced_with_a_sentence(tmp_path):
     recipe = load_recipe(
         CONFIGS / "diff_3b_64k.yaml",
         ["parallel.context=8", "parallel.tensor=4", "parallel.sequence_parallel=true"],
@@ -35,7 +35,7 @@ def test_ranks_that_a_laptop_cannot_start_are_left_out_and_said_to_be(tmp_path):
     rehearsal = small_recipe(recipe, 64, tmp_path)
     assert rehearsal.world_size == MAX_RANKS
     assert rehearsal.recipe.parallel.context == 2
-    (sentence,) = rehearsal.left_out
+    (sentence,) = rehearsal.reductions
     assert sentence.startswith("context parallel is rehearsed with 2 ranks instead of 8")
 
 

@@ -192,7 +192,7 @@ def test_a_search_names_its_own_gpus(recipe):
         (["--gpus", 4_000 * "9"], "ranks cannot be started"),
         (["--gpus", "0", "--rehearse"], "error: 0 ranks cannot be started"),
         (["--search", "0"], "error: 0 ranks cannot be started"),
-        (["--hardware", 4_000 * "x"], "is not known; give one of H100 PCIe"),
+        (["--hardware", 4_000 * "x"], "is unknown; give one of H100 PCIe"),
     ],
 )
 def test_a_plan_on_what_there_is_not_is_refused(options, said, recipe):

@@ -243,7 +243,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
 
 
 def test_hardware_that_is_not_known_is_refused():
-    with pytest.raises(UserError, match="'V100' is not known; give one of H100 PCIe, "):
+    with pytest.raises(UserError, match="'V100' is unknown; give one of H100 PCIe, "):
         plan_recipe(load(), 2, "V100")
 
 
@@ -337,7 +337,7 @@ def test_a_stage_prints_what_it_changes(tmp_path, capsys):
     assert "Parameters" in first and "changes of" not in first
     assert "changes of r/a: model.rope_theta 10000.0 -> 500000.0" in second
     assert "training.seq_length 256 -> 512" in second
-    assert "as of r/a: the network, " in second and "Parameters" not in second
+    assert "same as r/a: the network, " in second and "Parameters" not in second
     assert "Memory per rank" in second and "tokens per step" in second
 
 

@@ -54,7 +54,7 @@ def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
         search(load_recipe(LARGE), 1, "H100")
     assert "no layout of 1 rank fits 90% of H100's 80 GiB" in str(error.value)
     assert "lacks 150." in str(error.value)
-    assert str(error.value).endswith("and 4 GPUs would do")
+    assert str(error.value).endswith("; 4 GPUs fit")
     assert search(load_recipe(LARGE), 4, "H100")
     with pytest.raises(UserError):
         search(load_recipe(LARGE), 2, "H100")
