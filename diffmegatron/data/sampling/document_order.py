@@ -1,7 +1,4 @@
-"""The documents of a split and their order, built once and then read from a cache.
-
-Length up-sampling selects documents here, so that one prepared corpus serves every sequence length.
-"""
+"""The documents of a split and their order, built once and then read from a cache."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +10,7 @@ import numpy as np
 from diffmegatron.data.index.corpus_manifest import Histogram, LengthBin
 from diffmegatron.data.index.token_store import Corpus
 from diffmegatron.data.sampling.array_cache import Arrays, Cache
+from diffmegatron.data.sampling.length_upsampling import keep_long
 from diffmegatron.data.sampling.permutation import derive_key, random_bits, uniform
 from diffmegatron.errors import UserError
 
@@ -97,7 +95,15 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
-    documents = documents[keep_long(all_lengths, documents, selection)]
+    documents = documents[
+        keep_long(
+            all_lengths,
+            documents,
+            long_tokens=selection.long_tokens,
+            keep_short=selection.keep_short,
+            seed=selection.seed,
+        )
+    ]
     documents = _shuffle(documents, derive_key("order", selection.seed))
     lengths = corpus.lengths[documents]
     summary = {"split_lengths": _histogram(all_lengths), "lengths": _histogram(lengths)}
@@ -122,23 +128,6 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
             return np.flatnonzero(held_out)
         training &= ~held_out
     return np.flatnonzero(training)
-
-
-def keep_long(lengths: np.ndarray, documents: np.ndarray, selection: Selection) -> np.ndarray:
-    """Return a mask of the documents that length up-sampling keeps (Fu et al., arXiv 2402.10171).
-
-    The paper keeps documents below 4096 estimated tokens with probability 0.1. Here tokens are
-    counted.
-
-    Args:
-        lengths: tokens of each document, including end of document.
-        documents: document numbers, which together with the seed determine the random numbers.
-        selection: settings of the up-sampling.
-    """
-    if selection.keep_short == 1:
-        return np.ones(len(documents), dtype=bool)
-    chance = uniform(derive_key("keep_short", selection.seed), documents)
-    return (lengths - 1 >= selection.long_tokens) | (chance < selection.keep_short)
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from diffmegatron.data.sampling.document_order import (
     DocumentOrder,
     Selection,
-    keep_long,
     select_split,
 )
+from diffmegatron.data.sampling.length_upsampling import keep_long
 from diffmegatron.data.sampling.mixture import Mixture
 from diffmegatron.data.sampling.mixture_history import MixtureHistory, Period, SourceWeight
 from diffmegatron.data.sampling.packing import best_fit, pack
@@ -166,21 +166,22 @@ def test_upsampling_keeps_long_documents_and_a_share_of_short_ones(
     keep_short: float, seed: int
 ) -> None:
     lengths = np.random.default_rng(0).integers(2, 200, 20_000)
-    chosen = selection("train", seed=seed, long_tokens=100, keep_short=keep_short)
-    kept = keep_long(lengths, np.arange(len(lengths)), chosen)
+    documents = np.arange(len(lengths))
+    kept = keep_long(lengths, documents, long_tokens=100, keep_short=keep_short, seed=seed)
     assert kept[lengths - 1 >= 100].all(), "the end-of-document token is no length"
     short = lengths - 1 < 100
     assert abs(kept[short].mean() - keep_short) < 5 * np.sqrt(0.25 / short.sum())
 
 
 def test_the_threshold_counts_the_tokens_of_the_text() -> None:
-    chosen = selection("train", long_tokens=100, keep_short=0.0)
-    kept = keep_long(np.array([99, 100, 101, 102]), np.arange(4), chosen)
+    lengths = np.array([99, 100, 101, 102])
+    kept = keep_long(lengths, np.arange(4), long_tokens=100, keep_short=0.0, seed=1)
     assert kept.tolist() == [False, False, True, True], "end of document not counted"
 
 
 def test_no_upsampling_keeps_everything() -> None:
-    kept = keep_long(np.arange(1, 50), np.arange(49), selection("train", long_tokens=10**6))
+    lengths = np.arange(1, 50)
+    kept = keep_long(lengths, np.arange(49), long_tokens=10**6, keep_short=1.0, seed=1)
     assert kept.all()
 
 
