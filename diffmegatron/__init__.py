@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from diffmegatron.errors import UserError
     from diffmegatron.hf.import_model import import_model
     from diffmegatron.plan.summary import plan_recipe
-    from diffmegatron.training.hooks.hook import Hook, register_hook
+    from diffmegatron.training.hook import Hook, register_hook
     from diffmegatron.training.monitoring.metrics import read_metrics
     from diffmegatron.training.run import Run
 
@@ -40,7 +40,7 @@ __all__ = [
 # Modules are imported at the first use of a name: some import torch, which most commands do not
 # need.
 _MODULES = {
-    "Hook": "training.hooks.hook",
+    "Hook": "training.hook",
     "Recipe": "config.schema",
     "Run": "training.run",
     "UserError": "errors",
@@ -52,7 +52,7 @@ _MODULES = {
     "plan_recipe": "plan.summary",
     "prepare": "data.prepare.prepare",
     "read_metrics": "training.monitoring.metrics",
-    "register_hook": "training.hooks.hook",
+    "register_hook": "training.hook",
     "train": "api",
 }
 

@@ -15,7 +15,7 @@ from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.launcher import read_launch
-from diffmegatron.training.hooks.hook import HOOKS, Hook
+from diffmegatron.training.hook import HOOKS, Hook
 from diffmegatron.training.monitoring.progress import say
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.training.builtin_hooks import builtin_hooks
 from diffmegatron.training.compute.agreement import StepCheck
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
@@ -21,8 +22,7 @@ from diffmegatron.training.fault_tolerance.safeguards import (
     refuse_a_file,
     run_lock,
 )
-from diffmegatron.training.hooks.builtin_hooks import builtin_hooks
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.evaluators import Evaluator
 from diffmegatron.training.run import Run
 

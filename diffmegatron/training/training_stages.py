@@ -15,7 +15,7 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import fail_together
 from diffmegatron.training.fault_tolerance.safeguards import StopRequest
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.evaluators import OpenEvaluators
 from diffmegatron.training.monitoring.progress import say

@@ -11,7 +11,7 @@ from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
-from diffmegatron.training.hooks.builtin_hooks import GuardHook
+from diffmegatron.training.builtin_hooks import GuardHook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 

@@ -11,7 +11,7 @@ import yaml
 from diffmegatron import own_code
 from diffmegatron.attention.variants import VARIANTS
 from diffmegatron.errors import UserError
-from diffmegatron.training.hooks import hook
+from diffmegatron.training import hook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests.conftest import TINY
 from tests.paths import ROOT

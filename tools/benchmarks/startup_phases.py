@@ -11,7 +11,7 @@ from diffmegatron.api import train
 from diffmegatron.config.load import load_recipe
 from diffmegatron.operations.recipes import CONFIGS
 from diffmegatron.parallel.engine_imports import importing_engines
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 
 
 class Phases(Hook):

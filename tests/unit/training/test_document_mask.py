@@ -12,7 +12,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.compute.step import token_losses
 from diffmegatron.training.document_mask import decide_document_mask
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.trainer import train
 
 END = 256  # of a document, as tokenizer bytes has it

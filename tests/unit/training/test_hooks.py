@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.training.hooks.builtin_hooks import builtin_hooks
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.builtin_hooks import builtin_hooks
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 

@@ -18,7 +18,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.loader import Batch
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training import trainer
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.monitoring.source_losses import SourceLosses
 from diffmegatron.training.trainer import train

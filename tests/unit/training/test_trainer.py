@@ -2,7 +2,7 @@
 
 import torch
 
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.run import Run
 from diffmegatron.training.trainer import train

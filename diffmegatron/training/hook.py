@@ -10,7 +10,7 @@ class Hook:
     """Base class for code that a run calls before, between and after its steps.
 
     Pass instances of subclasses to ``train``. At each point every rank calls the same hooks in the
-    same order: the run's own (:func:`~diffmegatron.training.hooks.builtin_hooks.builtin_hooks`),
+    same order: the run's own (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`),
     then the user's in the order given. A hook may therefore call collectives, but only outside
     ``if run.parallel_state.is_main``. An exception ends the run; if one rank raises alone, the
     others wait until the launcher or the watchdog ends them.

@@ -15,7 +15,7 @@ from diffmegatron.config.tracking_config import ProfileConfig
 from diffmegatron.optim.guard import Action, StepDecision
 from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event
 from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
-from diffmegatron.training.hooks.hook import Hook
+from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
 from diffmegatron.training.monitoring.evaluators import Evaluator, measure, split_losses
 from diffmegatron.training.monitoring.observations import lambdas, peak_memory, utilization
