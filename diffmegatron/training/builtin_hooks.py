@@ -12,13 +12,14 @@ from typing_extensions import override
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tracking_config import ProfileConfig
+from diffmegatron.model.accounting import mfu_metric
 from diffmegatron.optim.guard import Action, StepDecision
 from diffmegatron.training.fault_tolerance.events import stopped_by_guard, write_event
 from diffmegatron.training.fault_tolerance.largest_logits import largest_logits
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
 from diffmegatron.training.monitoring.evaluators import Evaluator, measure, split_losses
-from diffmegatron.training.monitoring.observations import lambdas, peak_memory, utilization
+from diffmegatron.training.monitoring.observations import device_name, lambdas, peak_memory
 from diffmegatron.training.monitoring.progress import say
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
@@ -152,7 +153,7 @@ class MetricsHook(Hook):
         speed = run.progress.tokens_per_second(run.step)
         values = run.values | {
             "perf/tokens_per_second": speed,
-            **utilization(run.recipe, run.parallel_state.world_size, speed),
+            **mfu_metric(run.recipe, run.parallel_state.world_size, speed, device_name()),
             "mem/peak_gib": peak_memory() / 2**30,
             "data/consumed_samples": run.loader.consumed_samples,
             "data/consumed_tokens": run.loader.consumed_tokens,

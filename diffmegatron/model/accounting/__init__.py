@@ -10,7 +10,6 @@ from diffmegatron.model.accounting.hardware import (
     ACCELERATORS,
     Accelerator,
     find_accelerator,
-    model_flops_utilization,
 )
 from diffmegatron.model.accounting.memory import (
     REDUCE_BUCKET,
@@ -21,6 +20,7 @@ from diffmegatron.model.accounting.memory import (
     rank_parameters,
     trained_parameters,
 )
+from diffmegatron.model.accounting.mfu import mfu_metric, model_flops_utilization
 from diffmegatron.model.accounting.parameters import (
     Flops,
     Parameters,
@@ -44,6 +44,7 @@ __all__ = [
     "frozen_matrices",
     "largest_trained",
     "memory_by_stage",
+    "mfu_metric",
     "model_flops_utilization",
     "peak_memory",
     "rank_parameters",

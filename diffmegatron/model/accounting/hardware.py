@@ -1,4 +1,4 @@
-"""Data-sheet figures of GPUs, and model FLOPs utilization."""
+"""Data-sheet figures of GPUs."""
 
 from dataclasses import dataclass
 
@@ -36,17 +36,3 @@ ACCELERATORS = {
 def find_accelerator(device_name: str) -> Accelerator | None:
     """Return the GPU with CUDA's name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     return next((gpu for name, gpu in ACCELERATORS.items() if name in device_name), None)
-
-
-def model_flops_utilization(
-    tokens_per_second: float, flops_per_token: float, num_gpus: int, accelerator: Accelerator
-) -> float:
-    """Return the model's FLOPs as a share of the GPUs' peak (PaLM, arXiv 2204.02311, appendix B).
-
-    Args:
-        tokens_per_second: speed of the whole run.
-        flops_per_token: ``count_flops(...).training``.
-        num_gpus: number of GPUs.
-        accelerator: type of the GPUs.
-    """
-    return tokens_per_second * flops_per_token / (num_gpus * accelerator.peak_flops)

@@ -1,17 +1,10 @@
-"""Values read from a run beside its loss: lambda of every layer, memory, GPU utilization."""
+"""Values read from a run beside its loss: lambda of every layer, memory, name of the GPU."""
 
 import resource
 
 import torch
 from torch import distributed
 
-from diffmegatron.config.schema import Recipe
-from diffmegatron.model.accounting import (
-    count_flops,
-    find_accelerator,
-    frozen_matrices,
-    model_flops_utilization,
-)
 from diffmegatron.model.build import lambda_by_layer
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -44,21 +37,3 @@ def peak_memory() -> int:
 def device_name() -> str | None:
     """Return CUDA's name of this rank's GPU; None on a CPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def utilization(recipe: Recipe, ranks: int, tokens_per_second: float) -> dict[str, float]:
-    """Return ``perf/mfu``, the model's FLOPs as a share of the GPUs' bf16 peak.
-
-    Empty on a CPU, on a GPU whose peak is not in the table, and in float32.
-
-    Args:
-        recipe: recipe of the run.
-        ranks: number of ranks, with one GPU each.
-        tokens_per_second: speed of the whole run.
-    """
-    name = device_name()
-    accelerator = None if name is None else find_accelerator(name)
-    if accelerator is None or recipe.training.precision != "bf16":
-        return {}
-    flops = count_flops(recipe.model, recipe.training.seq_length, frozen_matrices(recipe)).training
-    return {"perf/mfu": model_flops_utilization(tokens_per_second, flops, ranks, accelerator)}

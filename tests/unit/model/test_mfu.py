@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.training.monitoring import observations
+from diffmegatron.model.accounting import mfu_metric
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
@@ -13,8 +13,8 @@ A100 = "NVIDIA A100-SXM4-80GB"
 SHORT = ["training.steps=3", "training.eval_batches=0", "training.precision=bf16"]
 
 
-def test_a_run_says_its_share_of_the_peak(tiny_recipe, monkeypatch, capsys):
-    monkeypatch.setattr(observations, "device_name", lambda: A100)
+def test_a_run_records_and_prints_its_mfu(tiny_recipe, monkeypatch, capsys):
+    monkeypatch.setattr("diffmegatron.training.builtin_hooks.device_name", lambda: A100)
     recipe = tiny_recipe(*SHORT, "model.baseline=true")
     train(recipe)
     entries = [entry for entry in read_metrics(Path(recipe.run_dir)) if "train/loss" in entry]
@@ -34,14 +34,12 @@ def test_a_run_says_its_share_of_the_peak(tiny_recipe, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "precision"), [(A100, "fp32"), ("NVIDIA Unknown", "bf16"), (None, "bf16")]
 )
-def test_without_a_known_peak_there_is_no_share(name, precision, tiny_recipe, monkeypatch):
-    monkeypatch.setattr(observations, "device_name", lambda: name)
+def test_without_a_known_peak_there_is_no_share(name, precision, tiny_recipe):
     recipe = tiny_recipe(f"training.precision={precision}")
-    assert observations.utilization(recipe, 1, 1e6) == {}
+    assert mfu_metric(recipe, 1, 1e6, name) == {}
 
 
-def test_ranks_share_the_peak_of_all(tiny_recipe, monkeypatch):
-    monkeypatch.setattr(observations, "device_name", lambda: A100)
+def test_ranks_share_the_peak_of_all(tiny_recipe):
     recipe = tiny_recipe("training.precision=bf16")
-    alone, of_four = (observations.utilization(recipe, n, 1e6)["perf/mfu"] for n in (1, 4))
+    alone, of_four = (mfu_metric(recipe, n, 1e6, A100)["perf/mfu"] for n in (1, 4))
     assert of_four == pytest.approx(alone / 4)
