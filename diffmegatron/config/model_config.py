@@ -13,7 +13,7 @@ from pydantic import (
 
 from diffmegatron.attention.variants import Variant, read_variant
 from diffmegatron.config.lora_config import LoraConfig
-from diffmegatron.config.rope_config import RopeScaling
+from diffmegatron.config.rotary_config import RopeScaling
 from diffmegatron.section import Section, Size, SizeOrNone
 
 
