@@ -16,7 +16,7 @@ def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
     groups of its own, because ZeRO flattens a group into one buffer and a bf16 model keeps some
     attention parameters in float32. Parameters with frozen rows have groups of their own too:
     AdamW would decay all rows, so its ``weight_decay`` is 0 and ``row_decay`` applies to the
-    trained rows (:class:`~diffmegatron.optim.step_gate.GatedAdamW`). ``lr_factor`` is the group's
+    trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`). ``lr_factor`` is the group's
     multiple of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}

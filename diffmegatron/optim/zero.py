@@ -20,19 +20,17 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import REDUCE_BUCKET
 from diffmegatron.model.network import Network
+from diffmegatron.optim.adamw import Gate, create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.float32_parameters import ExactValues
 from diffmegatron.optim.frozen_weights import FrozenWeights
-from diffmegatron.optim.parameter_groups import parameter_groups
-from diffmegatron.optim.partition import partition_of
-from diffmegatron.optim.reduction import GradientReduction
-from diffmegatron.optim.step_gate import (
-    Gate,
-    GatedAdamW,
+from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
-    decaying_rows,
+    clipping_settings,
     held_norms,
 )
+from diffmegatron.optim.partition import partition_of
+from diffmegatron.optim.reduction import GradientReduction
 from diffmegatron.optim.tensor_sums import (
     gradients_of,
     shared_parameters,
@@ -75,7 +73,7 @@ class ZeroEngine:
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
-        create = partial(_adamw, network, recipe)
+        create = partial(create_adamw, network, recipe)
         # In bf16 DeepSpeed prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -250,7 +248,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": recipe.optimizer.clip_grad_norm,
+        **clipping_settings(recipe.optimizer),
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
             "overlap_comm": False,
@@ -300,17 +298,6 @@ def import_deepspeed() -> Any:
     # DeepSpeed warns about the optimizer class below and skipped steps, which the guard reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
-
-
-def _adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    optimizer = recipe.optimizer
-    return GatedAdamW(
-        parameter_groups(network, recipe),
-        lr=optimizer.lr,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        fused=True,
-    )
 
 
 def _restoring(

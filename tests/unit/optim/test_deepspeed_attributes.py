@@ -54,7 +54,7 @@ OF_OPTIMIZERS = [
     Attribute("bit16_groups", (1, 2), list),
     Attribute("bit16_groups_flat", (1, 2), list),
     Attribute("check_grad_overflow", (1, 2), bool),
-    # zero.py and step_gate.py
+    # zero.py and adamw.py
     Attribute("optimizer", (1, 2, 3), torch.optim.Optimizer),
     Attribute("_global_grad_norm", (1, 2, 3)),
 ]

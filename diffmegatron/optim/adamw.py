@@ -1,16 +1,19 @@
-"""A gate before AdamW's update that can refuse a step once the gradient norm is known.
+"""AdamW with a gate that can refuse a step once the gradient norm is known.
 
 DeepSpeed's optimizers reduce, compute the norm, clip and update in one call. Inside it they call
 the given optimizer when the norm is known and nothing has changed yet. Refusing the step there
 needs no additional pass, collective or synchronization.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffmegatron.config.schema import Recipe
+from diffmegatron.model.network import Network
+from diffmegatron.optim.parameter_groups import parameter_groups
 from diffmegatron.optim.partition import Partition
 
 
@@ -55,6 +58,18 @@ class GatedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
+    """Return the optimizer of a recipe for the trained parameters of this rank's network."""
+    optimizer = recipe.optimizer
+    return GatedAdamW(
+        parameter_groups(network, recipe),
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        fused=True,
+    )
+
+
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
     """Return the trained rows of partly frozen parameters that this rank holds.
 
@@ -72,35 +87,3 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
                 views = found.setdefault(held.flat, [])
                 views.append(held.flat.data[held.where][first:last])
     return found
-
-
-def held_norms(
-    partition: Partition, network: torch.nn.Module, device: torch.device
-) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the parameters whose gradients this rank holds before a step, and the norms.
-
-    The norms are [n] float32 on ``device``, computed in one pass without synchronization.
-    Offloading may have left some gradients in host memory.
-    """
-    held = [*_on_parameters(network), *partition.gradients()]
-    if not held:
-        return [], torch.zeros(0, device=device)
-    norms = torch._foreach_norm([gradient for _, gradient in held])
-    on_device = [norm.float().to(device, non_blocking=True) for norm in norms]
-    return [parameter for parameter, _ in held], torch.stack(on_device)
-
-
-def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the gradient that ZeRO 1 accumulates for a parameter; its location varies by dtype."""
-    for name in ("_hp_grad", "grad_accum", "grad"):
-        gradient = getattr(parameter, name, None)
-        if gradient is not None:
-            return gradient
-    return None
-
-
-def _on_parameters(network: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    for parameter in network.parameters():
-        gradient = accumulated_gradient(parameter)
-        if gradient is not None:
-            yield parameter, gradient
