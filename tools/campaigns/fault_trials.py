@@ -1,7 +1,8 @@
-"""Faults that need no run under torchrun, each tried many times: ``faults.py --long``.
+"""Faults that need no run under torchrun, each tried many times, for ``faults.py --long``.
 
-A trial damages a fresh copy of something good and reads it again. It is survived if what comes
-back is what was there, or one sentence; where damage must not go unseen, if it is the sentence.
+A trial damages a fresh copy of valid files and reads them again. It is survived if the reader
+returns the original content or raises a UserError of one sentence. Where damage must be detected,
+only the error counts.
 """
 
 import gzip
@@ -59,7 +60,13 @@ Trial = Callable[[Path, random.Random], bool]
 
 
 class Class(NamedTuple):
-    """A class of faults: its name in the report, how often it is tried, and one trial."""
+    """A class of faults.
+
+    Attributes:
+        name: name in the report.
+        tried: number of trials.
+        trial: one trial; returns whether it was survived.
+    """
 
     name: str
     tried: int
@@ -67,15 +74,15 @@ class Class(NamedTuple):
 
 
 def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, object]]:
-    """Every class of faults.
+    """Try every class of faults.
 
     Args:
-        folder: for the good things and their copies.
+        folder: existing folder for the valid files and their copies.
         recipe: text of a recipe.
-        seed: of the faults.
+        seed: seed of the faults.
 
     Returns:
-        Per class how many were tried and survived, and the first error that was no sentence.
+        For each class the numbers of tried and survived faults, and the first unexpected exception.
     """
     good = folder / "good"
     make_good(good, recipe)
@@ -87,7 +94,7 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
             shutil.copytree(good, copy)
             try:
                 survived += each.trial(copy, pick)
-            except Exception as error:  # what a trial is about: none may come
+            except Exception as error:  # no trial may raise one
                 failure = failure or repr(error)
             shutil.rmtree(copy)
         report[each.name] = {"tried": each.tried, "survived": survived}
@@ -96,7 +103,7 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
 
 
 def make_good(folder: Path, recipe: str) -> None:
-    """A checkpoint of two ranks, a corpus, its unfinished work, a cache and a recipe."""
+    """Write a checkpoint of two ranks, a corpus, its unfinished work, a cache and a recipe."""
     folder.mkdir()
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "in.jsonl").write_bytes(JSONL)
@@ -119,19 +126,19 @@ def make_good(folder: Path, recipe: str) -> None:
 
 
 def run_prepare(folder: Path, name: str = "out", source: str = "in.jsonl") -> str:
-    """Prepare an input; returns what stands for the tokens."""
+    """Prepare an input, and return the hash of its tokens."""
     manifest = prepare([folder / source], folder / name, "bytes", show_progress=False)
     return manifest.content
 
 
 def open_cache(folder: Path) -> list[int]:
-    """The array of a cache, built where it is not there."""
+    """Return the array of a cache, which is built if it is missing."""
     arrays, _ = Cache(folder / "cache").open(("key",), lambda: ({"ends": np.arange(500)}, {}))
     return [int(value) for value in arrays["ends"]]
 
 
 def is_refused(read: Callable[[], object]) -> bool:
-    """Whether a reader says one sentence."""
+    """Return whether a reader raises a UserError of one sentence."""
     try:
         read()
     except UserError as error:
@@ -140,25 +147,25 @@ def is_refused(read: Callable[[], object]) -> bool:
 
 
 def is_equal_or_refused(read: Callable[[], object], expected: object) -> bool:
-    """Whether a reader gives what was there, or says one sentence."""
+    """Return whether a reader returns ``expected`` or raises a UserError of one sentence."""
     found: list[object] = []
     return is_refused(lambda: found.append(read())) or found == [expected]
 
 
 def flip(path: Path, pick: random.Random) -> None:
-    """One bit of a file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[pick.randrange(len(content))] ^= 1 << pick.randrange(8)
     path.write_bytes(content)
 
 
 def cut(path: Path, pick: random.Random) -> None:
-    """The end of a file."""
+    """Remove the end of a file."""
     os.truncate(path, pick.randrange(path.stat().st_size))
 
 
 def become_fifo(path: Path) -> None:
-    """A FIFO, which nobody writes into."""
+    """Replace a file by a FIFO without a writer."""
     path.unlink()
     os.mkfifo(path)
 
@@ -167,17 +174,17 @@ def become_fifo(path: Path) -> None:
 
 
 def checkpoint(copy: Path) -> Path:
-    """The directory of the one there is."""
+    """Return the directory of the only checkpoint."""
     return CheckpointStore(copy / "run").path(STEP)
 
 
 def any_file(copy: Path, pick: random.Random) -> Path:
-    """A file of the checkpoint beside its manifest."""
+    """Return a random file of the checkpoint that is not its manifest."""
     return checkpoint(copy) / pick.choice([STATE, RECIPE, rank_file(0), rank_file(1)])
 
 
 def contents(copy: Path) -> object:
-    """All that a checkpoint holds, as text that says every digit."""
+    """Return the whole content of a checkpoint as text with every digit."""
     opened = open_checkpoint(checkpoint(copy))
     values = [
         opened.tensors.whole(kind, name).tolist()
@@ -188,7 +195,7 @@ def contents(copy: Path) -> object:
 
 
 def refuses(damage: Callable[[Path, random.Random], None]) -> Trial:
-    """A trial after which the checkpoint must not open."""
+    """Return a trial after whose damage the checkpoint must not open."""
 
     def trial(copy: Path, pick: random.Random) -> bool:
         damage(copy, pick)
@@ -198,19 +205,19 @@ def refuses(damage: Callable[[Path, random.Random], None]) -> Trial:
 
 
 def flipped_manifest(copy: Path, pick: random.Random) -> bool:
-    """White space may change; nothing else may be read than before."""
+    """Flip a bit of the manifest; a bit of white space may go undetected."""
     expected = contents(copy)
     flip(checkpoint(copy) / MANIFEST, pick)
     return is_equal_or_refused(lambda: contents(copy), expected)
 
 
 def add_foreign(copy: Path, pick: random.Random) -> None:
-    """A file that no manifest lists."""
+    """Add a file that the manifest does not list."""
     (checkpoint(copy) / f"rank_{pick.randrange(2, 9999):05d}.safetensors").write_bytes(b"")
 
 
 def put_not_finite(copy: Path, pick: random.Random) -> None:
-    """A number that is none, in a file with the right checksum."""
+    """Write NaN or infinity into a file, and update its checksum."""
     path = checkpoint(copy) / rank_file(pick.randrange(2))
     content = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(content[:8], "little") + 4 * pick.randrange(48)
@@ -220,7 +227,7 @@ def put_not_finite(copy: Path, pick: random.Random) -> None:
 
 
 def overlap(copy: Path, pick: random.Random) -> None:
-    """A rank that says that it holds what the other holds, or nobody has, with good checksums."""
+    """Move the offset of a rank's piece, so that pieces overlap or have a gap; sign it."""
     path = checkpoint(copy) / rank_file(pick.randrange(2))
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -235,7 +242,7 @@ def overlap(copy: Path, pick: random.Random) -> None:
 
 
 def sign(copy: Path) -> None:
-    """Give a checkpoint's files, whatever they are by now, the manifest that says so."""
+    """Write a manifest that matches the present files of a checkpoint."""
     files = sorted(path for path in checkpoint(copy).iterdir() if path.name != MANIFEST)
     entries = tuple(describe_file(path) for path in files)
     write_manifest(checkpoint(copy), Manifest(STEP, entries))
@@ -245,7 +252,7 @@ def sign(copy: Path) -> None:
 
 
 def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
-    """An archive with a flipped bit or without its end: all of its documents, or a sentence."""
+    """Return a trial of an archive with a flipped bit or without its end."""
 
     def trial(copy: Path, pick: random.Random) -> bool:
         name = f"in.jsonl.{suffix}"
@@ -258,7 +265,7 @@ def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
 
 
 def changed_while_read(copy: Path, pick: random.Random) -> bool:
-    """The file grows, shrinks, is replaced or goes after some of its documents were read."""
+    """Extend, shorten, replace or remove a file after some of its documents were read."""
     path = copy / "in.jsonl"
     (file,) = find_files([path], "*")
     records = read_records(file, ("text",), 1 << 20)
@@ -276,7 +283,7 @@ def changed_while_read(copy: Path, pick: random.Random) -> bool:
 
 
 def odd_name(copy: Path, pick: random.Random) -> bool:
-    """A name of any bytes: prepared like any other."""
+    """Prepare a file whose name has arbitrary bytes."""
     name = bytes(pick.choice([*range(1, 47), *range(48, 256)]) for _ in range(pick.randint(1, 60)))
     source = os.fsdecode(b"a" + name + b".jsonl")
     (copy / source).write_bytes(JSONL)
@@ -284,14 +291,14 @@ def odd_name(copy: Path, pick: random.Random) -> bool:
 
 
 def two_at_once(copy: Path, pick: random.Random) -> bool:
-    """The second is refused, and works once the first is gone."""
+    """Prepare while another process holds the lock, which is refused, and again after it ended."""
     with FileLock(copy / "new.lock", "the prefix", "wait"):
         refused = is_refused(lambda: run_prepare(copy, "new"))
     return refused and run_prepare(copy, "new") == check_hashes(copy / "out").content
 
 
 def damaged_work(copy: Path, pick: random.Random) -> bool:
-    """Unfinished work goes on to the same tokens or is refused; ``--restart`` makes it good."""
+    """Resume damaged work, which gives the same tokens or an error; ``--restart`` repairs it."""
     path = pick.choice([path for path in (copy / "work.partial").iterdir() if path.stat().st_size])
     pick.choice([flip, cut])(path, pick)
     expected = check_hashes(copy / "out").content
@@ -301,7 +308,7 @@ def damaged_work(copy: Path, pick: random.Random) -> bool:
 
 
 def damaged_corpus(copy: Path, pick: random.Random) -> bool:
-    """Tokens and index: found by the hashes; opening gives arrays or a sentence."""
+    """Damage tokens or index; the hashes detect it, and opening gives arrays or an error."""
     pick.choice([flip, cut])(copy / f"out{pick.choice(['.bin', '.idx'])}", pick)
 
     def read() -> None:
@@ -313,7 +320,7 @@ def damaged_corpus(copy: Path, pick: random.Random) -> bool:
 
 
 def damaged_cache(copy: Path, pick: random.Random) -> bool:
-    """Built anew, whatever is the matter with it."""
+    """Damage a file of the cache, which is then rebuilt."""
     path = pick.choice([path for path in copy.glob("cache/*/*") if path.is_file()])
     pick.choice([flip, cut, lambda path, _: become_fifo(path)])(path, pick)
     return open_cache(copy) == list(range(500))
@@ -323,7 +330,7 @@ def damaged_cache(copy: Path, pick: random.Random) -> bool:
 
 
 def random_override(copy: Path, pick: random.Random) -> bool:
-    """A recipe with some value in some place, or with a flipped bit."""
+    """Load a recipe with a random override or a flipped bit."""
     path = copy / "recipe.yaml"
     keys = ["model.num_layers", "training.steps", "optimizer.lr", "parallel.tensor", "data.sources"]
     if pick.random() < 0.5:
@@ -336,7 +343,7 @@ def random_override(copy: Path, pick: random.Random) -> bool:
 
 
 def full_disk(copy: Path, pick: random.Random) -> bool:
-    """No file may grow at some step; at a later one it may: every step is recorded, once."""
+    """Write metrics through a full disk; every step is recorded exactly once."""
     run_dir = copy / "full"
     run_dir.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,15 +1,14 @@
-"""Kill a run many times, let torchrun restart it, and compare the end with a run left alone.
+"""Kill a run many times, let torchrun restart it, and compare its end with an undisturbed run.
 
     python -m tools.campaigns.faults --kills 50 --stops 1 --out fault_campaign.json
     python -m tools.campaigns.faults --kills 1 --steps 120       # a trial
     python -m tools.campaigns.faults --kills 0 --long --out fault_trials.json
 
-Two ranks train a tiny model under ``torchrun --max-restarts``. At random moments a random rank gets
-SIGKILL (or, with ``--stops``, SIGSTOP, which only the watchdog can end): at a random time, while
-starting, or when a save is seen in one of its phases. The report says whether the final weights
-and Adam's moments equal those of the undisturbed run to the bit, and whether any checkpoint that
-the store listed failed to verify. ``--long`` adds the classes of ``fault_trials.py``, each tried
-many times; without kills and stops they are all there is, and nothing is launched.
+Two ranks train a tiny model under ``torchrun --max-restarts``. A random rank gets SIGKILL (or, with
+``--stops``, SIGSTOP, which only the watchdog can end) at a random time, while starting, or in a
+phase of a save. The report compares the final weights and Adam's moments of both runs to the bit,
+and names every listed checkpoint that failed to verify. ``--long`` adds the classes of
+``fault_trials.py``, each tried many times. With ``--kills 0`` and no stops nothing is launched.
 """
 
 import argparse
@@ -36,9 +35,9 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 from tools.campaigns.fault_trials import run_trials
 from tools.paths import ROOT
 
-# What the directories show of a save, in its order.
+# The phases of a save that its directory shows, in order.
 SAVE_PHASES = ("directory made", "ranks writing", "small files", "manifest written", "removal")
-# How long to wait for a phase that may pass unseen; any other is taken then.
+# Time to wait for a phase that may be too short to be seen. After it any phase is accepted.
 PATIENCE_SECONDS = 10
 
 RECIPE = """
@@ -59,17 +58,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50, help="by SIGKILL; default 50")
-    parser.add_argument("--stops", type=int, default=0, help="by SIGSTOP; default 0")
-    parser.add_argument("--steps", type=int, default=400, help="of the run; default 400")
+    parser.add_argument("--kills", type=int, default=50, help="number of SIGKILLs; default 50")
+    parser.add_argument("--stops", type=int, default=0, help="number of SIGSTOPs; default 0")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the run; default 400")
     parser.add_argument("--interval", type=int, default=4, help="steps between saves")
-    parser.add_argument("--step-seconds", type=float, default=20, help="the watchdog's")
-    parser.add_argument("--startup-seconds", type=float, default=300, help="the watchdog's")
+    parser.add_argument("--step-seconds", type=float, default=20, help="watchdog limit of a step")
     parser.add_argument(
-        "--seed", type=int, default=time.time_ns() % 2**32, help="of the faults; default the time"
+        "--startup-seconds", type=float, default=300, help="watchdog limit of a start"
     )
-    parser.add_argument("--long", action="store_true", help="also every class of fault_trials.py")
-    parser.add_argument("--out", type=Path, help="the report; default: print it only")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 2**32,
+        help="seed of the faults; default: the time",
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="also try every class of fault_trials.py"
+    )
+    parser.add_argument("--out", type=Path, help="file for the report; default: only print it")
     arguments = parser.parse_args()
     report: dict = {"kept_its_promise": True, "machine": machine(), "seed": arguments.seed}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,16 +91,17 @@ def main() -> None:
 
 
 def machine() -> str:
-    """What the figures of a report are of."""
+    """Return a description of the machine for a report."""
     return f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
 
 
 def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> None:
-    """Per class of faults how many were tried and survived; those under torchrun are classes too.
+    """Add the numbers of tried and survived faults to a report, by class.
 
-    A run that ended with the same bits has survived all of its faults, another none for certain.
+    The faults under torchrun are classes too. A run that ended with the same bits has survived all
+    of its faults; otherwise all of them count as not survived.
     """
-    logging.disable(logging.WARNING)  # a line for every damaged cache and file of metrics
+    logging.disable(logging.WARNING)  # every damaged cache and file of metrics logs a line
     started, kept = time.monotonic(), report["kept_its_promise"]
     classes: dict[str, dict] = {
         kind: {"tried": number, "survived": number if kept else 0}
@@ -108,7 +115,7 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
 
 
 def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
-    """Both runs, and what came of them."""
+    """Run both trainings, and return the report."""
     corpus = folder / "corpus"
     prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
     for name in ("undisturbed", "disturbed"):
@@ -142,7 +149,7 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def recipe(folder: Path, name: str, arguments: argparse.Namespace) -> str:
-    """The text of a run's recipe."""
+    """Return the text of a run's recipe."""
     return RECIPE.format(
         run_dir=folder / name,
         corpus=folder / "corpus",
@@ -154,7 +161,7 @@ def recipe(folder: Path, name: str, arguments: argparse.Namespace) -> str:
 
 
 def launch(file: Path, restarts: int) -> subprocess.Popen:
-    """The run under torchrun, two ranks."""
+    """Start a run of two ranks under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.2"]
     command += ["-m", "diffmegatron", "train", str(file)]
@@ -169,7 +176,7 @@ def launch(file: Path, restarts: int) -> subprocess.Popen:
 def disturb(
     agent: subprocess.Popen, run_dir: Path, arguments: argparse.Namespace
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Hurt random ranks until every fault is done or the run ends.
+    """Kill or stop random ranks until every fault is done or the run ends.
 
     Returns:
         The kind and the moment of every fault, and the damage seen in listed checkpoints.
@@ -202,7 +209,11 @@ def disturb(
 def wait_for_ranks(
     agent: subprocess.Popen, run_dir: Path, moment: str, pick: random.Random
 ) -> list[int]:
-    """Both ranks' process ids at the moment to hurt one; none: the run has ended."""
+    """Wait for a moment of the run.
+
+    Returns:
+        The process ids of both ranks; empty if the run has ended.
+    """
     began, store = time.time(), CheckpointStore(run_dir)
     patience, going_on = time.monotonic() + PATIENCE_SECONDS, False
     while agent.poll() is None:
@@ -222,7 +233,7 @@ def wait_for_ranks(
 
 
 def save_phase(store: CheckpointStore) -> str | None:
-    """How far the directories say that a save is; None: there is none under way."""
+    """Return the phase of the unfinished save, as its directory shows it; None without a save."""
     try:
         names = [path.name for path in store.directory.iterdir()]
         if any(name.endswith(".removed") for name in names):
@@ -231,7 +242,7 @@ def save_phase(store: CheckpointStore) -> str | None:
         if unfinished is None:
             return None
         files = {path.name for path in (store.directory / unfinished).iterdir()}
-    except FileNotFoundError:  # it has gone on in the meantime
+    except FileNotFoundError:  # the save has advanced in the meantime
         return None
     if MANIFEST in files:
         return "manifest written"
@@ -241,18 +252,18 @@ def save_phase(store: CheckpointStore) -> str | None:
 
 
 def stepped_since(run_dir: Path, moment: float) -> bool:
-    """Whether a step was done since; a restart alone writes the older ones anew."""
+    """Return whether a step was done after a moment; a restart only copies older entries."""
     return any(entry["time"] > moment for entry in read_metrics(run_dir)[-1:])
 
 
 def children(parent: int) -> list[int]:
-    """Processes that a process has started."""
+    """Return the ids of the processes that a process has started."""
     listed = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
 def damage(store: CheckpointStore, step: int) -> str | None:
-    """What is wrong with a checkpoint that the store lists."""
+    """Return the error of a checkpoint that the store lists; None if it is valid."""
     try:
         open_checkpoint(store.path(step))
     except ValueError as error:
@@ -262,7 +273,7 @@ def damage(store: CheckpointStore, step: int) -> str | None:
 
 
 def same_end(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same bits and drew the same curve."""
+    """Return whether two runs have the same final bits and the same losses."""
     newest = [CheckpointStore(run).latest() for run in (one, other)]
     ends = [open_checkpoint(path).tensors for path in newest if path is not None]
     curves = [

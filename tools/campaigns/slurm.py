@@ -1,14 +1,14 @@
-"""Train through a month's troubles on a real Slurm, and compare the end with a run left alone.
+"""Train through a month's troubles on a real Slurm, and compare the end with an undisturbed run.
 
     python -m tools.campaigns.slurm --out docs/results/slurm_campaign.json
     python -m tools.campaigns.slurm --troubles crash hang       # a trial
 
-Slurm runs on this machine alone, with four nodes (``slurm_cluster.py``); it must be installed. Two
-of them train a tiny model with two ranks each, as ``diffmegatron launch`` submits it: through the
-troubles of ``slurm_troubles.py`` in a random order, on a disk of its own (a tmpfs, so that this
-needs root), and then for as many steps left alone. The report, and beside it a table of the
-attempts, say what each came to, and whether the final weights, Adam's moments and all losses of
-both runs are equal to the bit. What was begun in ``--folder`` is taken up again.
+Slurm must be installed. It runs on this machine only, with four nodes (``slurm_cluster.py``). Two
+nodes train a tiny model with two ranks each, which ``diffmegatron launch`` submits. The first run
+passes through the troubles of ``slurm_troubles.py`` in a random order, on a tmpfs of its own, which
+needs root. The second run trains as many steps undisturbed. The report compares the final weights,
+Adam's moments and all losses of both runs to the bit. A table beside it lists the attempts and
+their ends. The same command with the same ``--folder`` resumes an interrupted campaign.
 """
 
 import argparse
@@ -34,9 +34,10 @@ from tools.campaigns.slurm_cluster import Cluster, missing
 from tools.campaigns.slurm_troubles import SETTINGS, TROUBLES, Month
 from tools.paths import ROOT
 
-# For the checks before the run, which write 64 MiB from each rank at once, and three checkpoints.
+# Enough for the checks before the run, which write 64 MiB from each rank at once, and for three
+# checkpoints.
 DISK_MIB = 400
-# More than it comes to before the month is over, and how many more it then gets.
+# More steps than the month has, and the number of steps after the month.
 MANY_STEPS, LAST_STEPS = 1_000_000, 20
 RECIPE = """
 run_dir: {run_dir}
@@ -65,18 +66,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=17, help="of order and moments; default 17")
+    parser.add_argument(
+        "--seed", type=int, default=17, help="seed of the order and the moments; default 17"
+    )
     parser.add_argument(
         "--troubles", nargs="*", choices=[each.__name__ for each in TROUBLES], help="default: all"
     )
-    parser.add_argument("--folder", type=Path, help="kept, and taken up again; default: none")
-    parser.add_argument("--out", type=Path, help="the report, and a .md beside it")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to keep and to resume from; default: none"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file for the report; a table .md is written beside it"
+    )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes started here
     if reason := missing():
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-") as temporary:
-        Path(temporary).chmod(0o755)  # munge's clients look into it
+        Path(temporary).chmod(0o755)  # munge's clients read it
         folder = arguments.folder or Path(temporary) / "campaign"
         folder.mkdir(parents=True, exist_ok=True)
         disk = mounted(folder.absolute() / "disk")
@@ -95,7 +102,7 @@ def main() -> None:
 
 
 def mounted(path: Path) -> Path:
-    """A small disk."""
+    """Mount a small tmpfs at a path, and return the path."""
     path.mkdir(exist_ok=True)
     if not path.is_mount():
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
@@ -104,9 +111,9 @@ def mounted(path: Path) -> Path:
 
 
 def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> dict:
-    """Both runs, and what came of them."""
+    """Run both trainings, and return the report."""
     corpus, pick = folder / "corpus", random.Random(arguments.seed)
-    if not corpus.with_suffix(".json").exists():  # the code may have changed since it was begun
+    if not corpus.with_suffix(".json").exists():  # a resumed campaign keeps its corpus
         prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
     cluster_file = folder / "cluster.yaml"
     here = [f"export PATH={os.environ['PATH']}", f"export PYTHONPATH={ROOT}"]
@@ -148,7 +155,10 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
 
 
 def shortened(month: Month) -> int:
-    """Ask the run to stop and give it a last step, which so many attempts could not know."""
+    """Stop the run, write its last step into its recipe, and return that step.
+
+    The number of steps of a month is unknown before its end.
+    """
     if not month.is_queued():
         month.launch()
     month.trained(month.over())
@@ -163,12 +173,12 @@ def shortened(month: Month) -> int:
 
 
 def say(text: str) -> None:
-    """What happens, on standard error."""
+    """Print a line with the time on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def settled(month: Month) -> None:
-    """Wait until the attempts that were hit have ended, or their job is gone."""
+    """Wait until the attempts that were hit have ended, or their job has left the queue."""
     month.until(
         lambda: month.ended() >= max(month.hit) or not month.is_queued(),
         f"attempts {month.hit} have ended",
@@ -176,7 +186,7 @@ def settled(month: Month) -> None:
 
 
 def finish(month: Month) -> None:
-    """Let the run end."""
+    """Wait until the run has finished; launch it if it is not queued."""
     if not month.is_queued() and not has_finished(month):
         month.launch()
     month.until(lambda: has_finished(month) or not month.is_queued(), "the run ends", 3600)
@@ -185,18 +195,19 @@ def finish(month: Month) -> None:
 
 
 def has_finished(month: Month) -> bool:
-    """Whether its last attempt reached the last step."""
+    """Return whether the newest attempt reached the last step."""
     newest = month.newest()
     return newest is not None and newest.cause == Cause.FINISHED
 
 
 def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
-    """What the attempts came to, each beside the trouble that hit it, and what came of the run."""
+    """Return the report: the comparison of both runs, and each attempt with its trouble."""
     attempts = Ledger(disturbed.run_dir).attempts()
     rows, expected = [], True
     for attempt in attempts:
         trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
-        # What no trouble has hit ended with a node that another one did, or with this program.
+        # An attempt without a trouble of its own ended with a node that an earlier trouble hit, or
+        # because this program was interrupted.
         kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""
         if trouble is not None:
             function = next(each for each in TROUBLES if each.__name__ == trouble["trouble"])
@@ -237,7 +248,7 @@ def _row(attempt: Attempt) -> dict:
 
 
 def table(report: dict) -> str:
-    """The ledger as Markdown, the nodes by their last number."""
+    """Return the ledger as a Markdown table, with nodes by their last number."""
     lines = [
         "| attempt | job | nodes | what happened | cause in the ledger | steps | saved | s |",
         "|--:|--:|---|---|---|---|--:|--:|",

@@ -1,7 +1,8 @@
-"""A real Slurm on this machine alone: munged, slurmctld and one slurmd per node, on loopback.
+"""A real Slurm on this machine only: munged, slurmctld and one slurmd per node, on loopback.
 
-It needs no root and no systemd, and leaves nothing behind. Nodes are called 127.0.0.1, 127.0.0.2,
-..., which are hosts' names everywhere. CPUs are made up, nothing is bound to any.
+It needs neither root nor systemd, and leaves nothing behind. The nodes are named 127.0.0.1,
+127.0.0.2, ..., which resolve on every machine. The number of CPUs is invented, and no process is
+bound to a CPU.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Self
 from tests.ports import reserved_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-# Where Debian keeps daemons, which is not on everybody's PATH.
+# Debian keeps daemons in folders that are not on every user's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 # Seconds from SIGTERM to SIGKILL, and the least between a requeue and the next start.
 KILL_WAIT, REQUEUE_DELAY = 2, 5
@@ -62,7 +63,7 @@ NODE = (
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty: there can."""
+    """Return why no cluster can start here; empty if one can."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
     return f"Slurm is not installed: no {', '.join(absent)}" if absent else ""
 
@@ -71,9 +72,9 @@ class Cluster:
     """A context in which Slurm runs.
 
     Args:
-        folder: for all that it writes; a short path, as a socket is in it.
-        nodes: how many.
-        settings: more lines of ``slurm.conf``.
+        folder: folder for all files of Slurm; a short path, because it has a socket.
+        nodes: number of nodes.
+        settings: additional lines of ``slurm.conf``.
     """
 
     def __init__(self, folder: Path, nodes: int, settings: str = "") -> None:
@@ -88,7 +89,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         munge = self._folder / "munge"
-        with self._stack:  # what has begun ends, should the rest not begin
+        with self._stack:  # ends the started daemons if a later one fails
             self._configure()
             self._start(
                 "munged",
@@ -120,7 +121,7 @@ class Cluster:
         self._daemons[node] = self._start("slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """End all that a node runs as a power cut does: daemon, job steps and their processes."""
+        """Kill the daemon, job steps and processes of a node, like a power cut."""
         self._daemons[node].kill()
         name = f"SLURMD_NODENAME={node}".encode()
         for process in self._of_jobs():
@@ -130,7 +131,7 @@ class Cluster:
                     os.kill(process, signal.SIGKILL)
 
     def call(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Return the output of one of Slurm's commands."""
         result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
         )
@@ -138,12 +139,12 @@ class Cluster:
         return result.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says, by its names."""
+        """Return the fields of ``scontrol show job`` by name."""
         pairs = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def wait(self, number: str, seconds: float = 200.0) -> dict[str, str]:
-        """A job, once it has ended for good."""
+        """Wait until a job has reached a final state, and return its fields."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         self.until(
             f"job {number} has ended", lambda: self.job(number)["JobState"] in ended, seconds
@@ -151,7 +152,7 @@ class Cluster:
         return self.job(number)
 
     def until(self, what: str, holds, seconds: float = 60.0) -> None:
-        """Wait for what is called ``what``; fails with the daemons' logs where it does not come."""
+        """Wait until ``holds()``; fail with ``what`` and the daemons' logs after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
@@ -176,10 +177,10 @@ class Cluster:
             requeue_delay=REQUEUE_DELAY,
         )
         (self._folder / "slurm.conf").write_text(text + "".join(nodes) + self._settings)
-        for number in range(8):  # gres/gpu wants files, whatever they are
+        for number in range(8):  # gres/gpu requires existing files
             (self._folder / f"gpu/{number}").touch()
         (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu/[0-7]\n")
-        # Nothing uses cgroups here, and slurmd loads a plugin for them; "disabled" is of 23.11.
+        # slurmd loads a plugin for cgroups even if nothing uses them. "disabled" came with 23.11.
         release = self._release()
         plugin = "disabled" if release >= (23, 11) else "cgroup/v1"
         (self._folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
@@ -190,8 +191,8 @@ class Cluster:
         ).stdout.strip()
 
     def _release(self) -> tuple[int, ...]:
-        said = self.call("slurmd", "-V").split()[-1]
-        return tuple(int(part) for part in said.split(".")[:2])
+        release = self.call("slurmd", "-V").split()[-1]
+        return tuple(int(part) for part in release.split(".")[:2])
 
     def _start(self, program: str, *arguments: str) -> subprocess.Popen:
         log = self._stack.enter_context((self._folder / f"log/{program}.out").open("ab"))
@@ -215,7 +216,7 @@ class Cluster:
         return result.stdout.split() == ["idle"] * len(self.nodes)
 
     def logs(self) -> str:
-        """The ends of what the daemons have written."""
+        """Return the last lines of every daemon's log."""
         files = sorted((self._folder / "log").iterdir())
         return "\n".join(f"{file.name}: {file.read_text()[-1500:]}" for file in files)
 
@@ -225,9 +226,10 @@ class Cluster:
                 os.kill(process, signal.SIGKILL)
 
     def _of_steps(self) -> list[int]:
-        """Daemons of job steps, which wait for a controller to hear of their end, also one gone.
+        """Return the processes of job steps' daemons.
 
-        They overwrite their environment; each has its node's log open.
+        They wait for the controller even if it has ended. They overwrite their environment, but
+        each has its node's log open.
         """
         found = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -239,7 +241,7 @@ class Cluster:
         return found
 
     def _of_jobs(self) -> list[int]:
-        """This cluster's configuration and a job's number are in the environment of such."""
+        """Return the processes of jobs, whose environment names this cluster and a job."""
         ours = f"SLURM_CONF={self._folder}/slurm.conf".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -250,7 +252,7 @@ class Cluster:
 
 
 def _environment(process: int) -> list[bytes]:
-    """With which a process began; nothing of one that is gone."""
+    """Return the variables with which a process began; empty if it has ended."""
     try:
         return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -258,7 +260,10 @@ def _environment(process: int) -> list[bytes]:
 
 
 def _kill_step_of(process: int) -> None:
-    """The daemon of a job step, where it is the parent: its environment does not name the node."""
+    """Kill the parent of a process if it is a job step's daemon.
+
+    The environment of such a daemon does not name the node.
+    """
     parent = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
     if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
         os.kill(parent, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What goes wrong in a month on a cluster, done to a job on a real Slurm (``slurm.py``).
+"""The troubles of a month on a cluster, caused to a job on a real Slurm (``slurm.py``).
 
-Each trouble waits for its moment in the newest attempt, happens, and returns how. What it needs
-mended (a node, a disk, a recipe) it mends afterwards, as people do.
+Each trouble waits for its moment in the newest attempt, and returns a description. Afterwards it
+repairs what an operator would repair: a node, a disk or a recipe.
 """
 
 import os
@@ -22,36 +22,36 @@ from diffmegatron.attempts.ledger import Attempt, Ledger
 from diffmegatron.training.monitoring.metrics import newest_entries
 from tools.campaigns.slurm_cluster import Cluster
 
-# Of slurm.conf: a second partition, which takes the nodes of the first.
+# Lines of slurm.conf for a second partition, which preempts jobs of the first.
 SETTINGS = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-# Bytes for the small files of an attempt, and less than what one rank writes of a checkpoint.
+# Bytes that fit the small files of an attempt, but not one rank's file of a checkpoint.
 _LEFT_FREE = 256 << 10
 _WAIT_SECONDS = 1800.0
 
 
 class OverTooSoonError(Exception):
-    """The run has finished, or its job is gone, before its next trouble."""
+    """Raised if the run has finished, or its job has left the queue, before the next trouble."""
 
 
 @dataclass
 class Month:
-    """A run on a cluster, and the dice.
+    """A run on a cluster, and the random choices of its troubles.
 
     Attributes:
-        cluster: that is up.
-        recipe: the file that jobs are launched with.
-        cluster_file: of ``launch --cluster``.
-        run_dir: of the run, on a small disk of its own.
-        pick: of moments, ranks and nodes.
-        log: is told each thing that is done.
-        job: Slurm's number of the newest one.
-        launched: when, in seconds since 1970; earlier attempts are gone.
-        hit: numbers of the attempts that end by the newest trouble.
+        cluster: running cluster.
+        recipe: recipe that jobs are launched with.
+        cluster_file: file for ``launch --cluster``.
+        run_dir: folder of the run, on a small disk of its own.
+        pick: source of random moments, ranks and nodes.
+        log: function that is called with a line of text for each event.
+        job: Slurm's number of the newest job; empty before the first launch.
+        launched: time of the newest launch in seconds since 1970; earlier attempts have ended.
+        hit: numbers of the attempts that the newest trouble ends.
     """
 
     cluster: Cluster
@@ -65,8 +65,8 @@ class Month:
     hit: tuple[int, ...] = ()
 
     def launch(self) -> None:
-        """What an operator types, once the job before is gone."""
-        self.until(lambda: not self.is_queued(), "the job before is gone")
+        """Launch the run as an operator does, once the previous job has left the queue."""
+        self.until(lambda: not self.is_queued(), "the previous job has left the queue")
         self.launched = time.time()
         command = [sys.executable, "-m", "diffmegatron", "launch", str(self.recipe), "--nodes=2"]
         deadline = time.monotonic() + _WAIT_SECONDS
@@ -80,7 +80,7 @@ class Month:
             )
             if found := re.search(r"submitted job (\d+)", result.stdout):
                 break
-            # Of one that was killed with this program nobody knows yet that it is gone.
+            # If this program was killed, its last job may still count as running.
             if "is used by job" not in result.stderr or time.monotonic() > deadline:
                 raise RuntimeError(f"launch: {result.stdout}{result.stderr}")
             time.sleep(10)
@@ -88,25 +88,25 @@ class Month:
         self.log(f"launched job {self.job}")
 
     def is_queued(self) -> bool:
-        """Whether Slurm still has the job, running or waiting."""
+        """Return whether the job runs or waits in Slurm's queue."""
         state = self.cluster.job(self.job)["JobState"] if self.job else ""
         return state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
 
     def newest(self) -> Attempt | None:
-        """The newest attempt."""
+        """Return the newest attempt."""
         attempts = Ledger(self.run_dir).attempts()
         return attempts[-1] if attempts else None
 
     def ended(self) -> int:
-        """Number of the newest attempt whose end the ledger has; 0: there is none."""
+        """Return the number of the newest attempt that has ended according to the ledger, or 0."""
         return max((a.number for a in Ledger(self.run_dir).attempts() if a.ended), default=0)
 
     def over(self) -> int:
-        """Number of the newest attempt that has ended, or was hit; 0: there is none."""
+        """Return the number of the newest attempt that has ended or was hit, or 0."""
         return max(self.ended(), *self.hit, 0)
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = _WAIT_SECONDS) -> None:
-        """Wait."""
+        """Wait until ``holds()``; raise TimeoutError with ``what`` after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
@@ -114,32 +114,32 @@ class Month:
             time.sleep(0.2)
 
     def next(self, after: int) -> Attempt:
-        """The next attempt behind a number, once it has begun."""
+        """Wait for the first attempt after number ``after``, and return it."""
         while True:
             newest, is_queued = self.newest(), self.is_queued()
             if newest is not None and newest.number > after and newest.began > self.launched:
                 return newest
             if not is_queued:
-                raise OverTooSoonError(f"job {self.job} is gone, with no attempt after {after}")
+                raise OverTooSoonError(f"job {self.job} ended without an attempt after {after}")
             time.sleep(0.2)
 
     def begun(self, after: int) -> Attempt:
-        """The same, which is to be hit."""
+        """Wait for the next attempt as :meth:`next` does, and record it as hit."""
         attempt = self.next(after)
         self.hit = (attempt.number,)
         return attempt
 
     def also_hit(self, after: int) -> None:
-        """Count the next attempt as well."""
+        """Record the attempt after number ``after`` as hit too."""
         self.hit += (self.next(after).number,)
 
     def trained(self, after: int) -> Attempt:
-        """The next attempt behind a number that has gone on for a few steps."""
+        """Wait until an attempt after ``after`` has trained a few steps, and record it as hit."""
         steps = self.pick.randint(2, 15)
         while True:
             attempt = self.begun(after)
             if attempt.ended is not None:
-                after = attempt.number  # it did not come so far
+                after = attempt.number  # it ended before these steps
                 continue
             beat = read_heartbeat(Ledger(self.run_dir).folder(attempt.number))
             if beat is not None and self.step(attempt.began) >= beat.first_step + steps:
@@ -147,12 +147,12 @@ class Month:
             time.sleep(0.1)
 
     def step(self, since: float) -> int:
-        """The newest in the metrics, of those since a moment; -1: none."""
+        """Return the newest step in the metrics since a moment, or -1."""
         entries = [entry for entry in newest_entries(self.run_dir) if "train/loss" in entry]
         return int(entries[-1]["step"]) if entries and entries[-1]["time"] > since else -1
 
     def ranks(self, attempt: Attempt) -> dict[int, int]:
-        """The ranks' processes, by rank, once all are there."""
+        """Wait until all ranks have started, and return their process ids by rank."""
         found: dict[int, int] = {}
         ours = f"{ATTEMPT}={Ledger(self.run_dir).folder(attempt.number)}".encode()
 
@@ -170,11 +170,11 @@ class Month:
         return found
 
     def call(self, *command: str) -> str:
-        """One of Slurm's commands."""
+        """Return the output of one of Slurm's commands."""
         return self.cluster.call(*command)
 
     def limit_soon(self) -> None:
-        """Give the job one to two more minutes, and its whole time once it has been requeued."""
+        """Limit the job to one or two more minutes; restore its limit after it is requeued."""
         before = self.cluster.job(self.job)
         parts = [int(part) for part in re.split("[-:]", before["RunTime"])]
         minutes = (parts[-3] * 3600 + parts[-2] * 60 + parts[-1]) // 60 + 2
@@ -186,30 +186,30 @@ class Month:
         self.limit(before["TimeLimit"])
 
     def limit(self, limit: str) -> None:
-        """Set the time limit."""
+        """Set the time limit of the job."""
         self.call("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
 
     def disk(self) -> Path:
-        """The folder that the run's disk is mounted at."""
+        """Return the folder at which the run's disk is mounted."""
         return self.run_dir.parent
 
 
 def time_limit(month: Month, after: int) -> str:
-    """Slurm's signal before it finds the run in training."""
+    """Reach the time limit while the run trains."""
     month.trained(after)
     month.limit_soon()
     return "the time limit comes near"
 
 
 def time_limit_in_start(month: Month, after: int) -> str:
-    """The same for one that has just begun."""
+    """Reach the time limit while the ranks start."""
     month.begun(after)
     month.limit_soon()
     return "the time limit comes near while the ranks start"
 
 
 def time_limit_unsaved(month: Month, after: int) -> str:
-    """Nobody can save before it."""
+    """Reach the time limit while all ranks are stopped and cannot save."""
     attempt = month.trained(after)
     for process in month.ranks(attempt).values():
         os.kill(process, signal.SIGSTOP)
@@ -218,14 +218,14 @@ def time_limit_unsaved(month: Month, after: int) -> str:
 
 
 def preempted(month: Month, after: int) -> str:
-    """By a job of a partition that comes first, which leaves time to save."""
+    """Preempt the job by one of another partition, with time to save."""
     month.trained(after)
     _preempt(month, 120)
     return "preempted, with a GraceTime of 120 s"
 
 
 def preempted_at_once(month: Month, after: int) -> str:
-    """The same without any."""
+    """Preempt the job without time to save."""
     month.trained(after)
     _preempt(month, 0)
     return "preempted, with no GraceTime"
@@ -239,7 +239,7 @@ def _preempt(month: Month, grace: int) -> None:
 
 
 def node_dies(month: Month, after: int) -> str:
-    """All processes of a node at once; Slurm notices when it does not answer for 30 seconds."""
+    """Kill all processes of a node; Slurm notices after 30 seconds without an answer."""
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.cluster.kill_node(node)
     month.until(lambda: "down" in _state(month, node), f"Slurm sees that {node} is down")
@@ -249,11 +249,11 @@ def node_dies(month: Month, after: int) -> str:
 
 
 def node_set_down(month: Month, after: int) -> str:
-    """By its administrator."""
+    """Set a node down as its administrator does."""
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
     time.sleep(5)
-    if "down" in _state(month, node):  # else its daemon has registered it again by itself
+    if "down" in _state(month, node):  # otherwise its daemon has registered it again
         month.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
     return f"an administrator sets {node} down"
 
@@ -263,7 +263,7 @@ def _state(month: Month, node: str) -> str:
 
 
 def crash(month: Month, after: int) -> str:
-    """A rank in training, by the kernel out of memory or by a fault of its own."""
+    """Kill a rank in training, as the kernel does when memory is exhausted, or by SIGSEGV."""
     attempt = month.trained(after)
     number = month.pick.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV])
     rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
@@ -272,7 +272,7 @@ def crash(month: Month, after: int) -> str:
 
 
 def crash_in_start(month: Month, after: int) -> str:
-    """A rank in the checks, or while it imports."""
+    """Kill a rank while it starts: in the checks or during its imports."""
     attempt = month.begun(after)
     rank = month.pick.randrange(attempt.facts.ranks)
     time.sleep(month.pick.uniform(0, 4))
@@ -283,7 +283,7 @@ def crash_in_start(month: Month, after: int) -> str:
 
 
 def hang(month: Month, after: int) -> str:
-    """A rank that stands still, for which all others wait."""
+    """Stop a rank, so that all others wait for it."""
     attempt = month.trained(after)
     rank, process = month.pick.choice(sorted(month.ranks(attempt).items()))
     os.kill(process, signal.SIGSTOP)
@@ -291,12 +291,12 @@ def hang(month: Month, after: int) -> str:
 
 
 def full_disk(month: Month, after: int) -> str:
-    """No save succeeds; the run is asked to stop, and launched again before there is space."""
+    """Fill the disk so that no save succeeds, signal a stop, and launch before there is space."""
     attempt = month.trained(after)
     filler = month.disk() / "of_somebody_else"
 
     def has_ended_without_space() -> bool:
-        """Whether the job has; what its saves and retention give free is filled again."""
+        """Fill the space that retention has freed, and return whether the job has ended."""
         _fill(filler, _LEFT_FREE)
         return not month.is_queued()
 
@@ -304,7 +304,7 @@ def full_disk(month: Month, after: int) -> str:
     month.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
     month.call("scancel", "--signal=USR1", month.job)
     month.until(has_ended_without_space, "the job has ended")
-    # A launch is refused where nothing at all can be written.
+    # A launch needs space for its small files.
     os.truncate(filler, filler.stat().st_size - _LEFT_FREE)
     month.launch()
     month.also_hit(attempt.number)
@@ -314,7 +314,7 @@ def full_disk(month: Month, after: int) -> str:
 
 
 def _fill(filler: Path, left_free: int) -> None:
-    """Let a file grow until its disk has only so many bytes, for an attempt's small files."""
+    """Extend a file until its disk has ``left_free`` bytes."""
     free = shutil.disk_usage(filler.parent).free
     if free > left_free:
         with filler.open("ab") as file, suppress(OSError):
@@ -322,7 +322,7 @@ def _fill(filler: Path, left_free: int) -> None:
 
 
 def mistake(month: Month, after: int) -> str:
-    """Somebody edits the recipe of a job that is at work."""
+    """Edit the recipe of a running job wrongly, and stop the job."""
     attempt = month.trained(after)
     right = month.recipe.read_text()
     month.recipe.write_text(month.pick.choice(MISTAKES)(right))
@@ -340,14 +340,14 @@ MISTAKES = (
 
 
 def cancelled(month: Month, after: int) -> str:
-    """By its owner, who launches it again."""
+    """Cancel the job; the next trouble launches it again."""
     month.trained(after)
     month.call("scancel", month.job)
     month.until(lambda: not month.is_queued(), "the job has ended")
     return "scancel; launched again"
 
 
-# What each can be in the ledger, how often a month has it, and what it is a kind of.
+# For each trouble its kind, the causes that the ledger may record, and its number in a month.
 TROUBLES: dict[Callable[[Month, int], str], tuple[str, set[str], int]] = {
     time_limit: ("time limit", {"stopped", "lost"}, 5),
     time_limit_in_start: ("time limit", {"stopped", "lost"}, 1),

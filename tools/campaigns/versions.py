@@ -46,7 +46,7 @@ def constraints(pins: list[str]) -> str:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if package(line) not in named
         and not ("torch" in named and OF_TORCH.match(line))
-        # What a library requires of these moves with its version.
+        # The versions of these that transformers requires change with its version.
         and not ("transformers" in named and package(line) in ("huggingface-hub", "tokenizers"))
     ]
     return "\n".join([*kept, *pins]) + "\n"
@@ -64,7 +64,7 @@ def lower_bounds(python: str) -> str:
 
 
 def counts(output: str) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped, from pytest's last line."""
+    """Return the numbers of passed, failed, broken and skipped tests, from pytest's last line."""
     return {
         word: int(found.group(1)) if (found := re.search(rf"(\d+) {word}", output)) else 0
         for word in ("passed", "failed", "error", "skipped")
@@ -72,7 +72,7 @@ def counts(output: str) -> dict[str, int]:
 
 
 def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
-    """Install what ``constraints`` admits, run the tests, and return the row of the results.
+    """Install packages under ``constraints``, run the tests, and return the row of the results.
 
     Raises:
         subprocess.CalledProcessError: uv cannot install these versions together.
