@@ -85,19 +85,21 @@ class StandInDriver(DriverBase):
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> "StandInDriver":
-        """Return this driver; as a new device it prevents the use of kernels compiled before."""
+        """Return this driver, so that Triton does not reuse kernels compiled for another device."""
         return self
 
     def get_current_stream(self, device: object) -> int:
         """Return the default stream."""
         return 0
 
+    # Triton's driver class declares the next two as abstract. Compiling calls neither of them.
+
     def get_active_torch_device(self) -> None:
-        """Raise, as there is no torch device."""
+        """Raise NotImplementedError: no torch device belongs to this GPU."""
         raise NotImplementedError("a simulated GPU has no torch device")
 
     def get_benchmarker(self) -> Callable[..., object]:
-        """Raise, as nothing can be timed."""
+        """Raise NotImplementedError: launches do nothing, so their times have no meaning."""
         raise NotImplementedError("a simulated GPU runs nothing that could be timed")
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:

@@ -4,7 +4,7 @@
 
 Each PART takes a few items of a suite. Their requests are answered with every number of
 --batch-tokens; 1 is one text at a time. The likelihoods are also computed by lm-eval's own class
-for transformers. CPU seconds are those of this process, so that other work on the machine does not
+for transformers. CPU seconds include only this process, so that other work on the machine does not
 count; run it with OMP_NUM_THREADS=1. A forward pass is one call of the network without its
 projection. Writes docs/results/evaluation_batches.json, or --name.
 
@@ -48,15 +48,15 @@ class _Collector:
     """A model without a network, which keeps the requests that it receives.
 
     Attributes:
-        target: whose requests they are.
-        requests: all so far.
+        target: model or checkpoint that the requests are for.
+        requests: all requests received so far.
     """
 
     def __init__(self, target: Target) -> None:
         self.target, self.requests = target, list[Request]()
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield answers of the right form, whatever they mean."""
+        """Record requests, and yield an answer of the right type for each."""
         self.requests += requests
         yield from ((number, _any_answer(request)) for number, request in enumerate(requests))
 
@@ -94,7 +94,7 @@ def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[di
 
 
 def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], size: int) -> dict:
-    """Return what the same likelihoods take with lm-eval's class for transformers."""
+    """Return the time of the same likelihoods with lm-eval's class for transformers."""
     from lm_eval.models.huggingface import HFLM
 
     device = "cuda" if computing.is_gpu else "cpu"
@@ -113,7 +113,7 @@ def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], s
 
 
 def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
-    """Return how far answers are from those to one request at a time."""
+    """Return the differences between two lists of answers to the same requests."""
     nats, texts = 0.0, 0
     for a, b in zip(one, other, strict=True):
         if a and isinstance(a, list) and isinstance(a[0], Scored):
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
         single: list[Answer] | None = None
         for tokens in given.batch_tokens:
             model = Model(target, Computing(batch_tokens=tokens))
-            # Loads the network and learns how it ends.
+            # Load the network and find its end tokens before the clock starts.
             list(model.answers([Scoring([target.start], [[target.start]])]))
             spent, found = _measured(model.device, lambda: list(model.answers(requests)))  # noqa: B023
             answers = [answer for _, answer in sorted(found, key=lambda pair: pair[0])]

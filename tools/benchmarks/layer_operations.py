@@ -2,8 +2,8 @@
 
 One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
 nothing, for the recipe's attention and for a Transformer of equal size. Every aten operation except
-views counts as one, because each launches a kernel on a GPU. Its bytes are those of its input and
-output tensors. The attention kernels are not counted. RMSNorm, SwiGLU, the subtraction of V2's
+views counts as one, because each launches a kernel on a GPU. Its bytes are the sizes of its input
+and output tensors. The attention kernels are not counted. RMSNorm, SwiGLU, the subtraction of V2's
 noise heads and the cross-entropy are each one kernel on a GPU, and count as one operation.
 
 Writes NAME.json with every operation, and NAME.md with sums by part of the layer, to

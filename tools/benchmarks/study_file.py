@@ -80,7 +80,7 @@ class Study(Section):
         title: heading of the report.
         recipe: path of the recipe that all runs share, relative to the study's file.
         arms: overrides of the recipe by the name of an arm.
-        sizes: overrides by the name of a size, applied before those of the arm; empty for one size.
+        sizes: overrides by the name of a size, applied before the arm's; empty for one size.
         seeds: ``training.seed`` of the reported runs.
         choice: key whose value is chosen per arm and size; None if the recipe has all values.
         evaluate: arguments of ``diffmegatron evaluate`` for reported runs, without target and
@@ -182,7 +182,7 @@ def wanted_runs(
     """Return all runs that are known to be needed, also finished ones, most urgent first.
 
     Runs of the choice come first. Reported runs follow by seed, so that an interrupted study has
-    the same seeds for every arm; those of a cell are known after its choice.
+    the same seeds for every arm; the reported runs of a cell are known after its choice.
 
     Args:
         study: study of the runs.

@@ -95,7 +95,7 @@ def seeds_interval(values: Sequence[float]) -> Estimate:
 def compare(values: BySeed, baseline: BySeed, how: str) -> Estimate | None:
     """Compare an arm with the baseline on the seeds of both, by difference or ratio.
 
-    The interval of a ratio is that of the mean logarithm. Returns None without a common seed.
+    The interval of a ratio is computed from the logarithms. Returns None without a common seed.
     """
     pairs = [(values[seed], baseline[seed]) for seed in values if seed in baseline]
     if not pairs:
