@@ -204,7 +204,7 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
         share = count / recipe.model.num_layers
         if BACKENDS[kind.operation][name].computes_hidden_pairs:
             share *= 2
-        once, back = kind.work(name)
+        once, back = kind.work(name, deterministic=recipe.training.deterministic)
         forward, backward = forward + share * once, backward + share * back
     return forward, backward
 
@@ -213,7 +213,8 @@ def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
     """Return a sentence with the backend that is assumed for a kind, and its multiply-adds."""
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
-    forward, backward = (f"{each / channels:.3g}d" for each in kind.work(name))
+    work = kind.work(name, deterministic=recipe.training.deterministic)
+    forward, backward = (f"{each / channels:.3g}d" for each in work)
     reason = ""
     if recipe.training.attention_backend == "auto" or kind.operation == "softmax":
         reason = ", which auto chooses without FlashAttention's libraries"

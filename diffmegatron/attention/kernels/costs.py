@@ -21,6 +21,7 @@ class Sizes(NamedTuple):
         noise_heads: query heads of the second map, h / r; 0 with one map.
         kv_heads: heads of keys and of values.
         keys: length t of the keys; a mean where queries have different ones.
+        is_deterministic: whether the kernels must add up gradients in a fixed order.
     """
 
     element: int
@@ -29,6 +30,7 @@ class Sizes(NamedTuple):
     noise_heads: int
     kv_heads: int
     keys: float
+    is_deterministic: bool = False
 
     @property
     def is_grouped(self) -> bool:
@@ -58,8 +60,8 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
 
 
 def default_triton_work(sizes: Sizes) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the form that is the default for d."""
-    return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, deterministic=False))
+    """Return the work of the Triton kernels in the form that is the default for the sizes."""
+    return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, sizes.is_deterministic))
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:

@@ -300,16 +300,17 @@ class Variant(Section, ABC):
         They are the fewest that the equations need; a backward pass needs twice as many.
         """
 
-    def work(self, backend: str) -> tuple[int, int]:
+    def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
         """Return the multiply-adds that a backend does per pair of a query and a visible key.
 
         Args:
             backend: a name of the registry for :attr:`operation`.
+            deterministic: whether the backend adds up gradients in a fixed order.
 
         Returns:
             Those of the forward and of the backward pass, which computes the scores again.
         """
-        sizes = self.kernel_sizes(element=2, keys=0)
+        sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
