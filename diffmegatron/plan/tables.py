@@ -140,11 +140,18 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
         ("optimizer", stage.optimizer),
         ("communication buffers", stage.communication),
         ("backward: activations", stage.activations),
-        ("  then logits and loss", stage.logits),
-        ("  or a layer's gradients", stage.layer),
-        *([("  or the embedding's", stage.embedding)] if stage.embedding else []),
+        ("  then logits and loss", stage.loss.beside),
+        *_optional("  or the output layer's copied gradient", stage.reduction.beside),
+        ("  or a layer's gradients", stage.layer.beside),
+        *_optional("  or the embedding's", stage.embedding.beside),
+        *_optional("  and gathered weights", stage.passes.gathered),
         ("or in the update", stage.update),
     ]
+
+
+def _optional(name: str, size: int) -> list[tuple[str, int]]:
+    """Return a row, or none where its size is 0."""
+    return [(name, size)] if size else []
 
 
 def _traffic_table(plan: Plan) -> Table:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.trainable_patterns import trains_everything
-from diffmegatron.model.accounting import REDUCE_BUCKET, rank_parameters, trained_parameters
+from diffmegatron.model.accounting import REDUCE_BUCKET, trained_parameters
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -20,6 +20,7 @@ from diffmegatron.model.accounting.activations import (
     local_tokens,
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
+from diffmegatron.model.accounting.zero_3 import count_gathers
 
 # Modules with weights of their own in a layer: four projections, two norms and the attention.
 _MODULES_PER_LAYER = 7
@@ -246,8 +247,8 @@ def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[f
 
     ZeRO 1 reduces float32 gradients once per step. ZeRO 2 and 3 reduce gradients in the run's
     precision for every microbatch. ZeRO 1 and 2 gather the updated weights once, and ZeRO 3 gathers
-    all weights for each forward and each backward pass. ZeRO 3 reduces by a reduce-scatter, the
-    others by an all-reduce.
+    weights before their use (:mod:`diffmegatron.model.accounting.zero_3`). ZeRO 3 reduces by a
+    reduce-scatter, the others by an all-reduce.
     """
     share = (shards - 1) / shards
     trained = sum(trained_parameters(recipe, stage))
@@ -256,6 +257,5 @@ def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[f
         return 2 * share * FLOAT32 * trained, size
     if recipe.parallel.zero_stage == 2:
         return 2 * size * microbatches, size
-    whole = sum(rank_parameters(recipe, stage))
-    gathered = share * BYTES[recipe.training.precision] * whole
-    return size * microbatches, 2 * gathered * microbatches
+    gathered = share * BYTES[recipe.training.precision] * count_gathers(recipe).per_microbatch
+    return size * microbatches, gathered * microbatches

@@ -88,17 +88,20 @@ def recipe_of(case: Case) -> Recipe:
 def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
     """Compare what is held, the peak of the passes by what it consists of, and of the update."""
     passes, update = (recording.peaks[phase] for phase in ("forward_backward", "update"))
-    now = passes.components
+    now, then = passes.components, update.components
     # The first forward pass makes the rotary angles for all, in no layer. Of `plan` they are
     # activations.
     activations = now["activations"] + recording.held.components["loss"]
     beside = passes.total - sum(now[name] for name in HELD) - activations
     for name in HELD:
-        yield Compared(f"memory: {name}", now[name], getattr(stage, HELD[name]))
-    planned, planned_beside = stage.passing
-    yield Compared("memory: activations", activations, planned)
-    yield Compared("memory: loss or backward", beside, planned_beside)
-    yield Compared("memory: update", update.components["update"], stage.update)
+        gathered = stage.passes.gathered if name == "buffers" else 0
+        yield Compared(f"memory: {name}", now[name], getattr(stage, HELD[name]) + gathered)
+    most = stage.passes
+    yield Compared("memory: activations", activations, stage.activations - most.freed)
+    yield Compared("memory: loss or backward", beside, most.beside)
+    # ZeRO 2 makes the gradients of a single microbatch after the peak of the passes.
+    made = then["update"] + then["gradients"] - now["gradients"]
+    yield Compared("memory: update", made, stage.update)
     yield Compared("memory: peak", max(passes.total, update.total), stage.total)
 
 

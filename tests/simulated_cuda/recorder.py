@@ -48,7 +48,9 @@ _NO_KERNEL = {
 }  # fmt: skip
 NO_PLACE = "?"
 _OUTPUT_LAYER = ("output_layer",)
-_NO_PLACES = ("torch.", "tests.simulated_cuda.", "deepspeed.accelerator.")
+# The module of DeepSpeed in which ZeRO 3 gathers weights.
+_GATHERS = "deepspeed.runtime.zero.partition_parameters."
+_NO_PLACES = ("torch.", "tests.simulated_cuda.", "deepspeed.accelerator.", "deepspeed.utils.nvtx")
 
 
 @dataclass
@@ -242,6 +244,10 @@ class Recorder(TorchDispatchMode):
             return self._values(args[0], kwargs)
         if func is aten.add.Tensor and _place() == NO_PLACE:
             func, args = _sum_of_gradients(args)
+        elif func is aten.index_put.default and _place() == NO_PLACE:
+            # The backward pass of indexing writes into its zeros, but copies tensors of a subclass
+            # (index_backward of torch's FunctionsManual.cpp), which fake ones are.
+            func = aten.index_put_.default
         result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for each in outputs:
@@ -368,6 +374,8 @@ class Recorder(TorchDispatchMode):
             return "buffers"
         if self._phase == "update":
             return "update"
+        if _place().startswith(_GATHERS):
+            return "buffers"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         if not self._modules:

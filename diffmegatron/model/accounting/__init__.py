@@ -13,6 +13,7 @@ from diffmegatron.model.accounting.hardware import (
 )
 from diffmegatron.model.accounting.memory import (
     REDUCE_BUCKET,
+    Moment,
     StageMemory,
     largest_trained,
     memory_by_stage,
@@ -35,6 +36,7 @@ __all__ = [
     "REDUCE_BUCKET",
     "Accelerator",
     "Flops",
+    "Moment",
     "Parameters",
     "StageMemory",
     "count_flops",

@@ -2,8 +2,9 @@
 
 The values depend on ``device``: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
 their intermediate results too, and differential attention is computed in blocks of rows. The
-variant counts what its attention keeps. Inputs that a frozen projection does not keep are not
-subtracted, and LoRA's narrow inputs are not added.
+variant counts what its attention keeps. A frozen projection keeps its input only for LoRA. LoRA's
+narrow inputs are not added, and the input of a frozen output projection is not subtracted, because
+attention kernels keep it as their result.
 """
 
 from typing import Literal
@@ -13,7 +14,7 @@ from diffmegatron.attention.variants.base import ContextCommunication, Kernels, 
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.tensors import EMBEDDING, OUTPUT, network_tensors, stage_kinds
+from diffmegatron.config.tensors import EMBEDDING, LORA_A, OUTPUT, network_tensors, stage_kinds
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 
 Device = Literal["gpu", "cpu"]
@@ -32,7 +33,7 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
         kept -= sharded
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
-        kept += local_tokens(recipe) * _norm_and_projection_input(recipe, device)
+        kept += final_norm_bytes(recipe, device)
         exchanged = in_flight - 1
     else:
         # Add the gradient that has arrived; interleaved, the next input has arrived as well.
@@ -66,7 +67,8 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> int:
 
     It is the moment of the first projection of SwiGLU: the gradients of its output, of its weight
     and of its input, the residual stream's, and of recomputed layers what they keep once they are
-    run again. What SwiGLU has kept is freed (:func:`layer_freed`).
+    run again. A tied embedding's gradient from the output layer waits for the one from the
+    embedding. What SwiGLU has kept is freed (:func:`layer_freed`).
     """
     model, parallel = recipe.model, recipe.parallel
     element = BYTES[recipe.training.precision]
@@ -81,6 +83,10 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> int:
     streams = copies * model.hidden_size / shards
     hidden_states = element * (2 * ffn + model.hidden_size + streams)
     weight_gradient = element * 2 * ffn * model.hidden_size
+    if not _is_trained(recipe, "mlp.linear_fc1.weight"):
+        weight_gradient = 0
+    if sums_tied_gradients(recipe):
+        weight_gradient += element * output_weight(recipe)
     again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again -= _swiglu_bytes(recipe, device)
@@ -99,12 +105,13 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 
     They are gate and up projection and their product; unfused also its two factors.
     """
-    factors = 3 if device == "gpu" else 5
+    factors = 2 if device == "gpu" else 4
+    factors += _keeps_input(recipe, "mlp.linear_fc2")
     element, ffn = BYTES[recipe.training.precision], recipe.model.ffn_hidden_size
     return local_tokens(recipe) * factors * element * ffn / recipe.parallel.tensor
 
 
-def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
+def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Return the bytes at the loss: the logits, or the gradient of the output layer.
 
     On a GPU the cross-entropy overwrites the logits with their gradient. On a CPU Megatron-core's
@@ -114,12 +121,6 @@ def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
     the weight gradients of the chunks are added up in a tensor of their own. Sequence-parallel
     ranks sum the gradient of the hidden states into a further tensor, and a pipeline holds one
     more. If activations are offloaded, the output layer's input has returned from the host.
-
-    Args:
-        recipe: the recipe.
-        device: device whose operations are counted.
-        gradient_copy: bytes that the ZeRO engine allocates for the weight gradient, when logits
-            and the output layer's input are freed.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -132,20 +133,51 @@ def logits_bytes(recipe: Recipe, device: Device, gradient_copy: int = 0) -> int:
     hidden_gradient: float = element * model.hidden_size * chunk
     if parallel.sequence_parallel or chunk < tokens:
         hidden_gradient += sharded
-    output = EMBEDDING if model.tied_embeddings else OUTPUT
-    weights = vocabulary * model.hidden_size if _is_trained(recipe, output) else 0
     gradients = 2 if chunk < tokens else 1
-    backward = element * (chunk * vocabulary + gradients * weights) + hidden_gradient
+    backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
         backward += sharded
-    copied = element * weights + gradient_copy + hidden_gradient - sharded
-    return round(max(per_logit * chunk * vocabulary, backward, copied))
+    return round(max(per_logit * chunk * vocabulary, backward))
+
+
+def output_weight(recipe: Recipe) -> int:
+    """Return the elements of the output layer's weight on a tensor rank; 0 if it is frozen."""
+    model = recipe.model
+    if not _is_trained(recipe, EMBEDDING if model.tied_embeddings else OUTPUT):
+        return 0
+    return model.vocab_size * model.hidden_size // recipe.parallel.tensor
+
+
+def final_hidden_bytes(recipe: Recipe) -> int:
+    """Return the bytes of the hidden states after the last layer, or of their gradient."""
+    return round(_hidden_bytes(recipe) * local_tokens(recipe))
+
+
+def final_norm_bytes(recipe: Recipe, device: Device) -> int:
+    """Return the bytes that the final norm and the output layer keep of a microbatch."""
+    return round(local_tokens(recipe) * _norm_and_projection_input(recipe, device))
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
-    """Return whether a tensor of the network has a gradient."""
+    """Return whether a tensor has a gradient.
+
+    Args:
+        recipe: recipe of the run.
+        name: name of the tensor; without the prefix ``decoder.layers.N.`` one of any layer.
+    """
     return trains_everything(recipe) or any(
-        each.name == name and trained_parts(each, recipe) for each in network_tensors(recipe.model)
+        f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
+        for each in network_tensors(recipe.model)
+    )
+
+
+def _keeps_input(recipe: Recipe, projection: str) -> bool:
+    """Return whether the layers' projections of this name need their input in the backward pass.
+
+    They need it for the gradient of their weight, or of LoRA's matrix beside it.
+    """
+    return _is_trained(recipe, f"{projection}.weight") or _is_trained(
+        recipe, f"{projection}.{LORA_A}"
     )
 
 
@@ -153,18 +185,39 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
     """Return the bytes beside the activations while the embedding's backward pass runs.
 
     They are the gradients of its weight and of its output, which sequence-parallel ranks gather
-    from another tensor. Only the first stage of a pipeline holds activations of other microbatches
-    at that time. This microbatch's activations are freed (:func:`virtual_stage_bytes`).
+    from another tensor. A tied embedding has two gradients of its weight without a pipeline. Only
+    the first stage of a pipeline holds activations of other microbatches at that time. This
+    microbatch's activations are freed (:func:`embedding_freed`). An untied embedding without a
+    pipeline needs less than the output layer and is not counted.
     """
     parallel, model = recipe.parallel, recipe.model
-    if stage > 0 or parallel.pipeline == 1 or not _is_trained(recipe, EMBEDDING):
+    if stage > 0 or not _is_trained(recipe, EMBEDDING):
+        return 0
+    if parallel.pipeline == 1 and not model.tied_embeddings:
         return 0
     element = BYTES[recipe.training.precision]
     weights = model.vocab_size * model.hidden_size // parallel.tensor
+    if sums_tied_gradients(recipe):
+        weights *= 2
     streams = model.hidden_size
     if parallel.sequence_parallel:
         streams += model.hidden_size // parallel.tensor
     return element * (weights + streams * local_tokens(recipe))
+
+
+def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
+    """Return the bytes of the activations that are freed at :func:`embedding_backward`."""
+    if recipe.training.offload_activations:
+        return 0
+    if recipe.parallel.pipeline > 1:
+        return round(virtual_stage_bytes(recipe, stage, device))
+    return stage_activations(recipe, stage, microbatches, device) - shared_bytes(recipe)
+
+
+def sums_tied_gradients(recipe: Recipe) -> bool:
+    """Return whether autograd sums the gradients of a tied embedding's two uses on each rank."""
+    is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
+    return is_tied and _is_trained(recipe, EMBEDDING)
 
 
 def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
@@ -231,6 +284,9 @@ def _layer_bytes(
     if recomputed or recipe.recompute.granularity != "selective":
         attention += core
     norms = 2 * _norm_and_projection_input(recipe, device)
+    for projection in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        if not _keeps_input(recipe, projection):
+            norms -= _hidden_bytes(recipe)
     return local_tokens(recipe) * (norms + attention) + _swiglu_bytes(recipe, device)
 
 

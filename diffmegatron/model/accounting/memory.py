@@ -12,17 +12,26 @@ from diffmegatron.config.tensors import (
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
-from diffmegatron.model.accounting.parameters import (
-    attention_weights,
-    counted_kinds,
-    mlp_weights,
-)
+from diffmegatron.model.accounting.zero_3 import count_gathers
 
 # Number of elements in the bucket with which ZeRO reduces gradients (reduce_bucket_size).
 REDUCE_BUCKET = 50_000_000
-# DeepSpeed's stage3_max_live_parameters (runtime/zero/config.py).
-LIVE_PARAMETERS = 1_000_000_000
 FLOAT64 = 8
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of temporary memory at one moment of the forward and backward passes.
+
+    Attributes:
+        beside: temporary memory beside the kept activations.
+        freed: part of the kept activations that has been freed by then.
+        gathered: whole weights that ZeRO 3 has gathered by then.
+    """
+
+    beside: int = 0
+    freed: int = 0
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,16 +39,14 @@ class StageMemory:
     """Bytes on each rank of a pipeline stage.
 
     DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` (master weights and moments) and
-    ``communication`` (buckets and gathered weights) for the whole run. The other parts are
-    temporary, and estimates.
+    ``communication`` (buckets) for the whole run. The other parts are temporary, and estimates.
 
     Attributes:
-        activations: kept activations at the peak of a step.
-        logits: memory of the loss and the output layer's gradient, beside the activations.
-        layer: memory of one layer's backward pass, beside the activations.
-        layer_freed: activations that are freed by the time of ``layer``.
-        embedding: memory of the embedding's backward pass on the first stage of a pipeline.
-        embedding_freed: activations that are freed by the time of ``embedding``.
+        activations: kept activations when all forward passes in flight are done.
+        loss: the loss, and the backward pass of the output layer.
+        reduction: the moment when the ZeRO engine copies or reduces the output layer's gradient.
+        layer: the backward pass of one layer.
+        embedding: the backward pass of the embedding.
         update: memory of the optimizer's update, after the activations are freed.
         host: offloaded memory, which is not part of the total.
     """
@@ -50,11 +57,10 @@ class StageMemory:
     optimizer: int
     communication: int
     activations: int
-    logits: int
-    layer: int
-    layer_freed: int
-    embedding: int
-    embedding_freed: int
+    loss: Moment
+    reduction: Moment
+    layer: Moment
+    embedding: Moment
     update: int
     host: int
 
@@ -64,19 +70,17 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
-    def passing(self) -> tuple[int, int]:
-        """Estimated activations and memory beside them, at the moment with most of both."""
-        moments = (
-            (self.activations, self.logits),
-            (self.activations - self.layer_freed, self.layer),
-            (self.activations - self.embedding_freed, self.embedding),
-        )
-        return max(moments, key=sum)
+    def passes(self) -> Moment:
+        """Moment of the passes with the largest estimated memory."""
+        moments = (self.loss, self.reduction, self.layer, self.embedding)
+        return max(moments, key=lambda each: each.beside + each.gathered - each.freed)
 
     @property
     def total(self) -> int:
         """Estimated peak: the allocated bytes and the largest temporary part."""
-        return self.held + max(sum(self.passing), self.update)
+        most = self.passes
+        passes = self.activations - most.freed + most.beside + most.gathered
+        return self.held + max(passes, self.update)
 
 
 def memory_by_stage(
@@ -121,29 +125,31 @@ def _stage_memory(
     is_last = stage == recipe.parallel.pipeline - 1
     kept = activations.stage_activations(recipe, stage, microbatches, device)
     waiting = activations.offloaded_activations(recipe, stage, microbatches, device)
-    states = _states(recipe, stage, shards)
-    copy = _gradient_copy(recipe, stage)
+    states = _states(recipe, stage, shards, microbatches)
+    gathered = _gathered_bytes(recipe)
+    logits = activations.logits_bytes(recipe, device) if is_last else 0
+    layer = states.layer.beside + activations.layer_backward(recipe, stage, device)
     embedding = activations.embedding_backward(recipe, stage)
-    freed = activations.virtual_stage_bytes(recipe, stage, device) if embedding else 0
+    freed = activations.embedding_freed(recipe, stage, microbatches, device) if embedding else 0
     return replace(
         states,
         activations=kept - waiting,
-        logits=activations.logits_bytes(recipe, device, copy) if is_last else 0,
-        layer=states.layer + activations.layer_backward(recipe, stage, device),
-        layer_freed=activations.layer_freed(recipe, device),
-        embedding=embedding,
-        embedding_freed=0 if recipe.training.offload_activations else round(freed),
+        loss=Moment(logits, 0, gathered["loss"]),
+        reduction=_reduction(recipe, stage, shards, microbatches, device) if is_last else Moment(),
+        layer=Moment(layer, activations.layer_freed(recipe, device), gathered["layer"]),
+        embedding=Moment(embedding, freed, gathered["embedding"] if embedding else 0),
         host=states.host + waiting,
     )
 
 
-def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
+def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
     """Return DeepSpeed's allocations, without the few elements that align ZeRO's partitions.
 
     Args:
         recipe: recipe of the run.
         stage: number of the pipeline stage.
         shards: number of ranks over which ZeRO partitions, data x context parallel.
+        microbatches: number of microbatches per step.
     """
     low, high = rank_parameters(recipe, stage)
     trained = sum(trained_parameters(recipe, stage))
@@ -155,18 +161,17 @@ def _states(recipe: Recipe, stage: int, shards: int) -> StageMemory:
         optimizer=3 * FLOAT32 * trained // shards,
         communication=element * REDUCE_BUCKET,
         activations=0,
-        logits=0,
-        layer=0,
-        layer_freed=0,
-        embedding=0,
-        embedding_freed=0,
+        loss=Moment(),
+        reduction=Moment(),
+        layer=Moment(),
+        embedding=Moment(),
         update=FLOAT32 * trained // shards,
         host=0,
     )
     if recipe.parallel.zero_stage == 3:
         states = _zero_3(states, recipe, shards)
     elif recipe.parallel.zero_stage == 2:
-        states = _zero_2(states, recipe, shards)
+        states = _zero_2(states, recipe, shards, microbatches)
     elif not recipe.parallel.offload_optimizer:
         states = _zero_1(states, recipe, shards)
     if recipe.parallel.offload_optimizer:
@@ -190,49 +195,44 @@ def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
     return FLOAT64 * min(largest_trained(recipe, states.stage), elements // shards)
 
 
-def _zero_2(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
+def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int) -> StageMemory:
     """Apply ZeRO 2 with partitioned gradients (DeepSpeed's runtime/zero/stage_1_and_2.py).
 
     The norm of each gradient is computed in float64. The gradients that the backward pass leaves on
-    this partition's parameters stay until it ends.
+    this partition's parameters stay until it ends. Gradients are accumulated from the end of the
+    first microbatch on, so that a step of one microbatch has them in the update only.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
     left = BYTES[recipe.training.precision] * elements // shards
+    update, gradients = max(update, left), states.gradients // shards
+    if microbatches == 1:
+        update, gradients = update + gradients, 0
     return replace(
         states,
-        gradients=states.gradients // shards,
+        gradients=gradients,
         # The bucket is made when the first gradient comes, which is after the loss.
         communication=0,
-        layer=states.communication,
-        update=max(update, left),
+        layer=Moment(states.communication),
+        update=update,
     )
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Apply ZeRO 3 with partitioned weights (DeepSpeed's runtime/zero/stage3.py).
-
-    The whole weights of a module are gathered before it runs.
-    """
-    elements = sum(rank_parameters(recipe, states.stage))
+    """Apply ZeRO 3 with partitioned weights (DeepSpeed's runtime/zero/stage3.py)."""
     return replace(
         states,
         weights=states.weights // shards,
         gradients=states.gradients // shards,
-        communication=states.communication + _gathered_bytes(recipe, elements),
     )
 
 
-def _gathered_bytes(recipe: Recipe, elements: int) -> int:
-    """Return the bytes of gathered weights: two layers' weights, or a vocabulary matrix.
-
-    DeepSpeed keeps gathered weights until their next use, up to a number of elements.
-    """
-    model = recipe.model
-    attention = max(attention_weights(model, kind) for kind, _ in counted_kinds(model))
-    layer = (attention + mlp_weights(model)) // recipe.parallel.tensor
-    most = max(2 * layer, _vocabulary_elements(recipe), LIVE_PARAMETERS)
-    return BYTES[recipe.training.precision] * min(elements, most)
+def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
+    """Return the bytes of weights that ZeRO 3 has gathered at the moments of the passes."""
+    if recipe.parallel.zero_stage < 3:
+        return dict.fromkeys(("loss", "layer", "embedding"), 0)
+    element, gathers = BYTES[recipe.training.precision], count_gathers(recipe)
+    return {name: element * elements for name, elements in gathers.whole.items()}
 
 
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
@@ -265,18 +265,54 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
     )
 
 
-def _gradient_copy(recipe: Recipe, stage: int) -> int:
-    """Return the bytes that DeepSpeed allocates for the gradient of the output layer's weight.
+def _reduction(
+    recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
+) -> Moment:
+    """Return the moment when the ZeRO engine takes over the output layer's weight gradient.
 
-    With the optimizer offloaded, ZeRO 1 adds each gradient to the others as float32. ZeRO 2 makes
-    its bucket, and clones a gradient that is larger than it.
+    With the optimizer offloaded, ZeRO 1 adds each gradient to the others as float32. ZeRO 2
+    allocates its bucket, and clones a gradient larger than it; without offload it keeps such a
+    gradient until the final norm's gradient arrives, and reduces it in pieces that it copies. A
+    tied embedding's gradient comes after all others.
     """
-    element, largest = BYTES[recipe.training.precision], largest_trained(recipe, stage)
-    if not recipe.parallel.offload_optimizer or recipe.parallel.zero_stage == 3:
-        return 0
-    if recipe.parallel.zero_stage == 2:
-        return element * (REDUCE_BUCKET + (largest if largest > REDUCE_BUCKET else 0))
-    return FLOAT32 * largest
+    parallel, element = recipe.parallel, BYTES[recipe.training.precision]
+    weight = activations.output_weight(recipe)
+    if weight == 0 or parallel.zero_stage == 3:
+        return Moment()
+    is_too_large, bucket = weight > REDUCE_BUCKET, element * REDUCE_BUCKET
+    freed = hidden = activations.final_hidden_bytes(recipe)
+    if parallel.offload_optimizer and parallel.zero_stage == 1:
+        copy = FLOAT32 * largest_trained(recipe, stage)
+    elif parallel.offload_optimizer:
+        copy = bucket + (element * weight if is_too_large else 0)
+    elif parallel.zero_stage == 2 and is_too_large:
+        copy = bucket + element * _reduced_together(recipe, stage, shards)
+        freed = activations.final_norm_bytes(recipe, device)
+    else:
+        return Moment()
+    if activations.sums_tied_gradients(recipe):
+        freed = activations.embedding_freed(recipe, stage, microbatches, device)
+    # Offloaded activations are not on the device.
+    is_offloaded = recipe.training.offload_activations
+    return Moment(element * weight + copy + hidden, 0 if is_offloaded else freed)
+
+
+def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
+    """Return the most elements of the output layer's gradient that ZeRO 2 copies to sum them.
+
+    DeepSpeed cuts a gradient at the bounds of the ranks' partitions, and sums consecutive pieces in
+    one copy as soon as they exceed the bucket (``allreduce_and_scatter`` of
+    runtime/zero/stage_1_and_2.py). It does not copy a piece that exceeds the bucket alone. The
+    output layer is the last matrix of the partitioned gradient.
+    """
+    weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
+    piece = -(-matrices // shards)
+    first = piece - (matrices - weight) % piece
+    with_first = max(0, REDUCE_BUCKET - first) // piece + (first <= REDUCE_BUCKET)
+    without_first = REDUCE_BUCKET // piece + 1
+    copies = [first + with_first * piece] * (with_first > 0)
+    copies += [without_first * piece] * (without_first > 1)
+    return min(weight, max(copies, default=0))
 
 
 def _vocabulary_elements(recipe: Recipe) -> int:

@@ -382,12 +382,12 @@ def bytes_kept_for_backward(network: torch.nn.Module) -> int:
 def test_logits_and_the_output_layers_gradient_by_hand():
     tokens, weight = BATCH * LENGTH, VOCABULARY * 64
     # On a CPU in bf16: the float32 probabilities beside the logits.
-    assert memory_by_stage(make_recipe(), 1, "cpu")[0].logits == 6 * tokens * VOCABULARY
+    assert memory_by_stage(make_recipe(), 1, "cpu")[0].loss.beside == 6 * tokens * VOCABULARY
     # Else the gradient in the logits' place, or the probabilities', beside the weight's.
     for precision, element, device in (("bf16", 2, "gpu"), ("fp32", 4, "gpu"), ("fp32", 4, "cpu")):
         recipe = make_recipe(None, {"precision": precision})
         gradients = element * (tokens * VOCABULARY + weight + tokens * 64)
-        assert memory_by_stage(recipe, 1, device)[0].logits == gradients
+        assert memory_by_stage(recipe, 1, device)[0].loss.beside == gradients
 
 
 def test_a_chunked_loss_has_the_logits_of_a_chunk():
@@ -396,7 +396,9 @@ def test_a_chunked_loss_has_the_logits_of_a_chunk():
     One weight gradient is the chunk's, and the other is the sum of the chunks before.
     """
     whole, chunk = (
-        memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[0].logits
+        memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[
+            0
+        ].loss.beside
         for length in (512, 4096)
     )
     assert chunk - whole == 2 * (VOCABULARY * 64 + BATCH * 4096 * 64)
@@ -406,7 +408,7 @@ def test_data_parallel_ranks_share_the_optimizer_state():
     alone, shared = (memory_by_stage(make_recipe(), ranks)[0] for ranks in (1, 2))
     assert shared.optimizer == alone.optimizer // 2
     assert shared.gradients == alone.gradients
-    partitioned = make_recipe(None, None, {"zero_stage": 2})
+    partitioned = make_recipe(None, {"global_batch_size": 4 * BATCH}, {"zero_stage": 2})
     assert memory_by_stage(partitioned, 2)[0].gradients == alone.gradients // 2
 
 
@@ -422,7 +424,7 @@ def test_stages_and_shards_add_up_to_the_network():
     replicated = counted.norms + counted.lambdas + counted.headwise_norms
     whole = counted.total + replicated + counted.embedding
     assert sum(2 * stage.weights for stage in stages) == 4 * whole
-    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    assert [stage.loss.beside > 0 for stage in stages] == [False, False, False, True]
     # One layer each, four microbatches to one in flight; the last stage has the final norm and
     # the output layer as well, the others what they sent on and a gradient that they received. All
     # share the rotary angles.

@@ -302,14 +302,11 @@ def test_json_has_everything_and_adds_up(capsys):
     assert [stage["stage"] for stage in values["memory"]] == [0, 1]
     for stage in values["memory"]:
         held = sum(stage[name] for name in ("weights", "gradients", "optimizer", "communication"))
-        kept = stage["activations"]
-        moments = (
-            kept + stage["logits"],
-            kept - stage["layer_freed"] + stage["layer"],
-            kept - stage["embedding_freed"] + stage["embedding"],
-            stage["update"],
-        )
-        assert held + max(moments) == stage["total"]
+        passes = [
+            stage["activations"] - moment["freed"] + moment["beside"] + moment["gathered"]
+            for moment in map(stage.get, ("loss", "reduction", "layer", "embedding"))
+        ]
+        assert held + max(*passes, stage["update"]) == stage["total"]
     assert values["total_flops"] == values["tokens"] * values["flops_per_token"]["training"]
 
 

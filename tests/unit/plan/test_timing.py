@@ -104,7 +104,8 @@ def test_zero_reduces_every_microbatch_from_stage_2_on():
     assert second.gradients == 4 * 2 * second.weights
     assert second.weights == first.weights
     assert third.gradients == pytest.approx(4 * first.weights)
-    assert third.weights == pytest.approx(2 * 4 * first.weights)
+    # DeepSpeed keeps weights whole between their uses if they are near in the order of modules.
+    assert third.weights == pytest.approx(4 * first.weights, rel=1e-3)
 
 
 def test_collectives_are_counted_by_hand():
@@ -197,6 +198,17 @@ def test_the_time_of_attention_is_that_of_the_backend(backend):
     more = attention_flops(backend, model=WIDE) - attention_flops("flash_2call", model=WIDE)
     unit = 2 * 8 * 64 * LENGTH * LENGTH / 2 * LAYERS
     assert more / unit == pytest.approx(WORK[backend] - (6 + 14), abs=1e-3)
+
+
+def test_deterministic_triton_computes_a_pair_twice_in_the_backward_pass():
+    settings = {"attention_backend": "triton"}
+    one_pass, split = (
+        estimate(make_recipe(model=WIDE, training=settings | {"deterministic": each}), 1).compute
+        for each in (False, True)
+    )
+    more = (split - one_pass) / BATCH * Assumptions().attention * ACCELERATORS["H100"].peak_flops
+    unit = 2 * 8 * 64 * LENGTH * LENGTH / 2 * LAYERS
+    assert more / unit == pytest.approx(14 - 10, abs=1e-3)
 
 
 def test_auto_takes_the_time_and_memory_of_what_runs_without_other_libraries():

@@ -1,0 +1,161 @@
+"""Weights that ZeRO 3 gathers and releases during a microbatch, in the order of DeepSpeed's hooks.
+
+This follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
+(runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py. The
+first microbatch of a run, for which the coordinator has no order of modules yet, gathers more.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
+
+# stage3_max_live_parameters and stage3_max_reuse_distance.
+MOST_ELEMENTS = 1_000_000_000
+# stage3_prefetch_bucket_size.
+PREFETCHED = 50_000_000
+# stage3_param_persistence_threshold; smaller tensors are gathered once per step.
+PERSISTENT = 100_000
+# Modules of a layer in the order of their forward pass. Every call prefetches weights, also the
+# call of a module without large weights of its own, such as a norm.
+_LAYER = (
+    "", "input_layernorm", "self_attention", "self_attention.linear_qkv",
+    "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
+    "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+# Number of modules called before the embedding, and between it and the first layer.
+_BEFORE, _AFTER = 3, 2
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Elements of whole weights on a tensor-parallel rank.
+
+    Attributes:
+        per_microbatch: number of elements gathered in a microbatch.
+        whole: number of whole elements at the backward pass of the output layer ("loss"), of the
+            last layer's first MLP projection ("layer") and of the embedding ("embedding").
+    """
+
+    per_microbatch: int
+    whole: Mapping[str, int]
+
+
+def count_gathers(recipe: Recipe) -> Gathers:
+    """Return what ZeRO 3 gathers in a microbatch after the first one of a run."""
+    modules, forward, backward = _calls(recipe)
+    whole, gathered = _follow(modules, (*forward, *backward))
+    whole_in_backward = whole[len(forward) :]
+    # A recomputed layer runs forward first, so look for its projections in reverse order.
+    fc1, fc2 = forward[-4:-2]
+    in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
+    places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
+    return Gathers(gathered, {name: whole_in_backward[i] for name, i in places.items()})
+
+
+def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the modules of a network and the order of their calls in a microbatch.
+
+    A tied embedding is one module, which is called twice in each pass.
+
+    Returns:
+        Number of elements of each module's large weights; indices of the modules in the order of
+        the forward pass; and in the order of the backward pass, which includes the forward passes
+        of recomputed layers.
+    """
+    model, size = recipe.model, recipe.parallel.tensor
+    outer = {each.name: each.elements(size) for each in outer_tensors(model)}
+    modules = [0, outer[EMBEDDING], *([] if model.tied_embeddings else [outer[OUTPUT]])]
+    embedding, output = 1, len(modules) - 1
+    layers: list[Sequence[int]] = [()] * model.num_layers
+    for kind, ranges in model.attention.by_kind(model.num_layers):
+        elements = dict.fromkeys(_LAYER, 0)
+        for tensor in layer_tensors(model, kind):
+            if tensor.elements(size) > PERSISTENT:
+                module = tensor.name.rpartition(".")[0]
+                elements[module if module in _LAYER else "self_attention"] += tensor.elements(size)
+        for layer in (layer for some in ranges for layer in some):
+            layers[layer] = range(len(modules), len(modules) + len(_LAYER))
+            modules += elements.values()
+    before, after = [0] * _BEFORE, [0] * _AFTER
+    in_layers = [module for layer in layers for module in layer]
+    forward = (*before, embedding, *after, *in_layers, 0, output)
+    backward = (output, 0, *_layers_backward(recipe, layers), *after, embedding, *before)
+    return tuple(modules), forward, backward
+
+
+def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Yield the calls of the layers' modules in the backward pass."""
+    recompute, end = recipe.recompute, len(layers)
+    together, recomputed = 1, 0
+    if recompute.granularity == "full":
+        is_uniform = recompute.method == "uniform"
+        together = recompute.layers if is_uniform else 1
+        recomputed = end if is_uniform else recompute.layers
+    while end:
+        first = (end - 1) // together * together
+        group = [module for layer in layers[first:end] for module in layer]
+        if end <= recomputed:
+            yield from group
+        yield from reversed(group)
+        end = first
+
+
+@lru_cache(maxsize=64)
+def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
+    """Follow the fetches and releases of a microbatch.
+
+    A call fetches its module, and then the next modules in the order of calls, up to the bucket of
+    prefetches and the limit of live elements. After the call its module is released, unless a
+    fetch for a later call has counted on it, or the next call is nearer than the reuse distance.
+
+    Args:
+        modules: number of elements of each module's weights.
+        calls: indices of the modules in the order of their calls.
+
+    Returns:
+        The number of whole elements during each call, and the number of elements gathered.
+    """
+    before = (0, *accumulate(modules[each] for each in calls))
+    next_calls = _next_calls(calls)
+    queue = deque((each, call) for call, each in enumerate(calls) if modules[each])
+    fetched_for = dict.fromkeys(calls, -1)
+    whole: set[int] = set()
+    live = gathered = 0
+    live_in_calls = []
+    for call, module in enumerate(calls):
+        fetched = {module} - whole
+        if modules[module] and fetched_for[module] < call:
+            fetched_for[module] = queue.popleft()[1]
+        room = MOST_ELEMENTS - live - sum(modules[each] for each in fetched)
+        prefetched = 0
+        while queue and prefetched < min(room, PREFETCHED):
+            each, later_call = queue.popleft()
+            fetched_for[each] = max(fetched_for[each], later_call)
+            if each not in whole and each not in fetched:
+                fetched.add(each)
+                prefetched += modules[each]
+        whole |= fetched
+        elements = sum(modules[each] for each in fetched)
+        live, gathered = live + elements, gathered + elements
+        live_in_calls.append(live)
+        next_call = next_calls[call]
+        is_near = next_call is not None and before[next_call] - before[call + 1] < MOST_ELEMENTS
+        if not is_near and fetched_for[module] <= call + 1:
+            whole.remove(module)
+            live -= modules[module]
+    return live_in_calls, gathered
+
+
+def _next_calls(calls: Sequence[int]) -> list[int | None]:
+    """Return for each call the position of the next call of its module; None if there is none."""
+    found: list[int | None] = []
+    later: dict[int, int] = {}
+    for call in range(len(calls) - 1, -1, -1):
+        found.append(later.get(calls[call]))
+        later[calls[call]] = call
+    return found[::-1]
