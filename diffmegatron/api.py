@@ -7,7 +7,7 @@ it has checked its arguments.
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
@@ -94,14 +94,8 @@ def evaluate(
     suites: Sequence[str],
     out: str | PathLike[str],
     *,
-    data: Sequence[str] = (),
-    haystack: str | PathLike[str] | None = None,
-    data_dir: str | PathLike[str] | None = None,
     settings: Sequence[str] = (),
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    batch_tokens: int | None = None,
-    engine: Literal["transformers", "vllm"] = "transformers",
+    **options: Any,
 ) -> Path:
     """Measure models on suites side by side, and resume an unfinished evaluation in ``out``.
 
@@ -110,15 +104,10 @@ def evaluate(
             first one.
         suites: names of suites, listed in docs/evaluation.md.
         out: directory of the results and the report; created if it is missing.
-        data: held-out text, ``[NAME=]PATH``.
-        haystack: text that the needles are hidden in.
-        data_dir: folder with the files of published data sets.
         settings: ``SUITE.KEY=VALUE``.
-        dtype: dtype of the weights; ``auto`` keeps the files' dtype on a GPU and is float32 on a
-            CPU.
-        device: ``auto`` is a GPU where there is one.
-        batch_tokens: largest number of tokens of a batch of texts; by default it suits the device.
-        engine: library that computes; ``vllm`` writes texts of models that it serves.
+        options: fields of :class:`~diffmegatron.evaluation.evaluate_settings.EvaluateSettings`:
+            ``data``, ``haystack``, ``data_dir``, ``dtype``, ``device``, ``batch_tokens`` and
+            ``engine``.
 
     Returns:
         The path of the report.
@@ -130,14 +119,8 @@ def evaluate(
     read_launch()
     with importing_engines():
         from diffmegatron.evaluation.evaluate import evaluate as run
-        from diffmegatron.evaluation.model import Computing
+        from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 
-    given = {
-        "data": tuple(data) or None,
-        "haystack": haystack and Path(haystack),
-        "data_dir": data_dir and Path(data_dir),
-    }
-    options = {name: value for name, value in given.items() if value is not None}
+    chosen = EvaluateSettings(**options)
     folders = [Path(target) for target in targets]
-    computing = Computing(dtype, device, batch_tokens, engine)
-    return run(folders, suites, Path(out), options, settings, computing)
+    return run(folders, suites, Path(out), chosen.suite_fields(), settings, chosen)

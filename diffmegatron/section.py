@@ -49,7 +49,8 @@ def divisors(number: int) -> list[int]:
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 """Size of a tensor's dimension, or a number of things held at once."""
-SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+SizeOrZero = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+"""Size that may be 0."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """Number of steps or tokens of a run."""
 Ranks = Annotated[int, Field(ge=1, le=4096)]

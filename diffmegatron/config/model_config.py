@@ -14,7 +14,7 @@ from pydantic import (
 from diffmegatron.attention.variants import Variant, read_variant
 from diffmegatron.config.lora_config import LoraConfig
 from diffmegatron.config.rotary_config import RopeScaling
-from diffmegatron.section import Section, Size, SizeOrNone
+from diffmegatron.section import Section, Size, SizeOrZero
 
 
 class Initialization(Section):
@@ -57,7 +57,7 @@ class ModelConfig(Section):
     attention: SerializeAsAny[Variant]
     ffn_hidden_size: Size
     vocab_size: Size = Field(description="padded size of the embedding")
-    vocab_padding: SizeOrNone = Field(
+    vocab_padding: SizeOrZero = Field(
         default=0, description="unused rows at the end, excluded from the loss and from exports"
     )
     rope_theta: float = Field(default=10_000.0, gt=0)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from diffmegatron.section import Count, Section, SizeOrNone
+from diffmegatron.section import Count, Section, SizeOrZero
 
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -16,7 +16,7 @@ class ProfileConfig(Section):
     steps: Annotated[int, Field(ge=1, le=100)] = Field(
         default=3, description="number of steps; each takes tens of MB with a large model"
     )
-    ranks: tuple[SizeOrNone, ...] = Field(
+    ranks: tuple[SizeOrZero, ...] = Field(
         default=(0,), min_length=1, max_length=4096, description="ranks that write a trace"
     )
 

@@ -1,1 +1,1 @@
-"""Suites on trained models; `suite.py` says what one is, `evaluate.py` runs them."""
+"""Suites of evaluation, which `evaluate.py` runs on trained models."""

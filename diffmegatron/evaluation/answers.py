@@ -9,7 +9,7 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.batched_network import BatchedNetwork, Rows
 from diffmegatron.evaluation.requests import Generation, Scored, Scoring
 
-# Bytes of the UTF-8 of a character, each of which may be a token.
+# A character has up to 4 bytes in UTF-8, and each byte may be a token.
 _TOKENS_PER_CHARACTER = 4
 
 
@@ -17,15 +17,15 @@ _TOKENS_PER_CHARACTER = 4
 def score(
     network: BatchedNetwork, requests: Sequence[Scoring]
 ) -> list[list[Scored] | NotFiniteError]:
-    """Score the continuations of several contexts.
+    """Score the continuations of several contexts in one batch.
 
-    A row is a context with a continuation but for its last token, which nothing follows; those
-    that are alike but for this token are one row. Where a context has several rows, it is read
-    once and its keys and values are repeated.
+    A row is a context with a continuation, without its last token, which predicts nothing.
+    Continuations of a context that differ in the last token alone share a row. If a context has
+    several rows, it is read once and its keys and values are repeated.
 
     Args:
-        network: reads them in one batch.
-        requests: of any contexts.
+        network: network that reads the rows.
+        requests: requests with any contexts.
 
     Raises:
         ValueError: a context or a continuation has no tokens.
@@ -67,11 +67,11 @@ def score(
 
 
 def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteError:
-    """Return what was scored, or the reason why it does not count.
+    """Return the scores, or an error if a loss is not finite.
 
     Args:
-        scored: continuations.
-        before: tokens of their context.
+        scored: scores of continuations.
+        before: number of tokens of their context.
     """
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
@@ -82,14 +82,14 @@ def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteE
 
 
 class WrittenText:
-    """A text that is being written.
+    """A text that is being generated.
 
     Attributes:
-        request: the prompt and where the text ends.
+        request: request for the text.
         found: new tokens.
-        labels: the tokens that may follow; None if all may.
-        has_ended: whether nothing is to follow.
-        error: the reason why it has ended without an answer.
+        labels: tokens that may follow; None: all.
+        has_ended: whether the text is complete.
+        error: reason why the text ended without an answer.
     """
 
     def __init__(self, request: Generation) -> None:
@@ -100,11 +100,11 @@ class WrittenText:
 
     @property
     def answer(self) -> list[int] | NotFiniteError:
-        """The new tokens, or the reason why there are none."""
+        """The new tokens, or the error."""
         return self.found if self.error is None else self.error
 
     def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append the most likely token, or end."""
+        """Append the most likely token, or end the text."""
         if self.labels is not None:
             self._add_label(token)
         elif token == tokenizer.end_of_document:
@@ -120,7 +120,7 @@ class WrittenText:
         assert self.labels is not None
         self.found.append(token)
         self.labels = self.labels[token]
-        # Without a choice left, the rest of the label needs no network.
+        # The rest of a label without alternatives needs no forward pass.
         rest, labels = list[int](), self.labels
         while len(labels) == 1:
             ((following, labels),) = labels.items()
@@ -130,7 +130,7 @@ class WrittenText:
             self.has_ended = True
 
     def fail(self) -> None:
-        """End without an answer."""
+        """End the text without an answer."""
         after = len(self.request.ids) + len(self.found)
         self.error = NotFiniteError(f"a logit after {after} tokens is not finite")
         self.has_ended = True
@@ -143,13 +143,13 @@ def generate(
     tokenizer: Tokenizer,
     read_prefix: Callable[[Sequence[int]], Rows],
 ) -> list[list[int] | NotFiniteError]:
-    """Continue several texts with the most likely token each time.
+    """Generate several texts in one batch by greedy decoding.
 
     Args:
-        network: reads them in one batch.
-        requests: that share the same first tokens.
-        tokenizer: of the network.
-        read_prefix: returns a row with what is shared.
+        network: network that reads the texts.
+        requests: requests with the same shared tokens.
+        tokenizer: tokenizer of the network.
+        read_prefix: function that returns a row with the shared tokens.
     """
     shared = requests[0].shared
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
@@ -161,7 +161,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.with_cache(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # Those that the rows belong to.
+    # The text of each row.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]
@@ -174,18 +174,18 @@ def generate(
                 logits[row] = torch.full_like(logits[row], -torch.inf).index_copy_(
                     0, allowed, logits[row, allowed]
                 )
-        # One wait for the device for each token of all texts.
+        # One copy to the host per step, because each copy waits for the device.
         likeliest = torch.stack((logits.argmax(-1), are_finite.long())).tolist()
         for text, token, is_finite in zip(written, *likeliest, strict=True):
             if not text.has_ended and not is_finite:
                 text.fail()
             elif not text.has_ended:
                 text.add(token, tokenizer)
-        going_on = [row for row, text in enumerate(written) if not text.has_ended]
-        if not going_on:
+        active = [row for row, text in enumerate(written) if not text.has_ended]
+        if not active:
             return [text.answer for text in texts]
-        # Rows of ended texts are cheap, and to drop them copies the cache.
-        if 2 * len(going_on) <= len(written):
-            rows.keep(going_on)
-            written = [written[row] for row in going_on]
+        # Rows of complete texts cost little, and dropping them copies the cache.
+        if 2 * len(active) <= len(written):
+            rows.keep(active)
+            written = [written[row] for row in active]
         chunks = [text.found[-1:] or text.request.ids[-1:] for text in written]

@@ -1,4 +1,4 @@
-"""Scores of many items at a time, so that a model can answer their requests in batches."""
+"""Scores of many items at once, so that a model can answer their requests in batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.requests import Answer, Asking, Request
 
-# Items whose requests are sorted into batches together. More would fill the memory with token ids.
+# Items whose requests are batched together. The token ids of more items would fill the memory.
 _OPEN_ITEMS = 1024
 
 
 class Answers(Protocol):
-    """Whatever answers requests: a model, or an engine that serves it."""
+    """A model, or an engine that serves a model."""
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield the number of each request with its answer, in any order."""
@@ -22,9 +22,9 @@ class _Open:
     """An item whose requests are being answered.
 
     Attributes:
-        key: of the item.
-        requests: the last ones that the suite yielded.
-        record: of the item, once the suite has returned it.
+        key: key of the item.
+        requests: requests that the suite yielded last.
+        record: record of the item, or the error of an answer; None until then.
     """
 
     def __init__(self, key: str, asking: Asking) -> None:
@@ -33,7 +33,7 @@ class _Open:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Keep the answer of a request; with the last one, let the suite go on."""
+        """Store the answer to a request; after the last one, send all answers to the suite."""
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer
@@ -56,10 +56,10 @@ def run_askings(
 ) -> Iterator[tuple[str, dict[str, Any] | NotFiniteError]]:
     """Yield the key of each item with its record, or with the reason why it has none.
 
-    The order is that in which the model finishes them.
+    Items come in the order in which the model finishes them.
 
     Args:
-        model: receives the requests of up to 1,024 items together.
+        model: model, which receives the requests of up to 1,024 items together.
         askings: keys of items with the generators of :meth:`Suite.ask`.
     """
     left = iter(askings)
@@ -67,7 +67,7 @@ def run_askings(
         items = []
         for key, asking in window:
             item = _Open(key, asking)
-            # Some ask another model, which may fail at the next one.
+            # An item without requests has asked another model, which may fail at the next item.
             if item.record is not None:
                 yield item.key, item.record
             items.append(item)

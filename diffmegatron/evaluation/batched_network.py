@@ -1,4 +1,4 @@
-"""Forward passes of several texts at a time, with a cache that holds what was read of each."""
+"""Forward passes over several texts at once, with a cache of keys and values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# Positions whose logits exist at once.
+# Number of positions whose logits are computed at once.
 _LOGITS_AT_ONCE = 1024
 
 
 class _ReservedLayer(DynamicLayer):
     """Keys and values of one layer in memory that is reserved once.
 
-    The library's growing cache copies everything for each token. Its static one has attention
-    compute over all that is reserved, used or not.
+    The growing cache of ``transformers`` copies all keys and values for each new token. With its
+    static cache, attention computes over unused memory too.
 
     Args:
-        columns: largest number of tokens of a row, padding counted.
+        columns: largest number of tokens of a row, including padding.
     """
 
     def __init__(self, columns: int) -> None:
@@ -43,7 +43,7 @@ class _ReservedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all so far, as views."""
+        """Append keys and values, and return views of all so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first = self.get_seq_length()
@@ -54,7 +54,7 @@ class _ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows of these indices."""
+        """Keep only the rows with these indices."""
         length = self.get_seq_length()
         self._reserved = tuple(each[indices] for each in self._reserved)
         self._use(length)
@@ -65,12 +65,12 @@ class _ReservedLayer(DynamicLayer):
 
 @dataclass
 class Rows:
-    """Texts of one batch, as far as the network has read them.
+    """Rows of a batch, with the tokens that the network has read.
 
     Attributes:
-        cache: keys and values; None if nothing will be read after the next chunk.
-        is_token: which columns of the cache are tokens and not padding, bool [b, t].
-        has_padding: whether a column is padding.
+        cache: keys and values; None if the next chunk is the last.
+        is_token: True for tokens and False for padding in the columns of the cache, bool [b, t].
+        has_padding: whether a column contains padding.
     """
 
     cache: Cache | None
@@ -86,15 +86,15 @@ class Rows:
 
 
 class BatchedNetwork:
-    """A causal network that reads several texts at a time.
+    """A causal network that reads several texts at once.
 
-    Texts are padded behind their last token: causal attention does not look there, so that the
-    first chunk of a batch needs no mask. Later chunks mask the padding and number positions by
-    tokens, so that each text is computed as if it were alone.
+    Texts are padded after their last token. The first chunk of a batch needs no mask, because
+    causal attention never reads the padding. Later chunks mask the padding and count only tokens
+    as positions, so that each text is computed as if it were alone.
 
     Args:
-        network: in evaluation mode.
-        start: a token id of it.
+        network: network in evaluation mode.
+        start: any token id of the network.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
@@ -102,10 +102,10 @@ class BatchedNetwork:
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
-        """Whether its cache holds keys and values of every token, in every layer.
+        """True if every layer caches keys and values of every token.
 
-        Padding between tokens then changes nothing once it is masked. It would shift a sliding
-        window, and enter the state of a recurrent layer.
+        Masked padding between tokens then has no effect. In other networks it would shift a sliding
+        window, or change the state of a recurrent layer.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -117,25 +117,25 @@ class BatchedNetwork:
         )
 
     def without_cache(self, count: int) -> Rows:
-        """Return rows of which nothing is read yet, and one chunk will be read."""
+        """Return empty rows that will read a single chunk."""
         return Rows(None, self._no_columns(count))
 
     def with_cache(self, count: int, columns: int) -> Rows:
-        """Return rows of which nothing is read yet.
+        """Return empty rows.
 
         Args:
-            count: of rows.
-            columns: that all chunks will have together.
+            count: number of rows.
+            columns: total width of all chunks.
         """
         return Rows(self._reserved(columns), self._no_columns(count))
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
-        """Return rows that begin with what was read of others.
+        """Return rows that begin with the tokens of other rows.
 
         Args:
-            prefixes: those others, which stay as they are.
-            index: which of them each row begins with.
-            columns: that all chunks after the prefixes will have together.
+            prefixes: the other rows, which do not change.
+            index: index of the prefix of each new row.
+            columns: total width of all chunks after the prefixes.
         """
         chosen = torch.tensor(index, device=self._network.device)
         cache = self._reserved(prefixes.is_token.shape[1] + columns)
@@ -147,20 +147,20 @@ class BatchedNetwork:
     def read(
         self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
     ) -> Tensor:
-        """Read a chunk of each row, and return what :meth:`logits` makes logits of.
+        """Read a chunk for each row, and return the input of :meth:`logits`.
 
         Args:
-            rows: b of them.
-            chunks: token ids of each.
-            places: row and column within the chunk of each position that is wanted, n of them.
+            rows: b rows.
+            chunks: token ids for each row.
+            places: row and column within the chunk of each of n positions.
 
         Returns:
-            [n, hidden] or [n, vocab_size], in the network's dtype.
+            Hidden states [n, hidden] or logits [n, vocab_size] in the network's dtype.
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
-        # Padding is a token of its own row: if that is not finite, it spoils no other row.
+        # Pad with a token of the same row, so that a value that is not finite stays in its row.
         ids = [
             [*chunk, *[chunk[-1] if chunk else self._start] * (width - len(chunk))]
             for chunk in chunks
@@ -192,19 +192,19 @@ class BatchedNetwork:
         return found
 
     def logits(self, found: Tensor) -> Tensor:
-        """Logits of positions that :meth:`read` returned, float32 [n, vocab_size]."""
+        """Return the logits of positions from :meth:`read`, float32 [n, vocab_size]."""
         if self._ends_in_projection:
             found = self._network.get_output_embeddings()(found)
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Compare positions that :meth:`read` returned with the tokens that follow them.
+        """Score the tokens that follow positions from :meth:`read`.
 
-        Logits exist for 1,024 positions at a time.
+        Logits are computed for 1,024 positions at a time.
 
         Args:
             found: n positions.
-            wanted: token ids, int64 [n].
+            wanted: ids of the tokens that follow, int64 [n].
 
         Returns:
             Negative log-likelihoods in nats, float32 [n], and whether each token is the most
@@ -221,7 +221,7 @@ class BatchedNetwork:
 
     @cached_property
     def _ends_in_projection(self) -> bool:
-        """Whether the logits are the projected hidden states: some families scale or cap them."""
+        """True if the logits are the projected hidden states; some families scale or cap them."""
         project = self._network.get_output_embeddings()
         if project is None:
             return False

@@ -1,4 +1,4 @@
-"""Intervals by the paired bootstrap: items are drawn again, for all targets alike."""
+"""Intervals by the paired bootstrap: all targets use the same resamples of items."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -9,19 +9,19 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 RESAMPLES = 2000
 _SEED = 0
 _COUNTS_AT_ONCE = 1 << 22
-# Of 95%.
+# Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
 
 
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
-    """A measure of one target, from the shares of its items by key; None without any weight."""
+    """Return a measure of one target from its items' contributions; None if all weights are 0."""
     return _estimate(_arrays(shares, sorted(shares)))
 
 
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
-    """A measure of one target less that of another, on the items that both have.
+    """Return the difference of a measure between two targets, on the items that both have.
 
-    Every resample draws the same items for both.
+    A resample draws the same items for both targets.
     """
     both = sorted(shares.keys() & others.keys())
     return _estimate(_arrays(shares, both), _arrays(others, both))
@@ -33,8 +33,8 @@ def estimate_of_means(
     """Estimate a statistic of several means over the same units.
 
     Args:
-        values: float64 [units, means], what each unit adds to each mean.
-        statistic: from means [..., means] to numbers [...], such as their largest.
+        values: contribution of each unit to each mean, float64 [units, means].
+        statistic: function from means [..., means] to numbers [...], such as the maximum.
     """
     units = len(values)
     value = float(statistic(values.mean(0)))
@@ -46,7 +46,7 @@ def estimate_of_means(
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
-    """Yield how often each unit is drawn, int64 [resamples, units], ``RESAMPLES`` rows in all."""
+    """Yield counts of each unit in ``RESAMPLES`` resamples, as int64 [resamples, units]."""
     random = np.random.default_rng(_SEED)
     left = RESAMPLES
     while left:
@@ -56,7 +56,7 @@ def _resamples(units: int) -> Iterator[np.ndarray]:
 
 
 def _arrays(shares: Mapping[str, Mean], keys: list[str]) -> np.ndarray:
-    """Float64 [items, 2]: totals and weights."""
+    """Return totals and weights, float64 [items, 2]."""
     return np.array([shares[key][:2] for key in keys], dtype=np.float64).reshape(-1, 2)
 
 
@@ -70,7 +70,7 @@ def _estimate(*targets: np.ndarray) -> Estimate | None:
     values = np.concatenate(
         [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(items)]
     )
-    # A resample may have drawn no item with a weight.
+    # All weights of a resample may be 0.
     low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
     return Estimate(float(value), float(low), float(high), items)
 

@@ -1,9 +1,9 @@
-"""Attention of a network as it runs: logits and maps, row block by row block.
+"""Attention logits and maps of a running network, in blocks of rows.
 
-An attention function of ``transformers`` that replaces the usual one sees queries and
-keys as attention gets them, for any kind of attention; its variant says how the maps combine.
-At no time does more exist than a layer's queries and keys and a block of rows: about 32 MiB of
-float32 logits, or one row of every head where that is more, and a few times that in passing.
+A replacement for the attention function of ``transformers`` receives the queries and keys of every
+kind of attention, and the kind's variant combines the maps. Memory holds the queries and keys of
+one layer and a block of rows: about 32 MiB of float32 logits (or one row of every head, if that is
+more), and temporarily a few times as much.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ _USUAL = "sdpa"
 
 
 class Call(NamedTuple):
-    """Queries that meet keys.
+    """Queries and keys of one call of the attention function.
 
     Attributes:
-        query: [queries, s, d], rotated.
-        key: [keys, s, d], rotated; consecutive queries share one.
-        scaling: of their products.
+        query: rotated queries [queries, s, d].
+        key: rotated keys [keys, s, d]; consecutive queries share a key.
+        scaling: factor of their products.
     """
 
     query: Tensor
@@ -41,9 +41,9 @@ class Call(NamedTuple):
     scaling: float
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Of the rows from ``first`` to ``end``: float32 [queries, rows, end], -inf in the future.
+        """Return the logits of the rows from ``first`` to ``end``, float32 [queries, rows, end].
 
-        Computed in float32 from what the network has.
+        Logits of later keys are -inf.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -56,11 +56,11 @@ class Layer:
     """One layer's attention in one forward pass of a single text.
 
     Attributes:
-        number: of the layer, from 0.
-        module: of its attention.
-        hidden: what it reads, [s, hidden_size].
-        calls: all its queries in the order of ``q_proj``'s rows.
-        variant: its kind.
+        number: number of the layer, from 0.
+        module: attention module.
+        hidden: input of the module, [s, hidden_size].
+        calls: all queries in the order of ``q_proj``'s rows.
+        variant: kind of attention of the layer.
     """
 
     number: int
@@ -71,41 +71,41 @@ class Layer:
 
     @property
     def rows(self) -> int:
-        """s, the tokens of the text."""
+        """Number s of tokens of the text."""
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """All rows, in blocks that keep to the memory."""
+        """Return all rows in blocks whose logits fit into ``BLOCK_BYTES``."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Of all query heads at the rows from ``first`` to ``end``: float32 [queries, rows, end].
+        """Return the logits of all query heads, float32 [queries, rows, end].
 
-        -inf in the future of a row.
+        Logits of later keys are -inf.
         """
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """What multiplies the values there, after any subtraction: float32 [heads, rows, end]."""
+        """Return the maps after subtraction, float32 [heads, rows, end]."""
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """:meth:`maps` from the softmax of the logits there, [queries, rows, end]."""
+        """Return :meth:`maps`, given the softmax of the logits, [queries, rows, end]."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Rows of square maps in blocks whose logits, of all heads, take ``BLOCK_BYTES`` at most."""
+    """Yield blocks of rows of square maps; a block's logits of all heads fit ``BLOCK_BYTES``."""
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @contextmanager
 def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
-    """Calls ``watch`` with every layer of forward passes of one text each, without a cache.
+    """Call ``watch`` with every layer of forward passes over one text each, without a cache.
 
     Raises:
-        UserError: its attention is of no kind that is known, or reaches back only so far.
+        UserError: the kind of attention is unknown, or attention is limited to a window.
     """
     variant, calls = model.target.variant, list[Call]()
 
@@ -113,7 +113,7 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        # A class may attend twice with the same queries, to either half of the values.
+        # Some classes call attention twice with the same queries, for the halves of the values.
         if not calls or calls[-1].query.data_ptr() != query.data_ptr():
             calls.append(Call(query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
@@ -135,13 +135,13 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
 
 @contextmanager
 def quantized(model: Model, bits: int) -> Iterator[None]:
-    """Attention logits rounded to ``bits`` by absmax, in forward passes of one text each.
+    """Round attention logits to ``bits`` by absmax, in forward passes over one text each.
 
-    A logit x becomes s round(x / s) with s = max |x| / (2^(bits - 1) - 1), the maximum over all
-    queries, heads and earlier keys of an attention call; then softmax in float32.
+    A logit x becomes s round(x / s) with s = max |x| / (2^(bits - 1) - 1). The maximum is over all
+    queries, heads and visible keys of an attention call. The softmax is computed in float32.
 
     Raises:
-        UserError: as :func:`watched`.
+        UserError: the kind of attention is unknown, or attention is limited to a window.
     """
     levels = 2 ** (bits - 1) - 1
 
@@ -167,7 +167,7 @@ def quantized(model: Model, bits: int) -> Iterator[None]:
 
 
 def layers(model: Model) -> nn.ModuleList:
-    """The decoder layers of a network whose kind of attention is known."""
+    """Return the decoder layers of a network whose kind of attention is known."""
     found: nn.ModuleList = model.network.base_model.layers
     return found
 
@@ -178,7 +178,7 @@ def _largest(logits: Tensor) -> float:
 
 @contextmanager
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
-    """The network with another attention function, for which no mask is made."""
+    """Replace the attention function of a network; ``transformers`` builds no mask for it."""
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     network.config._attn_implementation = _NAME
@@ -192,6 +192,6 @@ def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
 def _check(model: Model, options: dict[str, Any]) -> None:
     if options.get("sliding_window") is not None:
         raise UserError(
-            f"{model.target.name} attends within a sliding_window of {options['sliding_window']}; "
-            "what looks into attention takes models that attend to the whole context"
+            f"{model.target.name} has a sliding_window of {options['sliding_window']}; this suite "
+            "needs models that attend to the whole context"
         )

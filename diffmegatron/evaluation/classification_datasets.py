@@ -1,25 +1,30 @@
-"""Classification in context: data sets, prompts, and decoding that can only give a label.
+"""Text classification in context: data sets, prompts, and decoding constrained to the labels.
 
-Constrained decoding as Ratner et al. (2023): at every step the model may choose among the tokens
-that continue a label which still matches.
+Decoding follows Ratner et al. (2023): at every step the model chooses among the tokens that
+continue a label which still matches.
 """
 
 import csv
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.datasets import DataSet, Reader, choose
 from diffmegatron.evaluation.requests import Generation, LabelTree
 from diffmegatron.evaluation.suite import Item
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.files import parse_json, read_bytes, shown
+from diffmegatron.files import clipped, read_bytes, read_json, read_text, shown
+from diffmegatron.validation import validated
 
-# Between the examples of a prompt.
+# Separates the examples of a prompt.
 SEPARATOR = "\n\n"
 
 
@@ -31,70 +36,26 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
-    """A data set in files of its published format.
+class ClassificationTask:
+    """A data set with its prompt.
 
     Attributes:
-        train, test: names of the files under ``--data-dir``.
-        read: the examples of a file's content, of the training or the test set.
-        text, label: what stands before either in a prompt.
-        origin: where the files come from, for whoever has none.
+        train, test: the two splits.
+        text, label: words before a text and before its label in a prompt.
     """
 
-    train: str
-    test: str
-    read: Callable[[bytes, str], Iterator[Example]]
+    train: DataSet[Example]
+    test: DataSet[Example]
     text: str
     label: str
-    origin: str
-
-    def examples(self, data_dir: Path, split: str) -> list[Example]:
-        """Those of a split, ``train`` or ``test``.
-
-        Raises:
-            UserError: the file is missing or of another format.
-        """
-        path = data_dir / (self.train if split == "train" else self.test)
-        if not path.exists():
-            raise UserError(f"{shown(path)} does not exist; it is {self.origin}")
-        content = read_bytes(path)
-        try:
-            found = list(self.read(content, split))
-        except (ValueError, KeyError, AttributeError, csv.Error):
-            found = []
-        if not found:
-            raise UserError(f"{shown(path)} has no examples of the form of {self.origin}")
-        return found
 
     def question(self, text: str) -> str:
-        """A prompt's end, after which the label is to come."""
+        """Return the end of a prompt, which the label follows."""
         return f"{self.text}: {text}\n{self.label}:"
 
     def demonstration(self, example: Example) -> str:
-        """An example as it stands in a prompt."""
+        """Return an example as the prompt contains it."""
         return f"{self.question(example.text)} {example.label}{SEPARATOR}"
-
-
-def _trec(content: bytes, split: str, *, fine: bool = False) -> Iterator[Example]:
-    for line in content.decode("latin-1").splitlines():
-        kind, text = line.split(" ", 1)
-        coarse, detail = kind.split(":")
-        label = _TREC[coarse]
-        yield Example(text.strip(), f"{label} {detail}" if fine else label)
-
-
-def _trec_fine(content: bytes, split: str) -> Iterator[Example]:
-    return _trec(content, split, fine=True)
-
-
-def _banking(content: bytes, split: str) -> Iterator[Example]:
-    for row in csv.DictReader(StringIO(content.decode())):
-        yield Example(row["text"].strip(), row["category"].replace("_", " "))
-
-
-def _clinic(content: bytes, split: str) -> Iterator[Example]:
-    for text, intent in parse_json(content, dict[str, list[tuple[str, str]]], "clinc150")[split]:
-        yield Example(text, intent.replace("_", " "))
 
 
 _TREC = {
@@ -105,52 +66,99 @@ _TREC = {
     "LOC": "location",
     "NUM": "number",
 }
-_TREC_FILES = "the TREC question types in lines of 'COARSE:fine question' (Li and Roth, 2002)"
-TASKS: dict[str, Task] = {
-    "trec": Task("trec_train.txt", "trec_test.txt", _trec, "Question", "Type", _TREC_FILES),
-    "trec-fine": Task(
-        "trec_train.txt", "trec_test.txt", _trec_fine, "Question", "Type", _TREC_FILES
+_TREC_LINE = re.compile(r"([A-Z]+):(\S*) (.*)")
+
+
+def _trec(*, is_fine: bool) -> Reader[Example]:
+    def read(path: Path) -> Iterator[Example]:
+        for number, line in enumerate(read_bytes(path).decode("latin-1").splitlines(), start=1):
+            match = _TREC_LINE.fullmatch(line)
+            if match is None or match[1] not in _TREC:
+                raise UserError(
+                    f"{shown(path)} at line {number} is {clipped(repr(line))}; it must be "
+                    f"'COARSE:fine question' with a class of {', '.join(_TREC)}"
+                )
+            label = _TREC[match[1]]
+            yield Example(match[3].strip(), f"{label} {match[2]}" if is_fine else label)
+
+    return read
+
+
+class _Banking(BaseModel):
+    text: str
+    category: str
+
+
+def _banking(path: Path) -> Iterator[Example]:
+    try:
+        rows = list(csv.DictReader(StringIO(read_text(path))))
+    except csv.Error as error:
+        raise UserError(f"{shown(path)} is not a CSV file: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        found = validated(_Banking, row, f"{shown(path)} at row {number}")
+        yield Example(found.text.strip(), found.category.replace("_", " "))
+
+
+def _clinic(split: str) -> Reader[Example]:
+    def read(path: Path) -> Iterator[Example]:
+        splits = read_json(path, dict[str, list[tuple[str, str]]])
+        if split not in splits:
+            raise UserError(f"{shown(path)} has no split {split!r}")
+        return (Example(text, intent.replace("_", " ")) for text, intent in splits[split])
+
+    return read
+
+
+def _trec_task(*, is_fine: bool) -> ClassificationTask:
+    origin = "the TREC question types in lines of 'COARSE:fine question' (Li and Roth, 2002)"
+    train, test = (
+        DataSet(f"trec_{split}.txt", _trec(is_fine=is_fine), origin) for split in ("train", "test")
+    )
+    return ClassificationTask(train, test, "Question", "Type")
+
+
+def _banking_split(split: str) -> DataSet[Example]:
+    origin = "Banking-77 with columns text and category (Casanueva et al., 2020)"
+    return DataSet(f"banking77_{split}.csv", _banking, origin)
+
+
+def _clinic_split(split: str) -> DataSet[Example]:
+    origin = "data_full.json of CLINC-150, lists of [text, intent] by split (Larson et al., 2019)"
+    return DataSet("clinc150.json", _clinic(split), origin)
+
+
+TASKS: dict[str, ClassificationTask] = {
+    "trec": _trec_task(is_fine=False),
+    "trec-fine": _trec_task(is_fine=True),
+    "banking77": ClassificationTask(
+        _banking_split("train"), _banking_split("test"), "query", "intent"
     ),
-    "banking77": Task(
-        "banking77_train.csv",
-        "banking77_test.csv",
-        _banking,
-        "query",
-        "intent",
-        "Banking-77 with columns text and category (Casanueva et al., 2020)",
-    ),
-    "clinic150": Task(
-        "clinc150.json",
-        "clinc150.json",
-        _clinic,
-        "utterance",
-        "intent",
-        "data_full.json of CLINC-150, lists of [text, intent] by split (Larson et al., 2019)",
+    "clinic150": ClassificationTask(
+        _clinic_split("train"), _clinic_split("test"), "utterance", "intent"
     ),
 }
 
 
 def check_tasks(names: Sequence[str], data_dir: Path) -> None:
-    """See to it that all data are there.
+    """Check that the files of all tasks can be read.
 
     Raises:
-        UserError: a task is unknown, or its files are missing or of another format.
+        UserError: a task is unknown, or a file is missing or has another format.
     """
-    for name in names:
-        if name not in TASKS:
-            raise UserError(f"task {name!r} is unknown; give some of {', '.join(TASKS)}")
-        for split in ("train", "test"):
-            TASKS[name].examples(data_dir, split)
+    for task in choose(names, TASKS, "task"):
+        task.train.examples(data_dir)
+        task.test.examples(data_dir)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What questions share that come after the same examples.
+    """The examples of a prompt, which many items share.
 
     Attributes:
-        digest: of the rest, which ``repr`` leaves out: many items have it.
-        prefix: the start token and the examples.
-        labels: that may be given.
+        digest: hash of the examples and the labels. Many items contain a prompt, so ``repr`` shows
+            only the hash.
+        prefix: ids of the start token and the examples.
+        labels: labels that the model can choose.
     """
 
     digest: str
@@ -171,39 +179,39 @@ class Prompt:
         return node.label
 
 
-class Questions:
-    """The questions of a task, in a target's tokens.
+class EncodedTask:
+    """A task in the tokens of a target.
 
     Args:
-        name: of the task.
-        data_dir: where its files are.
-        count: of test items, drawn with a fixed seed; all, where there are fewer.
-        target: whose tokens.
+        name: name in ``TASKS``.
+        data_dir: folder with the files of the task.
+        count: number of test items, which are drawn with a fixed seed.
+        target: model whose tokenizer encodes.
 
     Attributes:
-        train: the examples of the training set, shuffled.
+        train: shuffled examples of the training set.
 
     Raises:
-        UserError: the data are missing or of another format, or labels cannot be told apart.
+        UserError: a file is missing or has another format, or two labels have the same tokens.
     """
 
     def __init__(self, name: str, data_dir: Path, count: int, target: Target) -> None:
         self._task, self._target = TASKS[name], target
-        self.train = self._task.examples(data_dir, "train")
+        self.train = self._task.train.examples(data_dir)
         random.Random(f"{name}/train").shuffle(self.train)
         self._names = sorted({example.label for example in self.train})
         self._labels = label_tree(self._names, target)
-        test = self._task.examples(data_dir, "test")
+        test = self._task.test.examples(data_dir)
         chosen = random.Random(f"{name}/test").sample(test, min(count, len(test)))
         self._asked = [(target.encode(self._task.question(x)), label) for x, label in chosen]
 
-    def after(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
-        """Every question after the same examples.
+    def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
+        """Return an item for every test question, all after the same examples.
 
         Args:
-            examples: in order.
-            key: of the items, before the number of the question.
-            more: comes first in their content; then the prompt, the question and its label.
+            examples: examples in the order of the prompt.
+            key: prefix of the items' keys; the number of the question follows.
+            more: first parts of the items' contents; the prompt, the question and its label follow.
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()
@@ -220,18 +228,19 @@ class Questions:
 
 
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
-    """Every label's tokens after ``Type:``, from the root on.
+    """Return the tree of the tokens of labels, as they follow a prompt.
 
-    A label whose tokens begin another's ends with the separator, as it does in prompts.
+    If the tokens of a label begin another label, the first one is followed by the separator, as in
+    a prompt.
 
     Raises:
-        UserError: a label has no tokens, or those of another.
+        UserError: a label has no tokens, or the same tokens as another.
     """
     ids = {label: tuple(target.encode(f" {label}")) for label in labels}
     if len(set(ids.values())) < len(ids) or not all(ids.values()):
         raise UserError(
-            f"the tokenizer of {target.name} does not tell the labels apart: two have the same "
-            "tokens, or one has none"
+            f"the tokenizer of {target.name} gives two labels the same tokens, or a label none; "
+            "evaluate without this task"
         )
     ending, root = tuple(target.encode(SEPARATOR)), LabelTree()
     for label, own in ids.items():

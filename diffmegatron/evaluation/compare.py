@@ -1,4 +1,4 @@
-"""Runs side by side, from what they recorded: curves, lambda, throughput and final figures."""
+"""Comparison of recorded runs: curves, lambda, throughput and final figures."""
 
 import json
 import statistics
@@ -20,40 +20,40 @@ from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# Of the end of a run, over which its last training loss is averaged: one batch says little.
+# The last training loss is the mean over this share of the steps, because one batch is noisy.
 _LAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class RecordedStage:
-    """What a run, or a stage of one, left of itself: the resolved recipe and its metrics."""
+    """The resolved recipe and the recorded metrics of a stage of a run."""
 
     recipe: Recipe
     entries: Sequence[Entry]
 
     @property
     def last_step(self) -> int:
-        """The last one of which anything was recorded."""
+        """Last step with a recorded metric."""
         return int(max(entry["step"] for entry in self.entries))
 
     @property
     def tokens(self) -> int:
-        """Seen up to the last step."""
+        """Tokens seen up to the last step."""
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(tokens seen in this stage, value) wherever it recorded this metric."""
+        """Return (tokens seen in this stage, value) of every record of a metric."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
 
     def names(self, beginning: str) -> list[str]:
-        """Of the recorded metrics that begin so, sorted."""
+        """Return the sorted names of recorded metrics with this beginning."""
         return sorted({n for entry in self.entries for n in entry if n.startswith(beginning)})
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The stages of a run that have recorded anything, in their order; one without stages."""
+    """The stages of a run that have recorded metrics, in order."""
 
     stages: Sequence[RecordedStage]
 
@@ -63,7 +63,7 @@ class RecordedRun:
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(tokens seen, value) wherever the run recorded this metric, stage after stage."""
+        """Return (tokens seen, value) of every record of a metric, stage after stage."""
         return [
             (start + tokens, value)
             for start, stage in zip(self.starts, self.stages, strict=True)
@@ -71,7 +71,7 @@ class RecordedRun:
         ]
 
     def names(self, beginning: str) -> list[str]:
-        """Of the recorded metrics that begin so, sorted."""
+        """Return the sorted names of recorded metrics with this beginning."""
         return sorted({name for stage in self.stages for name in stage.names(beginning)})
 
 
@@ -79,16 +79,16 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     """Write ``compare.json``, ``compare.md`` and ``compare.png`` of some runs into ``out``.
 
     Args:
-        run_dirs: of runs of any recipes, finished or not, with stages that of all of them; the
-            first comes first.
-        out: directory, made if it is missing; files of an earlier comparison are replaced.
+        run_dirs: run_dirs of any recipes, finished or not; for a recipe with stages, the folder
+            of all stages.
+        out: directory, created if it is missing; files of an earlier comparison are replaced.
 
     Returns:
-        The final figures: a row for each, a column for each run.
+        The final figures, with a row per figure and a column per run.
 
     Raises:
-        UserError: a run_dir has no recipe or recorded nothing, holds stages of which several are
-            last, or is given twice.
+        UserError: a run_dir has no recipe or no metrics, has several last stages, or is given
+            twice.
         OSError: ``out`` or a file in it cannot be written.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
@@ -105,17 +105,17 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """The recipe and the metrics of a run, with stages of all that have begun.
+    """Return the recipes and metrics of all stages of a run that have begun.
 
     Raises:
-        UserError: one of them is missing or cannot be read, or several stages are last.
+        UserError: a file is missing or cannot be read, or the run has several last stages.
     """
     folders = stage_folders(run_dir, RECIPE)
     only_last(folders)
     stages = [_read_stage(folder.run_dir) for folder in folders]
     if not any(stage.entries for stage in stages):
         raise UserError(
-            f"{shown(folders[0].run_dir / METRICS)} has no entries; the run has not made a step"
+            f"{shown(folders[0].run_dir / METRICS)} has no entries; train the run for a step first"
         )
     return RecordedRun([stage for stage in stages if stage.entries])
 
@@ -125,20 +125,20 @@ def _read_stage(run_dir: Path) -> RecordedStage:
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart.
+    """Return the shortest ends of the paths that are unique.
 
     Raises:
-        UserError: two are the same folder.
+        UserError: two paths are the same folder.
     """
     paths = [path.absolute().resolve() for path in run_dirs]
     if len(set(paths)) < len(paths):
         twice = next(path for n, path in enumerate(run_dirs) if paths[n] in paths[:n])
-        raise UserError(f"{shown(twice)} is given twice; give runs that differ")
+        raise UserError(f"{shown(twice)} is given twice; give each run once")
     return [printable(end) for end in shortest_ends(paths)]
 
 
 def curves_of(run: RecordedRun) -> Curves:
-    """What the picture shows of a run."""
+    """Return the curves of a run."""
     return Curves(
         losses=run.series("train/loss"),
         held_out=run.series("valid/loss"),
@@ -149,11 +149,11 @@ def curves_of(run: RecordedRun) -> Curves:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Figures of a run by their name; those that it did not record are left out.
+    """Return the recorded figures of a run by name.
 
-    Steps and tokens are those of all stages; everything else is the last stage's. The last training
-    losses, of all and of each source, are the means over the last tenth of its steps, throughput is
-    the median of what was recorded; the others are the last that was recorded.
+    Steps and tokens are sums over all stages; other figures belong to the last stage. Training
+    losses are means over the last tenth of its steps, throughput is the median of all records, and
+    memory is the largest record. Every other figure is the last record.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -184,7 +184,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
-    """The mean loss of each source's tokens of the later steps."""
+    """Return the mean loss of each source's tokens after a step."""
     losses = {}
     for loss in stage.names(SOURCE_LOSS):
         tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)
@@ -199,7 +199,7 @@ def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
 
 
 def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each figure that any run has, in their order, a column for each run."""
+    """Return a table with a row for each figure that any run has, and a column for each run."""
     names = dict.fromkeys(name for run in figures.values() for name in run)
     rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
     return ["", *figures], rows

@@ -1,4 +1,4 @@
-"""``diffmegatron evaluate``: every suite on every target, and one report of all."""
+"""``diffmegatron evaluate``: run every suite on every target, and write a report."""
 
 import math
 import sys
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.errors import NotFiniteError, UserError
+from diffmegatron.evaluation.evaluate_settings import Computing
 from diffmegatron.evaluation.evaluation_ranks import Ranks, export_targets, joined
-from diffmegatron.evaluation.model import Computing, Model
+from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
     Measured,
@@ -39,28 +40,28 @@ def evaluate(
     settings: Sequence[str],
     computing: Computing | None = None,
 ) -> Path:
-    """Run suites on targets, or go on where a killed process stopped, and write the report.
+    """Run suites on targets and write the report, or resume an interrupted evaluation.
 
     The ranks of a launcher share the items of each suite.
 
     Args:
-        paths: of the targets.
-        names: of the suites.
-        out: directory of the results, made where missing.
+        paths: paths of the targets.
+        names: names of the suites.
+        out: directory of the results, created if it is missing.
         options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
         settings: ``SUITE.KEY=VALUE``.
-        computing: device, dtype and size of batches; by default those that suit the machine.
+        computing: device, dtype, size of batches and engine.
 
     Returns:
-        ``report.html``.
+        The path of ``report.html``.
 
     Raises:
-        UserError: a target is no model, a suite cannot be asked of it, data are missing, ``out``
-            holds results of something else, or a path is not UTF-8.
+        UserError: a target is not a model, a suite does not support a target, data are missing,
+            ``out`` has results of other targets or settings, or a path is not UTF-8.
     """
     computing = computing or Computing()
     check_utf8(*paths, out, *(Path(path) for path in _given(options)))
-    with joined() as ranks, _alone(out) if ranks.is_main else nullcontext():
+    with joined() as ranks, _lock(out) if ranks.is_main else nullcontext():
         ranks.meet()
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
@@ -80,27 +81,27 @@ def evaluate(
 
 
 def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    """Every path, or ``NAME=PATH``, of :func:`evaluate`'s options."""
+    """Yield every path, or ``NAME=PATH``, of :func:`evaluate`'s options."""
     for value in options.values():
         yield from value if isinstance(value, tuple) else (value,)
 
 
-def _alone(out: Path) -> FileLock:
+def _lock(out: Path) -> FileLock:
     return FileLock(out / _LOCK, f"--out {shown(out)}", "give another --out")
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
-    """Tokens that every target takes, of which a suite uses 2,048 at most unless it is told."""
+    """Return the shortest context of all targets, at most 2,048, the default of suites."""
     return int(min(MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 
 def _check(suites: Sequence[Suite], targets: Sequence[Target]) -> None:
     for suite in suites:
-        if suite.one_tokenizer and not have_one_tokenizer(targets):
+        if suite.needs_one_tokenizer and not have_one_tokenizer(targets):
             raise UserError(
                 f"suite {suite.name!r} counts tokens, and the tokenizers of "
-                f"{', '.join(target.name for target in targets)} differ; evaluate those apart that "
-                "have other tokenizers"
+                f"{', '.join(target.name for target in targets)} differ; evaluate targets with "
+                "different tokenizers in separate commands"
             )
         for target in targets:
             if not suite.reads_runs:
@@ -114,7 +115,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     _check_keys(suite, items)
     header = {
         "suite": suite.name,
-        "settings": suite.model_dump(mode="json", exclude=set(suite.of_follow_ups)),
+        "settings": suite.model_dump(mode="json", exclude=set(suite.follow_up_settings)),
         "items": digest(items),
         "weights": target.fingerprint,
     }
@@ -122,9 +123,9 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         header["dtype"] = model.computing.dtype_of(target)
         header["engine"] = model.computing.engine
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
-        # Before the hours that the rest may take, not after.
+        # Check existing records first, because the other items may take hours.
         check_records(file.records.values(), suite.means)
-        # A suite of runs asks for no context, nor for the configuration that says it.
+        # A suite that reads runs needs no context, so do not load the configuration for it.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -136,7 +137,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # They depend on the records of all.
+        # Follow-ups depend on the records of all items.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _ask(suite, model, more, file, ranks, suite.passes[1])
@@ -145,8 +146,8 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
     bad = [key for key, record in measured.records.items() if NOT_FINITE in record]
     if bad:
         measured.left_out.append(
-            f"numbers of {len(bad)} of {len(fitting)} items are not finite, so that there is no "
-            f"mean; the first is {bad[0]}: {measured.records[bad[0]][NOT_FINITE]}"
+            f"{len(bad)} of {len(fitting)} items have numbers that are not finite, so no mean is "
+            f"computed; the first is {bad[0]}: {measured.records[bad[0]][NOT_FINITE]}"
         )
         measured.records = {}
     return measured
@@ -161,8 +162,8 @@ def _ask(
     pass_name: str,
 ) -> None:
     left = [item for item in items if item.key not in file.records]
-    count = ranks.count if suite.shared else 1
-    own = ranks.share(left) if suite.shared else left if ranks.is_main else []
+    count = ranks.count if suite.is_parallel else 1
+    own = ranks.share(left) if suite.is_parallel else left if ranks.is_main else []
     if ranks.is_main:
         name = f"{suite.name}, {pass_name}," if pass_name else suite.name
         progress = _Progress(f"{name} on {model.target.name}", len(items), len(left), count)
@@ -180,30 +181,30 @@ def _check_keys(suite: Suite, items: Sequence[Item]) -> None:
     if len(keys) < len(items):
         raise ValueError(f"suite {suite.name!r} has {len(items)} items of {len(keys)} keys")
     if not items:
-        raise UserError(f"suite {suite.name!r} has no items: its data are empty")
+        raise UserError(f"suite {suite.name!r} has no items; give data that are not empty")
 
 
 class _Progress:
-    """Lines of what is done and how long the rest will take, where all processes are as fast."""
+    """Printer of progress lines; the ETA assumes that all processes are equally fast."""
 
     def __init__(self, name: str, total: int, left: int, processes: int) -> None:
         self._name, self._total, self._left = name, total, left
         self._first, self._processes = left, processes
-        self._started, self._said = time.monotonic(), -math.inf
+        self._started, self._printed = time.monotonic(), -math.inf
         if left < total:
-            self._say(f"{total - left} of {total} items are there already")
+            self._print(f"{total - left} of {total} items have records already")
 
     def advance(self) -> None:
-        """Count an item, and as many of the other processes."""
+        """Count an item of this process, and one of every other process."""
         self._left = max(0, self._left - self._processes)
         now = time.monotonic()
-        if now - self._said < _SECONDS_BETWEEN_LINES and self._left:
+        if now - self._printed < _SECONDS_BETWEEN_LINES and self._left:
             return
-        self._said = now
+        self._printed = now
         per_item = (now - self._started) / (self._first - self._left)
         eta = timedelta(seconds=round(per_item * self._left))
         done = self._total - self._left
-        self._say(f"{done}/{self._total} items ({done / self._total:.0%}) | ETA {eta}")
+        self._print(f"{done}/{self._total} items ({done / self._total:.0%}) | ETA {eta}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"{self._name} | {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The processes of one evaluation: each asks its share of the items, and rank 0 does all else."""
+"""The processes of an evaluation: each scores a share of the items, and rank 0 does the rest."""
 
 import os
 import subprocess
@@ -19,56 +19,56 @@ from diffmegatron.parallel.launcher import read_launch
 
 _Any = TypeVar("_Any")
 
-# The shares of the items may take as much longer than each other.
-_PATIENCE = timedelta(days=1)
-# What makes a process one of several.
+# Processes may finish their shares of the items at very different times.
+_TIMEOUT = timedelta(days=1)
+# Prefixes of the variables that a launcher sets.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and how many there are; they see the same files."""
+    """Rank of this process and number of processes, which share a file system."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what there is one of, and says how far it is."""
+        """True for the process that writes shared files and prints progress."""
         return self.rank == 0
 
     def share(self, items: Sequence[_Any]) -> Sequence[_Any]:
-        """What this process asks of them."""
+        """Return the items of this process."""
         return items[self.rank :: self.count]
 
     def meet(self) -> None:
-        """Wait for all others."""
+        """Wait for all other processes."""
         if self.count > 1:
             distributed.barrier()
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The processes that a launcher has started; one where there is none.
+    """Join the processes that a launcher has started; without a launcher there is one.
 
     Raises:
-        UserError: they cannot meet, or there is no GPU for this one.
+        UserError: a process does not arrive, or has no GPU.
     """
     launch = read_launch()
     if launch.ranks == 1:
         yield Ranks()
         return
-    with default_group(_PATIENCE):
+    with default_group(_TIMEOUT):
         yield Ranks(launch.rank, launch.ranks)
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
     """Export the checkpoints among the targets, once for all processes.
 
-    The comparison of logits needs process groups of a single rank, and so a process of its own.
+    The export compares logits in process groups of a single rank, so it runs in a new process.
 
     Raises:
-        UserError: one cannot be exported.
+        UserError: an export failed.
     """
     if ranks.count == 1:
         return
@@ -81,7 +81,7 @@ def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
             export = subprocess.run([sys.executable, *command], env=environment, check=False)
             if export.returncode:
                 raise UserError(
-                    f"{shown(target.checkpoint)} was not exported, as is said above; correct that, "
-                    "or give a Hugging Face folder"
+                    f"the export of {shown(target.checkpoint)} failed with the error above; "
+                    "correct it, or give a Hugging Face folder"
                 )
     ranks.meet()

@@ -1,4 +1,4 @@
-"""The forms that pictures of suites have: bars, curves and maps, each number with its interval."""
+"""Bars, curves and maps for the pictures of suites; every number has its interval."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return every measure of a target with its interval, each record a unit of its own.
+    """Return every measure of a target with its interval.
 
-    Pictures draw measures of which a unit has one record.
+    Every record is a unit of its own, which is right for measures with one record per unit.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -32,13 +32,13 @@ def plot_bars(
     targets: Mapping[str, Sequence[Estimate | None]],
     ylabel: str,
 ) -> None:
-    """Plot a group of bars for each label, a bar for each target, with intervals.
+    """Plot a group of bars for each label, with a bar and its interval for each target.
 
     Args:
-        axes: to plot into.
-        labels: of the groups, from left to right.
-        targets: a number for each label; None leaves the place of a bar empty.
-        ylabel: the quantity, with its unit.
+        axes: axes to plot into.
+        labels: labels of the groups, from left to right.
+        targets: by target, an estimate for each label; None leaves the place of a bar empty.
+        ylabel: quantity and unit.
     """
     width = 0.8 / len(targets)
     for number, (target, estimates) in enumerate(targets.items()):
@@ -57,15 +57,45 @@ def plot_bars(
     place_legend(axes)
 
 
+def plot_measures(
+    axes: "Axes",
+    suite: Suite,
+    records: Mapping[str, Records],
+    measures: Mapping[str, str],
+    ylabel: str,
+    *,
+    is_share: bool = False,
+) -> None:
+    """Plot measures of a suite as bars.
+
+    Args:
+        axes: axes to plot into.
+        suite: suite of the records.
+        records: records by target.
+        measures: measure for each label.
+        ylabel: quantity and unit.
+        is_share: let the axis range from 0 to 1.
+    """
+    estimates = {name: estimate_measures(suite, each) for name, each in records.items()}
+    bars = {
+        target: [own.get(measure) for measure in measures.values()]
+        for target, own in estimates.items()
+    }
+    plot_bars(axes, list(measures), bars, ylabel)
+    if is_share:
+        axes.set_ylim(0, 1)
+
+
 def plot_curves(
     axes: "Axes", targets: Mapping[str, Sequence[tuple[float, Estimate]]], xlabel: str, ylabel: str
 ) -> None:
     """Plot a curve for each target, with intervals.
 
     Args:
-        axes: to plot into.
-        targets: x and the number there, x ascending; a target without points has no curve.
-        xlabel, ylabel: the quantities, with their units.
+        axes: axes to plot into.
+        targets: by target, points (x, estimate) with ascending x; a target without points has no
+            curve.
+        xlabel, ylabel: quantities and units.
     """
     for target, points in targets.items():
         if points:
@@ -87,17 +117,17 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables of one quantity as maps with one colour scale, whose bar is labelled.
+    """Plot tables of one quantity as maps with one colour scale and a labelled colour bar.
 
     Rows and columns are counted from 1.
 
     Args:
-        figure: that has the axes.
-        grid: axes, one for each table.
-        tables: [rows, columns] by title, not negative.
-        xlabel, ylabel: of columns and rows.
-        quantity: of the values, for the bar.
-        is_logarithmic: whether the scale is, for values of which a few have most of the sum.
+        figure: figure of the axes.
+        grid: one axes for each table.
+        tables: nonnegative [rows, columns] by title.
+        xlabel, ylabel: labels of columns and rows.
+        quantity: label of the colour bar.
+        is_logarithmic: use a logarithmic scale, for values of which a few dominate the sum.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -119,7 +149,7 @@ def plot_maps(
 
 
 def place_legend(axes: "Axes", columns: int = 3) -> None:
-    """Put the legend below the axes, where it covers neither curves nor titles."""
+    """Put the legend below the axes, where it covers no curve and no title."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.legend(

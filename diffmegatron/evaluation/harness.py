@@ -35,6 +35,7 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.requests import Generation, Request, Scored, Scoring
@@ -53,7 +54,7 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """A document of a task with lm-eval's requests about it.
+    """A document of a task with lm-eval's requests.
 
     Attributes:
         task: name of the task.
@@ -75,16 +76,16 @@ class Tasks:
 
     Args:
         names: names of tasks, groups and tags.
-        include_path: folder with further task configs; None for the library's own.
-        data_dir: folder in which relative paths of task configs begin. A folder in it that has the
-            name of a dataset's repository replaces the repository on Hugging Face's hub.
+        include_path: folder with further task configurations, or None.
+        data_dir: base of relative paths in task configurations. A folder in it with the name of a
+            data set's repository replaces the repository on Hugging Face's hub.
 
     Attributes:
         tasks: tasks by name.
         groups: groups by name.
 
     Raises:
-        UserError: a name is unknown, or a task does not load.
+        UserError: a name is unknown, or a task cannot be loaded.
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, data_dir: Path) -> None:
@@ -96,23 +97,23 @@ class Tasks:
         self.tasks: dict[str, Task] = {}
         self.groups: dict[str, Group] = {}
         index = _index(names, include_path)
-        # Some tasks draw their documents from Python's and numpy's own generators.
+        # Some tasks draw documents with the global generators of Python and numpy.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         for name in names:
             try:
                 with _quiet(), chdir(data_dir):
                     loaded = index.load(name)
-            except Exception as error:  # lm-eval and datasets raise whatever occurs to them
+            except Exception as error:  # lm-eval, datasets and tasks raise errors of any type.
                 raise UserError(
-                    f"lm-eval does not load task {name!r}: {_described(error)}; its dataset must "
-                    "be on Hugging Face's hub and in reach, or below --data-dir, or in the "
-                    "data_files of a task config in lm-eval.include_path"
+                    f"lm-eval cannot load task {name!r}: {_described(error)}; its data set must "
+                    "be on Hugging Face's hub and reachable, or below --data-dir, or in the "
+                    "data_files of a task configuration in lm-eval.include_path"
                 ) from None
             if twice := self.tasks.keys() & loaded["tasks"].keys():
                 raise UserError(
-                    f"lm-eval.tasks {list(names)} contain {sorted(twice)[0]!r} twice; give each "
-                    "task once"
+                    f"lm-eval.tasks {list(names)} contain task {sorted(twice)[0]!r} twice; give "
+                    "each task once"
                 )
             self.tasks |= loaded["tasks"]
             self.groups |= loaded["groups"]
@@ -133,15 +134,15 @@ class Tasks:
             chat_template: function that renders messages as a prompt; None for plain prompts.
 
         Raises:
-            UserError: a task has a fixed number of examples, or too few to draw from.
+            UserError: a task has a fixed number of examples, or too few of them.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():
             own = self._own_shots[name]
             if own == 0 and shots:
                 raise UserError(
-                    f"task {name!r} has num_fewshot 0 in its config, which lm-eval keeps; leave "
-                    "lm-eval.shots out for it"
+                    f"task {name!r} has num_fewshot 0 in its configuration, which lm-eval never "
+                    "changes; leave out lm-eval.shots for it"
                 )
             task.set_config("num_fewshot", shots if shots is not None else own or 0)
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)
@@ -153,9 +154,9 @@ class Tasks:
                         fewshot_as_multiturn=chat_template is not None,
                         chat_template=chat_template,
                     )
-            except Exception as error:  # whatever a task's own functions raise
+            except Exception as error:  # Functions of a task raise errors of any type.
                 raise UserError(
-                    f"lm-eval does not build the prompts of task {name!r} with "
+                    f"lm-eval cannot build the prompts of task {name!r} with "
                     f"{task.get_config('num_fewshot')} examples: {_described(error)}"
                 ) from None
             questions: dict[int, Question] = {}
@@ -174,10 +175,10 @@ class Tasks:
 
         Args:
             question: a question of :meth:`questions`.
-            answers: answer to each request, as lm-eval's models return it.
+            answers: answer to each request in the form of lm-eval's models.
 
         Returns:
-            Values as JSON holds them: numbers, or lists where a metric aggregates more.
+            Values in types of JSON: numbers, or lists for metrics that aggregate several numbers.
 
         Raises:
             NotFiniteError: a value is not finite.
@@ -200,7 +201,7 @@ class Tasks:
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
-        """Return which values of a task's or group's metric are better, where lm-eval has it."""
+        """Return which values of a metric are better, or None if lm-eval does not define it."""
         tasks = self.groups[name].get_all_tasks() if name in self.groups else [self.tasks[name]]
         directions = {task.higher_is_better().get(metric) for task in tasks} - {None}
         return None if len(directions) != 1 else "higher" if directions.pop() else "lower"
@@ -211,15 +212,15 @@ class Tasks:
         return str(self.tasks[name].VERSION if group is None else group.version)
 
     def aggregate(self, values: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
-        """Return the results of tasks, and of groups of them, as lm-eval computes them.
+        """Return lm-eval's results of tasks, and of their groups.
 
         Args:
             values: metrics of every question, by task.
 
         Returns:
-            For every task, and every group that aggregates its tasks, ``acc,none`` and
-            ``acc_stderr,none`` (None where there is none) of each metric and filter, and
-            ``sample_len``.
+            For every task, and every group that aggregates its tasks: ``sample_len``, and value
+            and standard error of each metric and filter, such as ``acc,none`` and
+            ``acc_stderr,none`` (None if undefined).
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -252,17 +253,17 @@ class Tasks:
 
 
 class Encoder(TemplateLM):
-    """The requests of lm-eval in the tokens of a target; it computes nothing itself.
+    """Encoder of lm-eval's requests in the tokens of a target; the network is called elsewhere.
 
     Args:
-        target: model whose tokenizer encodes, as ``transformers`` makes it and lm-eval's own
-            command uses it.
+        target: model whose tokenizer encodes. ``transformers`` loads it, as in lm-eval's own
+            command.
 
     Attributes:
         context: number of tokens of the target's longest text.
 
     Raises:
-        UserError: ``transformers`` cannot make the tokenizer.
+        UserError: ``transformers`` cannot load the tokenizer.
     """
 
     def __init__(self, target: Target) -> None:
@@ -271,7 +272,7 @@ class Encoder(TemplateLM):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 target.folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers has no narrower one for what it does not like
+        except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
                 f"{shown(target.folder)} has no tokenizer that transformers can load: "
                 f"{clipped(str(error))}"
@@ -305,7 +306,7 @@ class Encoder(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as the prompt that the tokenizer's chat template makes of them."""
+        """Render messages as a prompt with the tokenizer's chat template."""
 
         def render(messages: list[dict[str, str]]) -> str:
             text: str = self.tokenizer.apply_chat_template(
@@ -319,21 +320,21 @@ class Encoder(TemplateLM):
         try:
             return render(chat_history)
         except TemplateError:
-            # Some templates refuse a system message; lm-eval leaves it out then.
+            # Some templates refuse a system message. lm-eval leaves it out, too.
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return the shortest context that a question needs; 0 if the target's is long enough.
+        """Return the context that a question needs, or 0 if the target's context is long enough.
 
-        A prompt can lose its beginning and a text is cut into windows, but a choice and the
-        space for an answer cannot be shortened.
+        A prompt can lose its beginning, and a text is cut into windows. A choice and the space for
+        an answer cannot be shortened.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
         elif question.instances[0].request_type == "loglikelihood":
             needed = 0
             for prompt, choice in question.arguments:
-                # A token has one byte or more, so that short choices need not be encoded.
+                # Every token has a byte or more, so short choices need not be encoded.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -343,9 +344,9 @@ class Encoder(TemplateLM):
         return needed if needed > self.context else 0
 
     def requests(self, question: Question) -> tuple[list[Request], bool]:
-        """Return what a network computes for a question, and whether a prompt lost its beginning.
+        """Return the requests of a question, and whether a prompt lost its beginning.
 
-        Choices after the same context are one request, and so is each window of a text.
+        All choices after the same context are one request. Each window of a text is a request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -366,7 +367,7 @@ class Encoder(TemplateLM):
         ], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Return answers of a network to :meth:`requests` as lm-eval's models return them."""
+        """Convert a network's answers to :meth:`requests` to the form of lm-eval's models."""
         kind = question.instances[0].request_type
         if kind == "generate_until":
             return [
@@ -380,7 +381,7 @@ class Encoder(TemplateLM):
         return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
 
     def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
-        """Return contexts and continuations in tokens, split by the rules of the library."""
+        """Return the ids of contexts and continuations, split by lm-eval's own method."""
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         found: Any = self.loglikelihood(instances, disable_tqdm=True)
         return list(found)
@@ -417,26 +418,31 @@ class Encoder(TemplateLM):
         found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
         return found
 
+    # lm-eval's base class declares two more methods as abstract. Only its evaluator calls them, and
+    # this module does not use the evaluator.
+    @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Raise an error: the network is asked elsewhere."""
-        raise NotImplementedError("an encoder computes nothing")
+        raise NotImplementedError("an encoder only encodes; call answers")
 
+    @override
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Raise an error: the network is asked elsewhere."""
-        raise NotImplementedError("an encoder computes nothing")
+        raise NotImplementedError("an encoder only encodes; call answers")
 
 
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return lm-eval's index of tasks, all of whose names are known.
+    """Return an index of lm-eval's tasks that contains all names.
 
-    The library's own 14,000 take many seconds to read, so they are left out if ``include_path`` has
-    all that is asked for.
+    Reading lm-eval's own 14,000 tasks takes many seconds, so they are left out if ``include_path``
+    has all tasks.
+
+    Raises:
+        UserError: a name is unknown.
     """
     folder = None if include_path is None else str(include_path.resolve())
     with _quiet():
         if folder is not None:
             index = TaskManager(include_path=folder, include_defaults=False)
-            # Groups and tags may have tasks of the library.
+            # Groups and tags may contain tasks of the library.
             if set(names) <= set(index.all_subtasks):
                 return index
         index = TaskManager(include_path=folder)
@@ -449,7 +455,7 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
 
 def _check_supported(name: str, task: Task) -> None:
-    """Raise an error for tasks that need more than a network of text."""
+    """Refuse a task that needs more than text and greedy decoding."""
     wrong = None
     if getattr(task, "UNSAFE_CODE", False):
         wrong = "runs code that the model writes"
@@ -458,7 +464,7 @@ def _check_supported(name: str, task: Task) -> None:
     elif task.OUTPUT_TYPE == "generate_until":
         settings = task.get_config("generation_kwargs") or {}
         if normalize_gen_kwargs(settings, DEFAULT_MAX_GEN_TOKS)["do_sample"]:
-            wrong = "draws tokens at random, and decoding is greedy here"
+            wrong = "samples tokens, and only greedy decoding is supported"
     if wrong is not None:
         raise UserError(f"task {name!r} of lm-eval {wrong}; leave it out")
 
@@ -468,14 +474,14 @@ def _decoding(instance: Instance) -> Any:
 
 
 def _likelihood(scored: Scored) -> tuple[float, bool]:
-    """Return the logarithm of a continuation's likelihood, and whether it is the likeliest."""
+    """Return the log-likelihood of a continuation, and whether it is the most likely one."""
     return -float(scored.nats.double().sum()), bool(scored.likeliest.all())
 
 
 def _stderr(
     aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
 ) -> float | None:
-    # lm-eval would fork this process, which has threads and maybe a GPU.
+    # Otherwise lm-eval forks this process, which has threads and maybe a GPU.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
     with _quiet():
@@ -483,7 +489,7 @@ def _stderr(
 
 
 def _plain(value: Any, metric: str) -> Any:
-    """Return a value of a metric as JSON holds it."""
+    """Return a value of a metric in types of JSON."""
     try:
         return json.loads(
             json.dumps(value, allow_nan=False, default=lambda number: number.tolist())
@@ -498,7 +504,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence lm-eval's progress and its warnings of settings that are meant so."""
+    """Silence lm-eval's progress, and its warnings about intended settings."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [each.level for each in loggers]
     for each in loggers:

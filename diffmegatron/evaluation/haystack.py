@@ -1,4 +1,4 @@
-"""Needles in a haystack: sentences with numbers of cities, hidden in a text (Liu et al., LWM)."""
+"""Needles in a haystack: sentences about cities' numbers, hidden in a text (Liu et al., LWM)."""
 
 import random
 import re
@@ -26,12 +26,12 @@ CITIES = re.findall(
     "Vilnius Warsaw Zagreb Zurich",
 )
 _DIGITS = 7
-# What ends a sentence, its space with it; text without any is cut.
+# A sentence with the space after it, or 1,000 characters of text without the end of a sentence.
 _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
 class Needle(NamedTuple):
-    """A city and its number, and the share of the haystack before it."""
+    """A city, its number, and the share of the haystack before them."""
 
     city: str
     number: str
@@ -39,17 +39,17 @@ class Needle(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """As it is written in the text."""
+        """Sentence that is hidden in the text."""
         return f"The special magic {self.city} number is {self.number}. "
 
 
 class Hidden(NamedTuple):
-    """A prompt.
+    """A prompt with hidden needles.
 
     Attributes:
-        ids: the start token, the haystack with its needles, and the question.
-        spans: where each needle begins and ends in them, in the order that they were given in.
-        haystack_end: where the question begins.
+        ids: ids of the start token, the haystack with its needles, and the question.
+        spans: first and last + 1 position of each needle in ``ids``, in the order of the needles.
+        haystack_end: position of the question.
     """
 
     ids: list[int]
@@ -58,7 +58,7 @@ class Hidden(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Needles of cities and numbers that differ, the first at ``depth`` and others anywhere."""
+    """Return needles with different cities and numbers, the first at ``depth``, others anywhere."""
     cities = draw.sample(CITIES, count)
     numbers = draw.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)
     depths = [depth, *(draw.random() for _ in range(count - 1))]
@@ -66,10 +66,10 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 
 
 def question(cities: Sequence[str]) -> str:
-    """What is asked after the haystack, and how the answer begins.
+    """Return the question after the haystack, and the beginning of its answer.
 
-    Without the beginning a model that was only pretrained may go on with anything, and one that was
-    tuned for chats may end at once.
+    Without this beginning a pretrained model may write anything, and a chat model may end the text
+    at once.
     """
     listed = " and ".join(cities)
     one = len(cities) == 1
@@ -82,22 +82,22 @@ def question(cities: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1)
 def open_haystack(path: Path, target: Target) -> "Haystack":
-    """The haystack of all items of a target, read once."""
+    """Return the haystack of a target; the last one is cached for the next items."""
     return Haystack(path, target)
 
 
 class Haystack:
-    """A text to hide needles in, in sentences of a target's tokens.
+    """The sentences of a text in the tokens of a target.
 
     Args:
-        path: as :func:`~diffmegatron.evaluation.text.read_texts` takes it.
-        target: whose tokens count.
+        path: path for :func:`~diffmegatron.evaluation.text.read_texts`.
+        target: model whose tokenizer encodes.
 
     Attributes:
-        digest: of the text.
+        digest: hash of the text.
 
     Raises:
-        UserError: it has no text.
+        UserError: the text is empty.
     """
 
     def __init__(self, path: Path, target: Target) -> None:
@@ -113,21 +113,27 @@ class Haystack:
     def hide(
         self, needles: Sequence[Needle], asked: str, length: int, draw: random.Random
     ) -> Hidden:
-        """A prompt of exactly ``length`` tokens, from a sentence anywhere in the text on.
+        """Return a prompt of exactly ``length`` tokens.
 
-        A needle is put before the sentence that begins nearest to its depth; where the text ends
-        it goes on with its beginning.
+        It begins with a random sentence, and continues at the beginning of the text when the text
+        ends. A needle lies before the sentence that begins nearest to its depth.
+
+        Args:
+            needles: needles to hide.
+            asked: text of the question.
+            length: number of tokens.
+            draw: random generator that chooses the first sentence.
 
         Raises:
-            UserError: the text is too short, or the needles and the question too long.
+            UserError: the text is too short, or the needles and the question are too long.
         """
         sentences = [self._target.encode(needle.sentence) for needle in needles]
         ending = self._target.encode(asked)
         space = length - 1 - len(ending) - sum(map(len, sentences))
         if space < 1:
             raise UserError(
-                f"{len(needles)} needles and their question have {length - 1 - space} tokens of "
-                f"{self._target.name}; give lengths of more than that, not {length}"
+                f"{len(needles)} needles and their question have {length - 1 - space} tokens in "
+                f"{self._target.name}, and the length is {length}; give a larger length"
             )
         pieces = self._pieces(space, draw)
         starts = [0, *accumulate(map(len, pieces))]
@@ -143,7 +149,7 @@ class Haystack:
         return Hidden([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
-        """Sentences in order that have ``space`` tokens together; the last is cut."""
+        """Return consecutive sentences of ``space`` tokens in total; the last one is cut."""
         first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):
             if ids := self._encoded((first + step) % len(self._sentences)):
@@ -152,8 +158,8 @@ class Haystack:
             if not left:
                 return pieces
         raise UserError(
-            f"--haystack {shown(self._path)} has {space - left} tokens of {self._target.name}, and "
-            f"{space} are to be filled; give a longer text, or shorter lengths"
+            f"--haystack {shown(self._path)} has {space - left} tokens in {self._target.name}, and "
+            f"the prompt needs {space}; give a longer text, or a shorter length"
         )
 
     def _encoded(self, number: int) -> list[int]:

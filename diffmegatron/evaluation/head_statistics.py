@@ -1,7 +1,7 @@
-"""What the heads of a network do in one text: the figures of DEX (Kong, Jang, Kwak, 2025).
+"""Statistics of a network's heads over one text, as in the figures of DEX (Kong et al., 2025).
 
-A score is an entry of a head's map, of a token and one that is not after it; docs/evaluation.md
-defines every measure.
+A score is an entry of a head's map for a token and a visible token. docs/evaluation.md defines
+every measure.
 """
 
 import math
@@ -23,7 +23,7 @@ NEAR_ZERO = "share of |scores| below "
 ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
 NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
 
-# By measure, a number for each layer.
+# A number for each layer, by measure.
 ByLayer = dict[str, list[float]]
 
 
@@ -31,22 +31,22 @@ ByLayer = dict[str, list[float]]
 def map_statistics(
     seen: Sequence[Layer], top: float, epsilons: Sequence[float]
 ) -> tuple[ByLayer, Tensor]:
-    """Means over the rows and heads of every layer, and the distances between all heads.
+    """Return means over the rows and heads of every layer, and distances between all heads.
 
-    The maps of all layers exist for one block of rows at a time.
+    Memory holds the maps of all layers for one block of rows.
 
     Args:
-        seen: the layers of a forward pass, in order.
-        top: the share of a row's tokens that are its top tokens; rows are left out where that is
-            less than one token.
-        epsilons: below which a score is near zero.
+        seen: layers of a forward pass, in order.
+        top: share of a row's tokens that are its top tokens. Rows with less than one top token are
+            left out.
+        epsilons: thresholds for scores near zero.
 
     Returns:
-        The means, and 1 - cosine of the maps of every two heads, float64 [heads, heads], layer
-        after layer.
+        The means, and 1 - cosine of the maps of every two heads, float64 [heads, heads] in the
+        order of the layers.
 
     Raises:
-        NotFiniteError: a score is not.
+        NotFiniteError: a score is not finite.
     """
     rows, queries = seen[0].rows, sum(len(call.query) for each in seen for call in each.calls)
     sums: list[dict[str, tuple[Tensor | float, int]]] = [{} for _ in seen]
@@ -59,7 +59,7 @@ def map_statistics(
             if not maps.isfinite().all():
                 raise NotFiniteError(f"a score of layer {layer.number + 1} is not finite")
             for name, value in _measured(block, layer, softmax, maps, epsilons):
-                # The sum over the rows, and how many they are.
+                # Sum over the rows, and their number.
                 total, count = of_layer.get(name, (0.0, 0))
                 of_layer[name] = total + value.double().sum(), count + value.numel()
             scores.append(maps.flatten(1))
@@ -80,7 +80,7 @@ def map_statistics(
 def _measured(
     block: "_Block", layer: Layer, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a layer's rows have of every measure: [heads, rows], or [pairs of heads, rows]."""
+    """Yield every measure of a layer's rows: [heads, rows], or [pairs of heads, rows]."""
     sizes = maps.abs()
     for epsilon in epsilons:
         yield f"{NEAR_ZERO}{epsilon:g}", block.share(sizes < epsilon)
@@ -100,7 +100,7 @@ def _measured(
 
 
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Of two maps each, [heads, rows, keys]."""
+    """Yield the overlaps of the two maps of each head, given as [heads, rows, keys]."""
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]
     yield f"{TOP}, {MAPS}", both / block.counts[block.skipped :]
@@ -111,26 +111,26 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
 
 
 def _entropy(sizes: Tensor) -> Tensor:
-    """In nats, of rows that are made to sum to 1."""
+    """Return the entropy in nats of rows that are normalised to sum to 1."""
     return torch.special.entr(sizes / sizes.sum(2, keepdim=True)).sum(2)
 
 
 class _Block:
-    """Rows from ``first`` to ``end`` of square maps, of which row n has n + 1 scores."""
+    """Rows from ``first`` to ``end`` of square maps; row n has n + 1 scores."""
 
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
-        # How many top tokens a row has; the rows without any come before all others.
+        # Number of top tokens of each row. The rows without top tokens come first.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
 
     def share(self, chosen: Tensor) -> Tensor:
-        """Of the scores that are chosen in [heads, rows, keys], by row."""
+        """Return the share of each row's scores that ``chosen`` [heads, rows, keys] contains."""
         return (chosen & self._earlier).sum(2) / self._lengths
 
     def tops(self, sizes: Tensor) -> Tensor:
-        """1 where a score is among the largest of its row, else 0: [heads, rows, keys]."""
+        """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys]."""
         most = max(1, int(self.counts[-1]))
         places = sizes.masked_fill(~self._earlier, -torch.inf).topk(most, dim=2).indices
         is_top = torch.arange(most, device=sizes.device) < self.counts[:, None]
@@ -139,17 +139,17 @@ class _Block:
 
 @torch.no_grad()
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
-    """Linear CKA between the outputs of every two heads, from the unbiased HSIC of its tokens.
+    """Return the linear CKA between the outputs of every two heads, by the unbiased HSIC.
 
-    Nguyen, Raghu, Kornblith (2021), equation 3, without the matrices of tokens by tokens.
+    It follows equation 3 of Nguyen, Raghu, Kornblith (2021), without matrices of tokens by tokens.
 
     Args:
-        features: of every layer, [tokens, heads, width].
+        features: outputs of the heads of every layer, [tokens, heads, width].
 
     Returns:
-        Float64 [heads, heads], layer after layer.
+        CKA of every two heads, float64 [heads, heads] in the order of the layers.
     """
-    # HSIC does not change with a constant that is added to all tokens; float32 would.
+    # A constant added to all tokens does not change HSIC, but would cost precision in float32.
     centred = [x.float() - x.float().mean(0) for x in features]
     kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
@@ -163,16 +163,16 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
 
 
 class _Kernels:
-    """K = X X^T with zeros on the diagonal, of every head's X [tokens, width]."""
+    """Kernel matrices K = X X^T with a zero diagonal, of every head's X [tokens, width]."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        # The diagonals that are missing, and the sums of rows: float64 [tokens, heads].
+        # Diagonals of X X^T, and sums of the rows of K: float64 [tokens, heads].
         self._diagonal = x.double().square().sum(2)
         self._sums = torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - self._diagonal
 
     def hsic(self, other: "_Kernels") -> Tensor:
-        """Unbiased, but for its factor 1 / (n (n - 3)): [heads, heads of the other]."""
+        """Return the unbiased HSIC without its factor 1 / (n (n - 3)): [heads, other's heads]."""
         n = len(self._x)
         products = torch.einsum("nhd,nge->hgde", self._x, other._x)
         trace = products.double().square().sum((2, 3)) - self._diagonal.T @ other._diagonal
@@ -181,20 +181,20 @@ class _Kernels:
 
 
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
-    """|dL / dxi| of factors xi = 1 on the heads' outputs (Michel et al., 2019).
+    """Return |dL / dxi| for factors xi = 1 on the heads' outputs (Michel et al., 2019).
 
-    Takes the memory of a backward pass, and all logits.
+    It needs the memory of a backward pass with all logits.
 
     Args:
-        model: of the heads.
-        ids: a text; L is the mean loss of its tokens after the first.
-        heads: of every layer.
+        model: model of the heads.
+        ids: ids of a text; L is the mean loss of its tokens after the first.
+        heads: number of heads of a layer.
 
     Returns:
-        Float64 [layers, heads].
+        Importance of every head, float64 [layers, heads].
 
     Raises:
-        NotFiniteError: one is not.
+        NotFiniteError: a gradient is not finite.
     """
     network = model.network
     factors = [
@@ -219,7 +219,7 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
 
 @contextmanager
 def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
-    """Gathers what every layer's heads give to the output projection, [tokens, heads, width]."""
+    """Collect the heads' inputs to every layer's output projection, [tokens, heads, width]."""
     found: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,6 @@
-"""Suites within training: ``training.evaluate`` of a recipe, on the network as it is trained.
+"""Suites within training (``training.evaluate``), on the network that is being trained.
 
-Every rank asks the same items in the same order, as the forward passes of a sharded network are
-the work of several.
+All ranks process the same items in the same order, because they share the forward passes.
 """
 
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from typing_extensions import override
 
 from diffmegatron.config.evaluate_config import EvaluateConfig
 from diffmegatron.config.schema import Recipe
@@ -35,16 +34,17 @@ from diffmegatron.training.compute.step import next_tokens, token_losses
 from diffmegatron.training.monitoring.due import suite_evaluator_name
 from diffmegatron.training.monitoring.evaluators import Values
 from diffmegatron.training.monitoring.progress import say
+from diffmegatron.validation import validated
 
 WITHOUT_VALUES = "without_values"
 
 
 def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
-    """The suites of ``training.evaluate``, their data read.
+    """Return the evaluators of ``training.evaluate``, after reading their data.
 
     Raises:
-        UserError: a suite is not one of those that run within training, a setting does not fit,
-            data are missing, or an item is longer than the run's sequences.
+        UserError: a suite cannot run within training, a setting does not fit, data are missing, or
+            an item is longer than the run's sequences.
     """
     names = [entry.suite for entry in recipe.training.evaluate]
     if len(set(names)) < len(names):
@@ -71,28 +71,20 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
     light = [name for name, kind in SUITES.items() if kind.within_training]
     if entry.suite not in light:
         raise UserError(
-            f"training.evaluate has suite {clipped(repr(entry.suite))}; those that run within "
+            f"training.evaluate has suite {clipped(repr(entry.suite))}; suites that can run within "
             f"training are {', '.join(light)}"
         )
     kind, settings = SUITES[entry.suite], entry.settings
     if "context" in kind.model_fields:
         settings = {"context": int(min(MAX_DEFAULT_CONTEXT, target.context))} | settings
-    try:
-        return kind.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"training.evaluate has suite {entry.suite!r} with key {clipped(key)}: "
-            f"{clipped(first['msg'].lower())}; its keys are suite, every, "
-            f"{', '.join(kind.model_fields)}"
-        ) from None
+    return validated(kind, settings, f"training.evaluate, suite {entry.suite!r}")
 
 
-class _LikeTheExports(Tokenizer):
-    """A tokenizer that passes over ids which it has no text for, as that of an export does.
+class _ExportTokenizer(Tokenizer):
+    """A tokenizer that skips ids without text when it decodes, as an export's tokenizer does.
 
-    A vocabulary is larger than its tokenizer's, and an untrained network says all of it.
+    The network's vocabulary may be larger than the tokenizer's, and an untrained network generates
+    all of its ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -100,12 +92,12 @@ class _LikeTheExports(Tokenizer):
         self.name, self.vocab_size = tokenizer.name, tokenizer.vocab_size
         self.end_of_document, self.sha256 = tokenizer.end_of_document, tokenizer.sha256
 
+    @override
     def encode(self, text: str) -> np.ndarray:
-        """See :meth:`Tokenizer.encode`."""
         return self._tokenizer.encode(text)
 
+    @override
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """See :meth:`Tokenizer.decode`."""
         return self._tokenizer.decode([token for token in ids if self._has_text(int(token))])
 
     def _has_text(self, token: int) -> bool:
@@ -118,12 +110,12 @@ class _LikeTheExports(Tokenizer):
 
 @dataclass(frozen=True)
 class RunTarget(Target):
-    """What suites ask of a target, of a run: its export's tokens and texts.
+    """A run as a target, with the tokens and texts of its future export.
 
     Attributes:
-        tokenizer_name: of the recipe.
-        begins_with: the token that text begins with in its export.
-        length: of its sequences.
+        tokenizer_name: tokenizer of the recipe.
+        begins_with: token before a text in the export; None: the token that ends a document.
+        length: length of the run's sequences.
     """
 
     tokenizer_name: str
@@ -132,17 +124,17 @@ class RunTarget(Target):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """The recipe's, whose ids the export's gives too."""
-        return _LikeTheExports(load_tokenizer(self.tokenizer_name))
+        """Tokenizer of the recipe; the export's tokenizer gives the same ids."""
+        return _ExportTokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
     def start(self) -> int:
-        """As in the export."""
+        """Token before a text in the export."""
         return self.tokenizer.end_of_document if self.begins_with is None else self.begins_with
 
     @cached_property
     def context(self) -> float:
-        """The length of the run's sequences."""
+        """Length of the run's sequences."""
         return self.length
 
 
@@ -158,10 +150,10 @@ def _target(recipe: Recipe) -> RunTarget:
 
 
 class SuiteEvaluator:
-    """A suite as training runs it.
+    """A suite that runs within training.
 
     Attributes:
-        name: the beginning of the names of its metrics.
+        name: prefix of the names of its metrics.
     """
 
     def __init__(self, suite: Suite, items: Sequence[Item], target: RunTarget) -> None:
@@ -171,7 +163,10 @@ class SuiteEvaluator:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """An item at a time; ``without_values`` is all there is where a number is not finite."""
+        """Score an item per step of the generator, and return the values of the measures.
+
+        If a number is not finite, ``without_values`` is the only value.
+        """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for number, item in enumerate(self._items):
@@ -181,7 +176,7 @@ class SuiteEvaluator:
                 record = self._suite.score(model, item)
             except NotFiniteError as error:
                 if parallel_state.is_main:
-                    say(f"suite {self._suite.name} has no values: of item {item.key} {error}")
+                    say(f"suite {self._suite.name} has no values: in item {item.key}, {error}")
                 return self._without_values()
             for name, share in self._suite.means(record).items():
                 sums[name][0] += share.total
@@ -194,12 +189,12 @@ class SuiteEvaluator:
         return found or self._without_values()
 
     def _without_values(self) -> Values:
-        """Return the metric that records that the suite was measured and has no other value."""
+        """Return the metric that marks a measured suite without values."""
         return {metric_name(self._suite.name, WITHOUT_VALUES): 1.0}
 
 
 def metric_name(suite: str, measure: str) -> str:
-    """Of a measure in ``metrics.jsonl`` and TensorBoard."""
+    """Return the name of a measure in ``metrics.jsonl`` and TensorBoard."""
     return f"{suite_evaluator_name(suite)}/" + re.sub(r"[^\w.=%]+", "_", measure.replace(",", ""))
 
 
@@ -210,11 +205,9 @@ class _RunModel(Model):
         super().__init__(target)
         self._sharded, self._parallel_state = network, parallel_state
 
+    @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """As :class:`Model`, but one at a time and without a cache.
-
-        Every new token takes a forward pass of all before it.
-        """
+        """Answer one request at a time without a cache, with a forward pass for every new token."""
         for number, request in enumerate(requests):
             if isinstance(request, Scoring):
                 yield number, self._score(request)
@@ -245,9 +238,9 @@ class _RunModel(Model):
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
-        """A text on this rank, with tokens at its end that no other sees.
+        """Return a text with padding at its end, which no earlier token attends to.
 
-        Sequence-parallel ranks share it evenly, and context-parallel ones two parts each.
+        Sequence-parallel ranks need equal shares, and context-parallel ranks two equal parts each.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

@@ -1,4 +1,4 @@
-"""A judge of what models write: another model, in a folder or behind an OpenAI-compatible URL."""
+"""Judges of generated texts: a model in a folder, or behind an OpenAI-compatible URL."""
 
 import ast
 import http.client
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.model import Model
@@ -26,7 +27,7 @@ from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import clipped, parse_json, shown
 
-# Seconds before an endpoint that did not answer is asked again.
+# Seconds before a request to an endpoint is repeated.
 _PAUSES = (1.0, 5.0)
 _TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
 _MAX_BYTES = 1 << 22
@@ -35,11 +36,11 @@ _SPANS = re.compile(r"(?im)^[ \t*]*problematic spans[ \t*]*:[ \t*]*(\[.*\])[ \t*
 
 
 class Verdict(NamedTuple):
-    """What a judge says of a text.
+    """The verdict of a judge on a text.
 
     Attributes:
-        true: nothing in it is made up; None: the answer says neither, or both.
-        spans: what is made up, as far as the answer lists it.
+        true: whether the document supports the text; None: the answer has no single verdict.
+        spans: unsupported phrases that the answer lists.
     """
 
     true: bool | None
@@ -47,9 +48,9 @@ class Verdict(NamedTuple):
 
 
 def parse_verdict(answer: str) -> Verdict:
-    """Read an answer that has a line ``Conclusion: True`` or ``Conclusion: False``, and one alone.
+    """Return the verdict of an answer with a line ``Conclusion: True`` or ``Conclusion: False``.
 
-    A second conclusion, or any other word on the line, is no verdict.
+    An answer with two conclusions, or with other words on the line, has no verdict.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
@@ -65,36 +66,36 @@ def _strings(text: str) -> list[str]:
 
 
 class Judge(ABC):
-    """Answers a question, always alike as far as it can.
+    """A model that answers questions without sampling.
 
     Attributes:
-        name: tells judges apart.
+        name: name that identifies the judge.
     """
 
     name: str
 
     @abstractmethod
     def ask(self, question: str) -> str:
-        """Its answer.
+        """Return the answer to a question.
 
         Raises:
-            UserError: it gives none.
+            UserError: there is no answer.
         """
 
 
 @lru_cache(maxsize=1)
 def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) -> Judge:
-    """The judge of a folder or an address.
+    """Open the judge of a folder or a URL.
 
     Args:
-        where: a Hugging Face folder, or the URL that ``/chat/completions`` is put behind.
-        model: its name there.
-        key: the environment variable that may have the key.
-        tokens: of an answer at most.
-        seconds: for a whole answer of an address, from the question to its last byte.
+        where: a Hugging Face folder, or a URL before ``/chat/completions``.
+        model: name of the model at the URL.
+        key: name of the environment variable that may contain the key of the URL.
+        tokens: largest number of tokens of an answer.
+        seconds: time limit from a request to the URL to the last byte of its answer.
 
     Raises:
-        UserError: the folder is no model, or the address or the key is not valid.
+        UserError: the folder is not a model, or the URL or the key is not valid.
     """
     if where.startswith(("http://", "https://")):
         return _Endpoint(where, model, key, tokens, seconds)
@@ -102,21 +103,21 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
 
 
 class _Folder(Judge):
-    """A Hugging Face folder, the likeliest token each time; by its chat template if it has one."""
+    """A Hugging Face folder with greedy decoding, and its chat template if it has one."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         (target,) = find_targets([path], path)
         self._model, self._tokens = Model(target), tokens
         self.name = f"{target.name}-{target.fingerprint[:12]}"
 
+    @override
     def ask(self, question: str) -> str:
-        """As :class:`Judge` says."""
         target = self._model.target
         ids = self._in_chat(question) or [target.start, *target.encode(question)]
         if len(ids) + self._tokens > target.context:
             raise UserError(
-                f"judge {target.name} takes {target.context:,.0f} tokens, and a question has "
-                f"{len(ids):,} with {self._tokens:,} to answer it; give a smaller "
+                f"judge {target.name} has a context of {target.context:,.0f} tokens, and a "
+                f"question has {len(ids):,} and its answer {self._tokens:,}; give a smaller "
                 "hallucination.context or another judge"
             )
         ((_, answer),) = self._model.answers([Generation(ids, self._tokens)])
@@ -140,7 +141,7 @@ class _Folder(Judge):
             return AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers has no narrower one for what it does not like
+        except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
                 f"{shown(folder)} has no usable tokenizer: {clipped(str(error))}"
             ) from (None)
@@ -159,30 +160,30 @@ class _Completion(BaseModel):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key is for the address that was given alone."""
+    """Handler that follows no redirect, because the key belongs to the given URL only."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class _Endpoint(Judge):
-    """Chat completions as OpenAI's interface has them, at temperature 0."""
+    """A URL with OpenAI's interface for chat completions, at temperature 0."""
 
     def __init__(self, url: str, model: str, key: str, tokens: int, seconds: float) -> None:
         parts = urlsplit(url)
         if "@" in parts.netloc or parts.query or not parts.hostname:
             raise UserError(
-                "hallucination.judge must be of the form https://host/path, without a user and "
-                f"without a query; a key comes from the environment variable {key}"
+                "hallucination.judge must have the form https://host/path, without a user and "
+                f"without a query; the environment variable {key} contains the key"
             )
         if not model:
             raise UserError(
-                f"hallucination.judge {clipped(url)} is an address; give hallucination.judge_model "
-                "too, the name of the model there"
+                f"hallucination.judge {clipped(url)} is a URL; also give "
+                "hallucination.judge_model, the name of the model there"
             )
         secret = os.environ.get(key, "").strip()
         if not re.fullmatch(r"[\x21-\x7e]*", secret):
-            raise UserError(f"environment variable {key} has no key: it is not printable ASCII")
+            raise UserError(f"environment variable {key} is not printable ASCII; set it to the key")
         self._url = url.rstrip("/") + "/chat/completions"
         self._headers = {"Content-Type": "application/json"}
         if secret:
@@ -192,32 +193,33 @@ class _Endpoint(Judge):
         self._opener = urllib.request.build_opener(_NoRedirect)
         self.name = model
 
+    @override
     def ask(self, question: str) -> str:
-        """As :class:`Judge` says; an endpoint that does not answer is asked three times."""
+        """Return the answer to a question, after up to three requests."""
         body = self._body | {"messages": [{"role": "user", "content": question}]}
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), self._headers, method="POST"
         )
         for pause in (*_PAUSES, None):
-            answer, problem, is_passing = self._try(request)
+            answer, problem, is_temporary = self._try(request)
             if answer is not None:
                 return answer
-            if pause is None or not is_passing:
+            if pause is None or not is_temporary:
                 break
             time.sleep(pause)
         raise UserError(
-            f"judge {clipped(self._url)} {problem}; what was generated and judged is kept, so run "
-            "the same command again when it answers"
+            f"judge {clipped(self._url)} {problem}; all texts and verdicts so far are stored, so "
+            "run the same command again when the judge is available"
         )
 
     def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
-        """The answer; or what is wrong, and whether that may pass."""
+        """Return the answer, or the problem and whether it may be temporary."""
         try:
             content = _within(self._seconds, lambda: self._read(request))
         except urllib.error.HTTPError as error:
             error.close()
-            passing = error.code == _TOO_MANY_REQUESTS or error.code >= _SERVER_ERRORS
-            return None, f"answers with HTTP status {error.code}", passing
+            is_temporary = error.code == _TOO_MANY_REQUESTS or error.code >= _SERVER_ERRORS
+            return None, f"answers with HTTP status {error.code}", is_temporary
         except TimeoutError:
             return None, f"does not answer within {self._seconds:g} seconds", True
         except (OSError, http.client.HTTPException) as error:
@@ -228,14 +230,14 @@ class _Endpoint(Judge):
         try:
             found: _Completion = parse_json(content, _Completion, "its answer")
         except UserError:
-            return None, "answers with what is no chat completion", False
+            return None, "answers with something that is not a chat completion", False
         return found.choices[0].message.content or "", "", False
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Return the body of the response, of 4 MiB at most.
+        """Return up to 4 MiB of the body of the response.
 
         Raises:
-            TimeoutError: it is not there in time.
+            TimeoutError: the body is not complete in time.
         """
         deadline = time.monotonic() + self._seconds
         pieces, left = [], _MAX_BYTES
@@ -249,13 +251,13 @@ class _Endpoint(Judge):
 
 
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
-    """Return what a function returns, if it does so in time.
+    """Return the result of a function, if it ends in time.
 
-    The limit of a socket is one for each read, which an answer that trickles in never reaches, in
-    its headers or in its body. So a thread reads, and is left to itself when the time is up.
+    The time limit of a socket applies to each read, so a slow stream of single bytes never exceeds
+    it. Therefore a thread reads, and continues on its own after the time limit.
 
     Raises:
-        TimeoutError: the time is up.
+        TimeoutError: the function did not end in time.
     """
     found: Future[bytes] = Future()
 

@@ -1,25 +1,25 @@
-"""Problems of mathematics in words, in files of the published data sets."""
+"""Data sets of mathematical problems in words."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
 
-from pydantic import AliasChoices, BaseModel, Field, FiniteFloat
+from pydantic import AliasChoices, Field, FiniteFloat
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import clipped, parse_json, read_bytes, shown
-
-_MAX_BYTES = 1 << 30
+from diffmegatron.evaluation.datasets import DataSet, Row, json_lines, json_list, json_table
+from diffmegatron.files import clipped
 
 
 class Problem(NamedTuple):
-    """A question, and its answer with or without the way to it.
+    """A mathematical problem.
 
     Attributes:
-        choices: that the answer is one of; none where any number may be.
+        question: text of the problem.
+        answer: correct answer.
+        solution: steps to the answer; empty if the data set has none.
+        choices: choices of the answer; empty if any number may be the answer.
     """
 
     question: str
@@ -28,134 +28,110 @@ class Problem(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A data set in a file of its published format.
-
-    Attributes:
-        file: its name under ``--data-dir``.
-        read: the problems of its content.
-        origin: where it comes from, for whoever has none.
-    """
-
-    file: str
-    read: Callable[[bytes, str], Iterator[Problem]]
-    origin: str
-
-    def problems(self, data_dir: Path) -> list[Problem]:
-        """All of them.
-
-        Raises:
-            UserError: the file is missing or of another format.
-        """
-        path = data_dir / self.file
-        if not path.exists():
-            raise UserError(f"{shown(path)} does not exist; it is {self.origin}")
-        return list(self.read(read_bytes(path, max_bytes=_MAX_BYTES), shown(path)))
-
-
-class _Row(BaseModel, ABC):
-    """A record of a published file, which is a problem."""
-
-    @abstractmethod
-    def read(self, name: str) -> Problem:
-        """Raises UserError, which says ``name``, where it has no answer."""
-
-
-# What a calculator of GSM8K's authors would have written.
+# GSM8K's solutions contain calls of a calculator, such as <<2+3=5>>.
 _CALCULATION = re.compile(r"<<[^>]*>>")
 
 
-class _Gsm8k(_Row):
+class _Gsm8k(Row):
     question: str
     answer: str
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         solution, mark, answer = self.answer.rpartition("####")
         if not mark:
             raise UserError(f"{name} has no '#### ' before its answer")
-        return Problem(self.question, answer.strip(), _CALCULATION.sub("", solution).strip())
+        yield Problem(self.question, answer.strip(), _CALCULATION.sub("", solution).strip())
 
 
-class _Svamp(_Row):
+class _Svamp(Row):
     Body: str
     Question: str
     Answer: FiniteFloat
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         body = self.Body.strip()
         question = f"{body}{'' if body.endswith('.') else '.'} {self.Question}"
-        return Problem(question, _number(self.Answer))
+        yield Problem(question, _number(self.Answer))
 
 
-class _Math(_Row):
+class _Math(Row):
     problem: str
     solution: str
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         answer = _boxed(self.solution)
         if answer is None:
             raise UserError(f"{name} has no answer in \\boxed{{}} in its solution")
-        return Problem(self.problem, _latex(answer), self.solution)
+        yield Problem(self.problem, _latex(answer), self.solution)
 
 
 # A unit follows the answer: "9 (apples)".
 _UNIT = re.compile(r"\([^()]*\)")
 
 
-class _Asdiv(_Row):
+class _Asdiv(Row):
     body: str
     question: str
     answer: str
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         answer = _UNIT.sub("", self.answer)
-        return Problem(f"{self.body.strip()} {self.question.strip()}", answer.strip())
+        yield Problem(f"{self.body.strip()} {self.question.strip()}", answer.strip())
 
 
-class _Mawps(_Row):
+class _Mawps(Row):
     question: str = Field(validation_alias=AliasChoices("input", "sQuestion"))
     answers: Annotated[list[FiniteFloat], Field(min_length=1)] | FiniteFloat = Field(
         validation_alias=AliasChoices("target", "lSolutions")
     )
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         answers = self.answers if isinstance(self.answers, list) else [self.answers]
-        return Problem(self.question.strip(), ", ".join(map(_number, answers)))
+        yield Problem(self.question.strip(), ", ".join(map(_number, answers)))
 
 
-class _Carp(_Row):
+class _Carp(Row):
     content: str
     answer: str
 
-    def read(self, name: str) -> Problem:
-        return Problem(self.content.strip(), _latex(self.answer.strip()))
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
+        yield Problem(self.content.strip(), _latex(self.answer.strip()))
 
 
-class _TabMwp(_Row):
+class _TabMwp(Row):
     question: str
     choices: list[str] | None
     answer: str
     table_title: str | None
     table: str
 
-    def read(self, name: str) -> Problem:
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
         of = f" of {self.table_title}" if self.table_title else ""
         question = f"The table{of}:\n{self.table}\n{self.question}"
         if self.choices:
             question += f" Choose from: {', '.join(self.choices)}."
         choices = tuple(self.choices or ())
         if choices and self.answer not in choices:
-            raise UserError(f"{name} has the answer {clipped(repr(self.answer))}, no choice of its")
-        return Problem(question, self.answer.strip(), choices=choices)
+            raise UserError(
+                f"{name} has the answer {clipped(repr(self.answer))}; it must be one of its choices"
+            )
+        yield Problem(question, self.answer.strip(), choices=choices)
 
 
-class _College(_Row):
+class _College(Row):
     question: str
     answer: str
 
-    def read(self, name: str) -> Problem:
-        return Problem(self.question.strip(), _latex(self.answer.strip()))
+    @override
+    def examples(self, name: str) -> Iterator[Problem]:
+        yield Problem(self.question.strip(), _latex(self.answer.strip()))
 
 
 def _number(value: float) -> str:
@@ -163,7 +139,7 @@ def _number(value: float) -> str:
 
 
 def _latex(answer: str) -> str:
-    """An answer that may be LaTeX, marked as such: math-verify reads the bare one as text."""
+    """Return the answer, with dollar signs if it may be LaTeX, because math-verify needs them."""
     return answer if "$" in answer or answer.replace(".", "").isdecimal() else f"${answer}$"
 
 
@@ -178,75 +154,51 @@ def _boxed(solution: str) -> str | None:
     return None
 
 
-def _lines(row: type[_Row]) -> Callable[[bytes, str], Iterator[Problem]]:
-    def read(content: bytes, name: str) -> Iterator[Problem]:
-        for number, line in enumerate(content.splitlines(), start=1):
-            place = f"{name} at line {number}"
-            found: _Row = parse_json(line, row, place)
-            yield found.read(place)
-
-    return read
-
-
-def _list(row: type[_Row]) -> Callable[[bytes, str], Iterator[Problem]]:
-    def read(content: bytes, name: str) -> Iterator[Problem]:
-        rows: list[_Row] = parse_json(content, list[row], name)  # type: ignore[valid-type]
-        for number, found in enumerate(rows, start=1):
-            yield found.read(f"{name} at problem {number}")
-
-    return read
-
-
-def _by_number(row: type[_Row]) -> Callable[[bytes, str], Iterator[Problem]]:
-    def read(content: bytes, name: str) -> Iterator[Problem]:
-        rows: dict[str, Any] = parse_json(content, dict[str, row], name)  # type: ignore[valid-type]
-        for number, found in rows.items():
-            yield found.read(f"{name} at problem {number}")
-
-    return read
-
-
-BENCHMARKS = {
-    "gsm8k": Benchmark(
+BENCHMARKS: dict[str, DataSet[Problem]] = {
+    "gsm8k": DataSet(
         "gsm8k_test.jsonl",
-        _lines(_Gsm8k),
+        json_lines(_Gsm8k),
         "GSM8K's test set, lines of question and answer (Cobbe et al.)",
     ),
-    "math": Benchmark(
+    "math": DataSet(
         "math_test.jsonl",
-        _lines(_Math),
+        json_lines(_Math),
         "MATH's test set, lines of problem and solution (Hendrycks et al.)",
     ),
-    "svamp": Benchmark(
-        "svamp.json", _list(_Svamp), "SVAMP, a list with Body, Question and Answer (Patel et al.)"
+    "svamp": DataSet(
+        "svamp.json",
+        json_list(_Svamp),
+        "SVAMP, a list with Body, Question and Answer (Patel et al.)",
     ),
-    "asdiv": Benchmark(
+    "asdiv": DataSet(
         "asdiv_test.jsonl",
-        _lines(_Asdiv),
+        json_lines(_Asdiv),
         "ASDiv, lines of body, question and answer (Miao et al.)",
     ),
-    "mawps": Benchmark(
+    "mawps": DataSet(
         "mawps_test.jsonl",
-        _lines(_Mawps),
+        json_lines(_Mawps),
         "MAWPS (Koncel-Kedziorski et al.), lines of sQuestion and lSolutions, or of input and "
         "target (PAL's files)",
     ),
-    "carp": Benchmark(
+    "carp": DataSet(
         "carp_test.jsonl",
-        _lines(_Carp),
+        json_lines(_Carp),
         "CARP in English, lines of content and answer (Zhang et al.)",
     ),
-    "tabmwp": Benchmark(
+    "tabmwp": DataSet(
         "tabmwp_test.json",
-        _by_number(_TabMwp),
+        json_table(_TabMwp),
         "TabMWP's problems_test.json, problems with their tables by number (Lu et al.)",
     ),
-    "college-math": Benchmark(
+    "college-math": DataSet(
         "college_math_test.jsonl",
-        _lines(_College),
+        json_lines(_College),
         "CollegeMath's test set, lines of question and answer (Tang et al.)",
     ),
 }
-TRAINING = Benchmark(
-    "gsm8k_train.jsonl", _lines(_Gsm8k), "GSM8K's training set; without it give math.shots 0"
+TRAINING: DataSet[Problem] = DataSet(
+    "gsm8k_train.jsonl",
+    json_lines(_Gsm8k),
+    "GSM8K's training set; to do without it, set math.shots=0",
 )

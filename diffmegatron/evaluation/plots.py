@@ -1,4 +1,4 @@
-"""Pictures of runs, drawn without a display."""
+"""Pictures of the curves of runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from diffmegatron.files import write_picture
 # (tokens seen, value) of one metric.
 Series = Sequence[tuple[float, float]]
 
-# Layers that a legend names one by one.
+# Largest number of layers in a legend.
 _NAMED_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn of a run.
+    """The curves of a run.
 
     Attributes:
-        losses: in training.
-        held_out: losses of held-out text.
-        throughput: in tokens per second.
-        lambdas: by the layer's metric; empty: it has none.
-        stage_starts: tokens seen where each stage but the first begins.
+        losses: training losses.
+        held_out: losses on held-out text.
+        throughput: tokens per second.
+        lambdas: lambda of each layer, by the name of its metric; empty if the layers have none.
+        stage_starts: tokens seen at the start of each stage but the first.
     """
 
     losses: Series
@@ -39,11 +39,11 @@ class Curves:
 
 
 def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
-    """Draw losses and throughput of several runs, and below lambda of each layer of each run.
+    """Draw losses and throughput of several runs, and below them lambda by layer for each run.
 
     Args:
         path: PNG to write.
-        runs: by the names that the legends give them.
+        runs: curves by the name in the legends.
     """
     with_lambda = [name for name, curves in runs.items() if curves.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))

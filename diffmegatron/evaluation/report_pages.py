@@ -1,4 +1,4 @@
-"""``report.md`` and ``report.html`` of the results, with the pictures."""
+"""``report.md`` and ``report.html`` of results and pictures."""
 
 import base64
 import html
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Header and rows of text.
+# Header and rows.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 _STYLE = """
@@ -18,24 +18,24 @@ td, thead th + th { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; }
 """
 _NOTE = (
-    "Intervals are 95%, of a bootstrap over the items; differences are to the first target, on the "
-    "items that both have, drawn alike for both. A higher value is better where ↑ follows the "
-    "measure, and a lower one where ↓ does."
+    "Intervals are 95% intervals of a bootstrap over the items. Differences are to the first "
+    "target, on the items that both targets have and with the same resamples. ↑ marks measures "
+    "whose higher values are better, and ↓ measures whose lower values are better."
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
-# Of fewer items an interval is too narrow to be called 95%: of n normal ones the bootstrap's ends
-# lie at 1.96 sqrt((n - 1) / n) standard errors, and Student's t has less than 90% between them.
+# With fewer items an interval is too narrow for 95%: for n normal items the bootstrap's ends lie at
+# 1.96 sqrt((n - 1) / n) standard errors, and Student's t has less than 90% between them.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
-    f"A measure with * is of fewer than {_FEW_ITEMS} items of a target: its interval is too narrow "
-    "and says little, so measure more items."
+    f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
+    "narrow; measure more items."
 )
 _MOST_DECIMALS = 6
 
 
 def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """Return the report as Markdown; pictures lie beside it as ``SUITE.png``."""
+    """Return the report as Markdown with links to the pictures ``SUITE.png``."""
     parts = ["# Evaluation", *_introduction(outcome), markdown_table(_targets(outcome))]
     for name, suite in outcome["suites"].items():
         parts += [f"## {suite['title']} (`{name}`)", suite["description"]]
@@ -48,7 +48,7 @@ def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> st
 
 
 def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """Return the report as one HTML file that needs no other."""
+    """Return the report as one HTML file that contains the pictures."""
     parts = ["<h1>Evaluation</h1>"]
     parts += [f"<p>{html.escape(line)}</p>" for line in _introduction(outcome)]
     parts.append(_html_table(_targets(outcome)))
@@ -86,7 +86,7 @@ def _targets(outcome: Mapping[str, Any]) -> Table:
     keys = ("path", "model_type", "context", "dtype", "weights")
     rows = []
     for name, each in outcome["targets"].items():
-        # Twelve digits of a hash tell models apart.
+        # Twelve digits of a hash distinguish models.
         cells = {key: str(each[key]) for key in keys if each.get(key) is not None}
         cells["weights"] = cells.get("weights", "")[:12]
         rows.append((name, *(cells.get(key, "") for key in keys)))
@@ -128,7 +128,7 @@ def _name(suite: Mapping[str, Any], measure: str) -> str:
 
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
-    """Return whether a target has too few items of a measure for its interval."""
+    """Return whether a target has too few items for the interval of a measure."""
     return any(
         each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
     )
@@ -157,9 +157,10 @@ def _across(suite: Mapping[str, Any]) -> Table:
 
 
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return how many decimals all numbers of a row have.
+    """Return the number of decimals for a row.
 
-    The narrowest interval has two digits; without intervals the largest number has four.
+    The width of the narrowest interval has two digits. Without intervals the largest number has
+    four digits.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
@@ -185,7 +186,7 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 
 
 def _finding(suite: Mapping[str, Any]) -> str:
-    """Return the first measure of all targets, for readers who cannot see the picture."""
+    """Return the first measure of all targets, as the alternative text of a picture."""
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))
         values = found["targets"]
@@ -213,7 +214,7 @@ def _list_of(title: str, lines: Sequence[str]) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """A table as Markdown has it."""
+    """Return a table as Markdown."""
     header, rows = table
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(

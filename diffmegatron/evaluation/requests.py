@@ -9,7 +9,11 @@ from diffmegatron.errors import NotFiniteError
 
 
 class LabelTree(dict[int, "LabelTree"]):
-    """Tokens that may follow, each with its own subtree; a leaf has the label that ends there."""
+    """Tree of the tokens of labels: possible next tokens, each with its subtree.
+
+    Attributes:
+        label: label that ends at a leaf.
+    """
 
     label: str | None = None
 
@@ -25,8 +29,8 @@ class Scoring(NamedTuple):
     The answer is a list with a :class:`Scored` for each continuation.
 
     Attributes:
-        context: token ids, one or more.
-        continuations: token ids of each, one or more.
+        context: one or more token ids.
+        continuations: one or more token ids for each continuation.
     """
 
     context: Sequence[int]
@@ -37,9 +41,9 @@ class Scored(NamedTuple):
     """The answer for one continuation of n tokens, on the CPU.
 
     Attributes:
-        nats: negative log-likelihood of each token given all before it, float32 [n].
-        likeliest: whether each is the most likely token at its place, bool [n]. Empty within
-            training, where it would take another forward pass.
+        nats: negative log-likelihood of each token given all tokens before it, float32 [n].
+        likeliest: whether each token is the most likely one, bool [n]. Empty within training,
+            where another forward pass would be necessary.
     """
 
     nats: Tensor
@@ -47,18 +51,18 @@ class Scored(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A request for the most likely token after ``ids``, again and again.
+    """A request for greedy decoding after ``ids``.
 
     The answer is the list of new token ids. It ends before the token that ends a document, after
-    ``limit`` tokens, or with the token that completes one of the strings of ``stop``.
+    ``limit`` tokens, or with the token that completes a string of ``stop``.
 
     Attributes:
         ids: token ids of the prompt, one or more.
         limit: largest number of new tokens, 1 or more.
         stop: strings that end the text.
-        shared: number of first ids that other requests have too, less than ``len(ids)``: their
-            keys and values are computed once.
-        labels: tokens that may follow; the answer is then a path from the root to a leaf.
+        shared: number of first ids that other requests share, less than ``len(ids)``. Their keys
+            and values are computed once.
+        labels: labels to choose from; the answer is a path from the root to a leaf.
     """
 
     ids: Sequence[int]
@@ -69,7 +73,7 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# Scored of Scoring, token ids of Generation, or the reason why there are none.
+# The answer to Scoring is Scored, the answer to Generation is token ids; or an error.
 Answer = list[Scored] | list[int] | NotFiniteError
 # A suite yields requests, receives their answers in the same order, and returns a record.
 Asking = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -1,7 +1,7 @@
-"""The results of a suite on a target: a file with a line per item, which a restart goes on from.
+"""Files of a suite's records on a target, with a line per item, from which a restart resumes.
 
-Every line ends with a checksum of what is before it: a digit that a disk or an editor changed is
-still JSON, and would give other results without a word.
+Every line ends with a checksum. Without it, a digit that a disk or an editor changed would change
+the results silently.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from diffmegatron.evaluation.evaluation_ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 
-# Instead of an item's record: where the model gave what is no number.
+# Key of a record whose model output is NaN or infinite; its value is the reason.
 NOT_FINITE = "not_finite"
 _MAX_BYTES = 1 << 34
 _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
@@ -28,11 +28,11 @@ _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 @dataclass
 class Measured:
-    """What a suite came to on a target.
+    """The result of a suite on a target.
 
     Attributes:
-        records: of the items that it was asked, by key, without the keys of those left out.
-        left_out: why items were not asked, or do not count, one sentence each.
+        records: records of the items that count, by key.
+        left_out: sentences about items that were not run or do not count.
     """
 
     records: dict[str, Record] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Measured:
 
 
 class _Line(dict[str, Any]):
-    """A record of an earlier process, which names its line if it is not one."""
+    """A record from a file; errors about its content name the line."""
 
     def __init__(self, record: Record, place: str) -> None:
         super().__init__(record)
@@ -51,22 +51,25 @@ class _Line(dict[str, Any]):
 
     def refused(self, why: str) -> UserError:
         return UserError(
-            f"{self._place} is no record of this suite: {why}; remove the file to measure again"
+            f"{self._place} is not a record of this suite: {why}; remove the file to measure again"
         )
 
 
 class RecordFile:
-    """A context that appends records; those of an earlier process are :attr:`records` already.
+    """A context that reads the records of a file and appends new ones.
 
-    The first line says what was asked of which weights. A last line that was not finished is
-    dropped. A line whose checksum is not its own is refused.
+    The first line is the header. An unfinished last line is dropped, and a line with a wrong
+    checksum is an error.
 
     Args:
-        path: of the file; made where missing.
-        header: what a file of other settings, other items or other weights differs in.
+        path: path of the file, which is created if it is missing.
+        header: settings, hash of the items, and hash of the weights.
+
+    Attributes:
+        records: records by key.
 
     Raises:
-        UserError: the file is of another header, is damaged, or cannot be written.
+        UserError: the file has another header, is damaged, or cannot be written.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -95,14 +98,14 @@ class RecordFile:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Close the file."""
         self._stream.close()
 
     def add(self, key: str, record: Record) -> None:
         """Append an item's record.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         line = {"item": key} | record
         content = memoryview(sealed_line(line))
@@ -126,8 +129,8 @@ class RecordFile:
             key = record.get("item")
             if not isinstance(key, str) or key in self.records:
                 raise UserError(
-                    f"{shown(self._path)} is damaged at line {number}: it has no item of its own; "
-                    "remove the file to measure again"
+                    f"{shown(self._path)} is damaged at line {number}: its item is missing or "
+                    "repeated; remove the file to measure again"
                 )
             self.records[key] = record
 
@@ -136,8 +139,8 @@ class RecordFile:
         sealed = _SEALED.fullmatch(line)
         if sealed is None or sealed[2] != _checksum(sealed[1]):
             raise UserError(
-                f"{place} is not as it was written: its checksum is another or missing; remove "
-                "the file to measure again"
+                f"{place} was changed: its checksum is wrong or missing; remove the file to "
+                "measure again"
             )
         return _Line(parse_json(sealed[1] + b"}", Record, place), place)
 
@@ -146,8 +149,8 @@ class RecordFile:
         if asked != found:
             wrong = [key for key in asked if asked[key] != found.get(key)] or ["keys"]
             raise UserError(
-                f"{shown(self._path)} was measured with other {', '.join(wrong)} than is asked for "
-                "now; give another --out, or remove the file to measure again"
+                f"{shown(self._path)} has results for other {', '.join(wrong)}; give another "
+                "--out, or remove the file to measure again"
             )
 
     def _unwritable(self, error: OSError) -> UserError:
@@ -157,19 +160,17 @@ class RecordFile:
 class SharedRecords:
     """A context in which several processes add records to one file.
 
-    Each has a file of its own in a folder beside it until they meet; then rank 0 takes over what
-    lies there, also where other processes, however many, have left it.
+    Each process writes its own file in a folder beside the file. When the processes meet, rank 0
+    moves all records of the folder into the file, including records of processes that were killed
+    earlier.
 
     Args:
-        path: as of :class:`RecordFile`.
-        header: likewise.
-        ranks: the processes; a single one adds to the file itself.
+        path: path of the file.
+        header: header for :class:`RecordFile`.
+        ranks: the processes; a single process writes the file itself.
 
     Attributes:
-        records: of all processes when they last met, by key.
-
-    Raises:
-        UserError: as :class:`RecordFile`.
+        records: records of all processes at their last meeting, by key.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -186,38 +187,33 @@ class SharedRecords:
         self._close()
 
     def add(self, key: str, record: Record) -> None:
-        """Append an item's record.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Append an item's record."""
         if self._own is None:
             part = self._parts / f"{self._ranks.rank:05d}.jsonl"
             self._own = RecordFile(part if self._ranks.count > 1 else self._path, self._header)
         self._own.add(key, record)
 
     def gather(self, order: Sequence[str]) -> None:
-        """Meet the other processes, and know the records of all.
+        """Meet the other processes, and read the records of all.
 
         Args:
-            order: keys of items that the processes have asked, in the order of the file, as far as
-                their records are new.
+            order: keys of all items that the processes scored, in the order of the file.
 
         Raises:
-            UserError: a file is damaged or cannot be written, or it has no record of such an item.
+            UserError: a file is damaged or cannot be written, or has no record of an item.
         """
         self._close()
         self._ranks.meet()
         if self._ranks.is_main:
-            self._take_over(order)
+            self._merge(order)
         self._ranks.meet()
         with RecordFile(self._path, self._header) as file:
             self.records = file.records
         missing = sum(key not in self.records for key in order)
         if missing:
             raise UserError(
-                f"{shown(self._path)} lacks {missing} items that were measured, as its folder was "
-                "moved or replaced meanwhile; put it back, or run the same command again"
+                f"{shown(self._path)} lacks {missing} measured items, because its folder was moved "
+                "or replaced meanwhile; restore it, or run the same command again"
             )
 
     def _close(self) -> None:
@@ -225,7 +221,7 @@ class SharedRecords:
             self._own.close()
         self._own = None
 
-    def _take_over(self, order: Sequence[str]) -> None:
+    def _merge(self, order: Sequence[str]) -> None:
         parts, found = sorted(self._parts.glob("*.jsonl")), dict[str, Record]()
         for part in parts:
             with RecordFile(part, self._header) as file:
@@ -244,10 +240,10 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """See to it that the records of an earlier process can be read.
+    """Check that ``read`` accepts the records of an earlier process.
 
     Raises:
-        UserError: one cannot; where it stands.
+        UserError: it does not accept a record; the error names the line.
     """
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:
@@ -258,7 +254,7 @@ def check_records(records: Iterable[Record], read: Callable[[Record], object]) -
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Of all that is asked."""
+    """Return a hash of items."""
     found = hashlib.sha256()
     for item in items:
         found.update(repr(tuple(item)).encode())
@@ -269,7 +265,7 @@ def sealed_line(entry: dict[str, Any]) -> bytes:
     """Return an entry as a line of JSON whose last key is the CRC-32 of the bytes before that key.
 
     Args:
-        entry: not empty, without a key ``crc32``.
+        entry: nonempty entry without a key ``crc32``.
     """
     content = _json(entry).removesuffix(b"}")
     return content + b', "crc32": "%s"}\n' % _checksum(content)
@@ -280,5 +276,5 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _json(entry: dict[str, Any]) -> bytes:
-    # A NaN would be no JSON: it is an error of the suite that gives it.
+    # JSON has no NaN; a suite that returns one has a bug.
     return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""All results as one value, ``results.json``, and the reports that are written from it."""
+"""All results of an evaluation as ``results.json``, and the reports from it."""
 
 import json
 import math
@@ -35,12 +35,12 @@ def make_outcome(
     measured: Mapping[str, Mapping[str, Measured]],
     computing: Computing,
 ) -> Outcome:
-    """Everything the reports say, as JSON holds it.
+    """Return the results of an evaluation in types of JSON.
 
     Args:
-        suites: that were run.
-        targets: on which.
-        measured: by the names of suite and target.
+        suites: suites of the evaluation.
+        targets: targets of the evaluation.
+        measured: results by the names of suite and target.
         computing: device and dtype.
     """
     networks = not all(suite.reads_runs for suite in suites)
@@ -63,7 +63,7 @@ def write_outcome(
     """Write pictures, ``results.json``, ``report.md`` and ``report.html``.
 
     Raises:
-        UserError: one cannot be written.
+        UserError: a file cannot be written.
     """
     pictures: dict[str, bytes] = {}
     try:
@@ -92,7 +92,7 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
 
 
 def _made(computing: Computing) -> dict[str, Any]:
-    """Return when, on what and with what the results were made."""
+    """Return time, device and versions of the evaluation."""
     is_gpu = computing.is_gpu
     libraries = ["diffmegatron", "torch", "transformers"]
     if computing.engine != "transformers":
@@ -106,7 +106,7 @@ def _made(computing: Computing) -> dict[str, Any]:
 
 
 def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
-    """Return what a target is, and of its network where it computes."""
+    """Return the description of a target, with properties of its network if one was loaded."""
     described = {"path": str(target.path), "weights": target.fingerprint}
     if computing is None:
         return described
@@ -127,8 +127,8 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
     left_out = [f"{name}: {why}" for name, each in measured.items() for why in each.left_out]
     if tokens and not same:
         left_out.append(
-            f"no differences of {', '.join(m for m in measures if m in tokens)}: the targets' "
-            "tokenizers differ, and so do their tokens"
+            f"no differences of {', '.join(m for m in measures if m in tokens)}, because the "
+            "targets have different tokenizers"
         )
     left_out += suite.remarks(records)
     first, *others = measured
@@ -168,7 +168,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Return shares by measure and unit; those of one unit are added up."""
+    """Return contributions by measure and unit; contributions of a unit are added up."""
     found: Shares = {}
     for key, record in records.items():
         unit = suite.unit(key, record)
@@ -188,7 +188,7 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number as an estimate is written; without an interval if it has none."""
+    """Return a number in the form of an estimate."""
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return found._asdict()
 

@@ -1,4 +1,4 @@
-"""Runs of one recipe side by side, a pair or more: ``report.json`` and ``report.png``."""
+"""Report on runs of one recipe with different attention: ``report.json`` and ``report.png``."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Run:
-    """One of the runs: its name, its ``run_dir`` and its Hugging Face export."""
+    """A run: its name, its ``run_dir`` and its Hugging Face export."""
 
     name: str
     run_dir: Path
@@ -42,16 +42,16 @@ class Run:
 def write_report(
     out: Path, runs: Sequence[Run], seconds: dict[str, float], started: float
 ) -> dict[str, Any]:
-    """Measure what is left to measure and write ``report.json`` and ``report.png`` into ``out``.
+    """Measure exported runs, and write ``report.json`` and ``report.png`` into ``out``.
 
     Args:
         out: directory of the report.
-        runs: finished and exported, of one recipe.
-        seconds: duration of the phases so far.
-        started: when this phase began, of ``time.perf_counter``.
+        runs: finished and exported runs of one recipe.
+        seconds: duration of earlier phases, in seconds by name.
+        started: start of this phase, from ``time.perf_counter``.
 
     Returns:
-        The report as written.
+        The content of ``report.json``.
 
     Raises:
         UserError: a run has no checkpoint.
@@ -79,7 +79,7 @@ def write_report(
 def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
     latest = CheckpointStore(run.run_dir).latest()
     if latest is None:
-        raise UserError(f"{run.run_dir} has no checkpoint; train it before reporting on it")
+        raise UserError(f"{run.run_dir} has no checkpoint; train the run first")
     checkpoint = open_checkpoint(latest)
     tokens = _held_out(checkpoint.recipe)
     difference = verify_export(run.export, tokens, training_logits(checkpoint, tokens))
@@ -102,14 +102,14 @@ def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
 
 
 def _held_out(recipe: Recipe) -> torch.Tensor:
-    """Token ids [1, s] of held-out text."""
+    """Return token ids [1, s] of held-out text."""
     training = recipe.training
     sample = open_samples(recipe.data, training.seq_length, training.seed, "validation")[0]
     return torch.from_numpy(sample.tokens[: min(training.seq_length, MAX_VERIFY_TOKENS)])[None]
 
 
 def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
-    """What the exported model makes of the beginning of a held-out text, sampled with a seed."""
+    """Continue a prompt with the exported model, sampled with a fixed seed."""
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)
     torch.manual_seed(0)

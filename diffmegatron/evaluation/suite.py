@@ -1,8 +1,8 @@
-"""What a suite of evaluation is: items, the score of an item, and what the scores say together.
+"""The base class of the suites of an evaluation.
 
-A suite is one class in one file of ``suites/``, listed in ``SUITES`` there: a section of settings
-whose methods say what is asked of a model. Restarting, progress, intervals, comparison and the
-report are the same for all.
+A suite is a class in a file of ``suites/``, listed in ``SUITES`` there. Its fields are settings.
+Its methods define the items, the requests to a model, and the score of an item. Restarts,
+progress, intervals, comparison and reports are the same for all suites.
 """
 
 from abc import ABC, abstractmethod
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.model import Model
     from diffmegatron.evaluation.targets import Target
 
-# What an item came to, as JSON holds it.
+# The score of an item, in types of JSON.
 Record = dict[str, Any]
 Records = Sequence[Record]
+Direction = Literal["higher", "lower"]
 Window = Annotated[Size, Field(ge=2)]
-"""Tokens of a window of text: the start token, and one at least whose loss counts."""
+"""Number of tokens of a window of text: the start token, and one or more whose loss counts."""
 
 
 class Item(NamedTuple):
-    """One thing that a model is asked.
+    """A part of a suite that is scored and recorded by itself.
 
     Attributes:
-        key: tells it from the suite's other items; the same for every target.
-        tokens: how long a context the model needs for it; 0: none.
-        content: of plain values, whose ``repr`` says what is asked.
+        key: name within the suite; the same for every target.
+        tokens: length of the context that the model needs; 0: none.
+        content: plain values, whose ``repr`` identifies the requests.
     """
 
     key: str
@@ -44,12 +45,12 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's share of a measure, which is the sum of totals over the sum of weights.
+    """An item's contribution to a measure: the sum of totals over the sum of weights.
 
     Attributes:
-        total: such as a negative log-likelihood, or 1 for a right answer.
-        weight: such as the number of tokens.
-        per_token: it counts tokens, so that it compares models of one tokenizer only.
+        total: for example a negative log-likelihood, or 1 for a correct answer.
+        weight: for example the number of tokens.
+        per_token: whether tokens are counted, so that only models of one tokenizer compare.
     """
 
     total: float
@@ -61,10 +62,9 @@ class Estimate(NamedTuple):
     """A number with its interval.
 
     Attributes:
-        value: on all items.
-        low, high: the 2.5% and 97.5% percentiles over the resamples; None of fewer than 2 units.
-        items: number of units (:meth:`Suite.unit`) that it was measured on; None if it is not of
-            units.
+        value: value on all items.
+        low, high: 2.5% and 97.5% percentiles over the resamples; None for fewer than 2 units.
+        items: number of units (:meth:`Suite.unit`); None if the number does not come from units.
     """
 
     value: float
@@ -77,9 +77,9 @@ class Published(NamedTuple):
     """A number of a paper.
 
     Attributes:
-        measure: of the suite.
-        differential, transformer: of the paper's pair; the latter may not be given.
-        of: which pair, and where it stands.
+        measure: measure of the suite.
+        differential, transformer: numbers of the paper's two models; the latter may be missing.
+        of: the models, and the place in the paper.
     """
 
     measure: str
@@ -89,72 +89,80 @@ class Published(NamedTuple):
 
 
 class Suite(Section, ABC):
-    """The settings of a suite, and what it does.
+    """Base of all suites.
 
-    A field ``data``, ``haystack`` or ``data_dir`` is the command line's option of that name; a
-    field ``context`` is the shortest context of the targets, unless it is set.
+    The command line's options set the fields ``data``, ``haystack`` and ``data_dir``. A field
+    ``context`` defaults to the shortest context of the targets.
+
+    Attributes:
+        name: name on the command line.
+        title: the measured quantity, in a line.
+        description: the requests and the score, for readers of the report.
+        passes: names of the pass over the items and of the pass over the follow-ups, for progress;
+            empty if there are no follow-ups.
+        published: numbers of papers.
+        reads_runs: whether the suite reads records of training and no network.
+        is_parallel: whether several processes may score items at the same time.
+        within_training: whether the suite only needs losses and tokens, so that it can run within
+            training.
+        follow_up_settings: fields that only the follow-ups depend on. The keys of follow-ups
+            distinguish their values.
     """
 
     name: ClassVar[str]
-    # What it measures, in a line, and for readers of its tables what is asked and how it is scored.
     title: ClassVar[str]
     description: ClassVar[str]
-    # Progress names what the items do and what the follow-ups do, where there are both.
     passes: ClassVar[tuple[str, str]] = ("", "")
     published: ClassVar[tuple[Published, ...]] = ()
-    # Whether it reads what training has recorded, and no network.
     reads_runs: ClassVar[bool] = False
-
-    # Whether items that run at the same time do not disturb each other.
-    shared: ClassVar[bool] = True
-    # Whether it asks a model for losses and tokens alone, so that it can run within training.
+    is_parallel: ClassVar[bool] = True
     within_training: ClassVar[bool] = False
-    # Settings that only follow-ups depend on; the follow-ups' keys tell other ones apart.
-    of_follow_ups: ClassVar[frozenset[str]] = frozenset()
+    follow_up_settings: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def only_writes(self) -> bool:
-        """Whether models only write texts for it, without labels to choose from."""
+    def only_generates(self) -> bool:
+        """True if models only generate free text, without labels to choose from."""
         return False
 
     @property
-    def one_tokenizer(self) -> bool:
-        """Whether nothing of it compares models of several tokenizers."""
+    def needs_one_tokenizer(self) -> bool:
+        """True if all targets must have the same tokenizer."""
         return False
 
     def check(self, target: "Target") -> None:
-        """Check, before anything runs, that the suite can be asked of a target.
+        """Check, before anything runs, that the suite supports a target.
 
         Raises:
-            UserError: it cannot; what would be right.
+            UserError: the suite does not support it, or data are missing.
         """
         return
 
     @abstractmethod
     def items(self, target: "Target") -> Sequence[Item]:
-        """What is asked of a target, in an order that never changes.
+        """Return the items for a target, always in the same order.
 
         Raises:
             UserError: data are missing or cannot be read.
         """
 
     def follow_ups(self, target: "Target", records: Records) -> Sequence[Item]:
-        """Items that only the records of all others make known; by default none."""
+        """Return further items, which depend on the records of all items."""
         return ()
 
     def ask(self, target: "Target", item: Item) -> Asking:
         """Yield requests to the model, receive their answers, and return the record of an item.
 
-        The requests of many items are answered in batches. Suites that look into the network
-        define :meth:`score` instead, for one item at a time.
+        The requests of many items are answered in batches. A suite that reads activations of the
+        network overrides :meth:`score` instead, which scores one item at a time.
         """
+        # Not abstract, because a suite overrides either this method or `score`.
         raise NotImplementedError(f"suite {self.name!r} defines neither ask nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return the record of an item, the same whenever and in whatever order it is scored.
+        """Return the record of an item. It does not depend on other items or on their order.
 
         Raises:
-            NotFiniteError: the model's numbers are not finite.
+            NotFiniteError: the model computes a number that is not finite.
         """
         ((_, record),) = run_askings(model, [(item.key, self.ask(model.target, item))])
         if isinstance(record, NotFiniteError):
@@ -179,23 +187,23 @@ class Suite(Section, ABC):
                 yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
-        """An item's share of every measure that it has a part in."""
+        """Return an item's contribution to each of its measures."""
         return {}
 
     def unit(self, key: str, record: Record) -> str:
-        """Return what intervals draw again: items of one unit are drawn together.
+        """Return the unit of an item; resamples for intervals draw whole units.
 
-        An item is a unit of its own by default. Items that ask the same question in several ways
-        are not independent; intervals that draw them one by one are too narrow.
+        By default every item is a unit. If several items ask the same question, they are not
+        independent, and intervals that draw them one by one would be too narrow.
         """
         return key
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
+    def better(self, measure: str) -> Direction | None:
         """Return which values of a measure or total are better, or None if neither is."""
         return None
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """The measures as they stand in the report; by default as the items brought them up."""
+        """Return the measures in the order of the report; the argument has the items' order."""
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
@@ -203,17 +211,17 @@ class Suite(Section, ABC):
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
-        """Numbers of all targets together, from their records by name."""
+        """Return numbers that depend on the records of all targets."""
         return {}
 
     def details(self, records: Mapping[str, Records]) -> Mapping[str, Any]:
-        """Return what programs read in ``results.json`` beside the measures of all targets."""
+        """Return values for programs, which ``results.json`` has beside the measures."""
         return {}
 
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
-        """What could not be made of the records of all targets and why, one sentence each."""
+        """Return a sentence for each result that is missing, with the reason."""
         return ()
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the records of the targets; whether there was something to draw."""
+        """Draw the records of the targets, and return whether anything was drawn."""
         return False

@@ -1,4 +1,4 @@
-"""What is evaluated: a Hugging Face folder, or one of our checkpoints, exported on the way."""
+"""Targets of an evaluation: Hugging Face folders, and checkpoints, which are exported."""
 
 import hashlib
 import math
@@ -22,6 +22,7 @@ from diffmegatron.hf.configuration import load_config
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.tokenizer import SAMPLE
 from diffmegatron.section import MAX_SIZE
+from diffmegatron.validation import describe, first_error
 
 EXPORTS = "exports"
 
@@ -31,10 +32,10 @@ class Target:
     """A model to evaluate.
 
     Attributes:
-        name: in the report.
-        path: as the user gave it.
-        checkpoint: of ours; None of a Hugging Face folder.
-        exports: where checkpoints are exported to.
+        name: name in the report.
+        path: path on the command line.
+        checkpoint: directory of the checkpoint; None for a Hugging Face folder.
+        exports: folder of exported checkpoints.
     """
 
     name: str
@@ -44,10 +45,10 @@ class Target:
 
     @cached_property
     def folder(self) -> Path:
-        """Of Hugging Face's files; a checkpoint is exported once, and kept for a restart.
+        """Hugging Face folder of the model; the first access exports a checkpoint.
 
         Raises:
-            UserError: it cannot be exported.
+            UserError: the checkpoint cannot be exported.
         """
         if self.checkpoint is not None and not self.export.exists():
             export_checkpoint(self.checkpoint, self.export)
@@ -55,10 +56,10 @@ class Target:
 
     @cached_property
     def export(self) -> Path:
-        """Where Hugging Face's files are, or will be.
+        """Path of the Hugging Face folder, which may not exist yet.
 
         Raises:
-            UserError: it is no whole checkpoint.
+            UserError: the checkpoint is incomplete.
         """
         if self.checkpoint is None:
             return self.path
@@ -67,44 +68,44 @@ class Target:
 
     @property
     def run_dir(self) -> Path | None:
-        """Of the run that it comes from; None of a Hugging Face folder."""
-        # RUN_DIR/checkpoints/step_...
+        """``run_dir`` of the checkpoint; None for a Hugging Face folder."""
+        # The checkpoint is RUN_DIR/checkpoints/step_...
         return None if self.checkpoint is None else self.checkpoint.resolve().parent.parent
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Its configuration.
+        """Configuration of the model.
 
         Raises:
-            UserError: as :func:`~diffmegatron.hf.configuration.load_config`.
+            UserError: ``config.json`` cannot be used.
         """
         return load_config(self.folder)
 
     @cached_property
     def tokenizer(self) -> HuggingFaceTokenizer:
-        """Of its folder.
+        """Tokenizer of the folder.
 
         Raises:
-            UserError: there is none, or it is not a fast one.
+            UserError: the folder has no fast tokenizer.
         """
         return HuggingFaceTokenizer(str(self.folder))
 
     @cached_property
     def start(self) -> int:
-        """The token that text begins with: its bos_token_id, else what ends its documents.
+        """Token before a text: ``bos_token_id``, or else the token that ends a document.
 
         Raises:
-            UserError: the former is no token.
+            UserError: ``bos_token_id`` is not an id.
         """
         beginning = self._number("bos_token_id", 0)
         return self.tokenizer.end_of_document if beginning is None else beginning
 
     @cached_property
     def context(self) -> float:
-        """Tokens of its longest text; infinite where its configuration names no limit.
+        """Length of the longest text in tokens; infinite without ``max_position_embeddings``.
 
         Raises:
-            UserError: the limit is not a length.
+            UserError: ``max_position_embeddings`` is not a length.
         """
         limit = self._number("max_position_embeddings", 1)
         return math.inf if limit is None else limit
@@ -119,46 +120,48 @@ class Target:
         return value
 
     def check_vocabulary(self) -> None:
-        """Check that the network has a row for each id that the tokenizer can give.
+        """Check that the network has an embedding for each id of the tokenizer.
 
         Raises:
-            UserError: it has fewer.
+            UserError: an id has no embedding.
         """
         rows = self._number("vocab_size", 1)
         if rows is not None and self.tokenizer.vocab_size > rows:
             raise UserError(
-                f"the tokenizer of {shown(self.folder)} gives ids up to "
+                f"the tokenizer of {shown(self.folder)} has ids up to "
                 f"{self.tokenizer.vocab_size - 1}, and {CONFIG_NAME} has vocab_size {rows}; "
                 "evaluate the model with the tokenizer that it was trained with"
             )
 
     @property
     def variant(self) -> Variant:
-        """Its kind of attention.
+        """Kind of attention of the model.
 
         Raises:
-            UserError: it is not one of those that are known.
+            UserError: the kind is unknown, or its configuration is not valid.
         """
         model_type = self.config.model_type
         kind = of_model_type(model_type)
         if kind is None:
             raise UserError(
-                f"{shown(self.path)} is of model_type {clipped(repr(model_type))}, whose attention "
-                f"is not known here; what looks into attention takes {', '.join(model_types())}"
+                f"{shown(self.path)} has model_type {clipped(repr(model_type))}, whose attention "
+                f"is unknown; suites that read attention support {', '.join(model_types())}"
             )
         try:
             return kind.from_hugging_face(self.config.to_dict())
-        except (ValidationError, KeyError, TypeError, ArithmeticError) as error:
-            raise UserError(
-                f"{shown(self.folder / CONFIG_NAME)} does not describe attention: "
-                f"{clipped(str(error))}"
-            ) from None
+        except ValidationError as error:
+            problem = describe(first_error(error), kind.model_fields)
+        except (KeyError, TypeError, ArithmeticError) as error:
+            problem = clipped(str(error))
+        raise UserError(
+            f"{shown(self.folder / CONFIG_NAME)} does not describe attention: {problem}"
+        )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of its configuration and weights, all of whose bytes are read.
+        """Hash of the configuration and of all bytes of the weights.
 
-        Of a checkpoint, of its manifest, which has a checksum of every file.
+        For a checkpoint it is the hash of the manifest, which has a checksum of every file.
         """
         if self.checkpoint is not None:
             return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
@@ -168,19 +171,19 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without any before or after; text that looks like a special token is text."""
+        """Return token ids without special tokens; names of special tokens are plain text."""
         return self.tokenizer.encode(text).tolist()
 
 
 def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
-    """The targets of a command line.
+    """Return the targets of a command line.
 
     Args:
-        paths: Hugging Face folders, checkpoints, and runs, whose newest checkpoint it is then.
-        out: of the evaluation; exports are kept under it for a restart.
+        paths: Hugging Face folders, checkpoints, or run_dirs, whose newest checkpoint is evaluated.
+        out: directory of the evaluation, which also holds the exports.
 
     Raises:
-        UserError: one is not a model, or is given twice.
+        UserError: a path is not a model, or is given twice.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"a target is given twice: {', '.join(map(shown, paths))}; give each once")
@@ -189,13 +192,13 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
 
 
 def have_one_tokenizer(targets: Sequence[Target]) -> bool:
-    """Whether all give the same ids."""
+    """Return whether all targets encode text alike."""
     first, *others = (target.tokenizer for target in targets)
-    return all(give_same_ids(first, each) for each in others)
+    return all(encode_alike(first, each) for each in others)
 
 
-def give_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers are the same, or read a sample of all kinds of text alike."""
+def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers are equal, or encode a sample of all kinds of text alike."""
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -203,13 +206,13 @@ def give_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Return the shortest ends of the paths that are unique, joined by ``-``."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]
         if len(set(names)) == len(names):
             return names
-    raise UserError(f"targets {', '.join(map(shown, paths))} have one name; give them other ones")
+    raise UserError(f"targets {', '.join(map(shown, paths))} share a name; rename one folder")
 
 
 def _found(path: Path, name: str, exports: Path) -> Target:
@@ -221,7 +224,7 @@ def _found(path: Path, name: str, exports: Path) -> Target:
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         raise UserError(
-            f"{shown(path)} is no model: it has neither a {CONFIG_NAME}, as Hugging Face's folders "
-            "do, nor is it a checkpoint or a run_dir with one"
+            f"{shown(path)} is not a model; give a Hugging Face folder with a {CONFIG_NAME}, a "
+            "checkpoint, or a run_dir with a checkpoint"
         )
     return Target(name, path, checkpoint, exports)

@@ -1,4 +1,4 @@
-"""Texts that suites read: of files, folders or prepared corpora."""
+"""Held-out text of suites, from files, folders or prepared corpora."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,22 +14,55 @@ from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.suite import Suite, Window
+from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import shown
+from diffmegatron.section import Count
 
-# The setting ``characters`` of suites that cut documents into windows.
-CHARACTERS = Field(
-    default=None,
-    description="a longer document ends there; by default 20,000 or 8 per token of the context",
-)
 _MAX_BYTES = 1 << 28
 _SETTINGS = PrepareSettings()
 
 
+class TextSuite(Suite):
+    """Base of suites on documents of held-out text."""
+
+    data: tuple[str, ...] = Field(
+        min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
+    )
+    documents: Count | None = Field(default=64, description="the first of every source; null: all")
+
+
+class WindowSuite(TextSuite):
+    """Base of suites on windows of held-out documents."""
+
+    characters: Count | None = Field(
+        default=None,
+        description="longer documents are cut; by default at 20,000 or 8 per token of the context",
+    )
+    context: Window = Field(default=2048, description="tokens of a window with the start token")
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of the source and the text of every document."""
+        characters = self.characters or default_characters(self.context)
+        return first_texts(self.data, self.documents, characters)
+
+    def windows(self, text: str, target: Target) -> list[list[int]]:
+        """Return the ids of a text in windows, without their start tokens."""
+        return list(split(target.encode(text), self.context - 1))
+
+
+def split(ids: list[int], length: int) -> Iterator[list[int]]:
+    """Yield pieces of ``length`` ids; the last piece may be shorter."""
+    return (ids[first : first + length] for first in range(0, len(ids), length))
+
+
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
-    """``NAME=PATH`` or ``PATH``, whose name is that of the file without its ending.
+    """Return the paths of sources by name, from ``NAME=PATH`` or ``PATH``.
+
+    The name of a ``PATH`` is the name of the file without its ending.
 
     Raises:
-        UserError: two have one name.
+        UserError: two sources have the same name.
     """
     found: dict[str, Path] = {}
     for option in options:
@@ -37,34 +70,39 @@ def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
         name, where = (name, Path(path)) if equals else (Path(option).stem, Path(option))
         if name in found:
             raise UserError(
-                f"two sources are called {name!r}: {shown(found[name])} and {shown(where)}; give "
-                "one as NAME=PATH"
+                f"two sources have the name {name!r}: {shown(found[name])} and {shown(where)}; "
+                "give one as NAME=PATH"
             )
         found[name] = where
     return found
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The documents of a source that are not empty, in order.
+    """Yield the non-empty documents of a source in order.
 
     Args:
         path: JSONL (.gz, .zst) or Parquet with a field ``text``, a text file, which is one
             document, a folder of these, or the PREFIX of a prepared corpus.
 
     Raises:
-        UserError: it cannot be read, or a record has no text.
+        UserError: the source cannot be read, or a record has no text.
     """
     texts = _of_corpus(path) if manifest_path(path).exists() else _of_files(path)
     return (text for text in texts if text)
 
 
 def first_texts(
-    options: tuple[str, ...], documents: int, characters: int
+    options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """The sources' names and the first documents of each, of at most so many characters.
+    """Yield the name of the source and the text of each source's first documents.
+
+    Args:
+        options: ``NAME=PATH`` or ``PATH``.
+        documents: number of documents of a source; None: all.
+        characters: number of characters at which a document is cut.
 
     Raises:
-        UserError: as :func:`named_paths` and :func:`read_texts`.
+        UserError: two sources have the same name, or a source cannot be read.
     """
     for name, path in named_paths(options).items():
         for text in islice(read_texts(path), documents):
@@ -72,16 +110,15 @@ def first_texts(
 
 
 def default_characters(context: int) -> int:
-    """Return how many characters of a document fill a window of ``context`` tokens.
+    """Return the number of characters that fill a window of ``context`` tokens, at least 20,000.
 
-    Tokens of common vocabularies hold 3 to 5 characters of a text on average; 8 is
-    more than enough. The number is 20,000 at least.
+    Tokens of common vocabularies have 3 to 5 characters on average, so 8 are enough.
     """
     return max(20_000, 8 * context)
 
 
 def digest(texts: Iterator[str]) -> str:
-    """Tells collections of documents apart."""
+    """Return a hash of documents."""
     found = hashlib.sha256()
     for text in texts:
         found.update(f"{len(text)}:{text}".encode())
@@ -106,6 +143,6 @@ def _of_files(path: Path) -> Iterator[str]:
                 (text,) = segments(parse(record, file.format, _SETTINGS), _SETTINGS)
             except UnusableError as error:
                 raise UserError(
-                    f"{shown(file.path)} at line {record.line} is no document: {error}"
+                    f"{shown(file.path)} at line {record.line} is not a document: {error}"
                 ) from None
             yield text

@@ -1,10 +1,11 @@
-"""vLLM's offline interface in place of transformers, for suites that only have texts written."""
+"""Generation of texts by vLLM's offline interface instead of ``transformers``."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from diffmegatron.attention.variants import of_model_type
 from diffmegatron.errors import UserError
@@ -16,21 +17,25 @@ from diffmegatron.files import clipped, shown
 
 
 class VllmModel(Model):
-    """A target that vLLM serves on one GPU, loaded at the first request.
+    """A target in vLLM on one GPU, loaded at the first request.
 
-    vLLM makes the batches itself, and does not say where numbers are not finite.
+    vLLM forms the batches itself, and does not report numbers that are not finite.
     """
 
     @cached_property
+    @override
     def network(self) -> PreTrainedModel:
-        """Raise an error: vLLM has a network of its own, which nothing looks into."""
-        raise UserError(f"{self.target.name} is in vLLM; give --engine transformers")
+        """Raise an error, because suites cannot read the network inside vLLM."""
+        raise UserError(
+            f"the network of {self.target.name} is inside vLLM; give --engine transformers"
+        )
 
+    @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Yield the number of each request and its new tokens, in order.
 
         Raises:
-            UserError: vLLM does not load the model, or a request is not for free text.
+            UserError: vLLM cannot load the model, or a request is not for free text.
         """
         sampling_params = _vllm().SamplingParams
         end = self.target.tokenizer.end_of_document
@@ -38,7 +43,7 @@ class VllmModel(Model):
         for request in requests:
             if not isinstance(request, Generation) or request.labels is not None:
                 raise UserError(
-                    "vLLM is only asked for free text here, not for likelihoods or labels; give "
+                    "--engine vllm supports free text only, not likelihoods or labels; give "
                     "--engine transformers"
                 )
             prompts.append({"prompt_token_ids": list(request.ids)})
@@ -47,7 +52,7 @@ class VllmModel(Model):
                     temperature=0.0,
                     max_tokens=request.limit,
                     stop=list(request.stop) or None,
-                    # Alone, so that texts end where those of transformers do.
+                    # No other id of the configuration, so that texts end as with transformers.
                     stop_token_ids=[end],
                     ignore_eos=True,
                     skip_special_tokens=False,
@@ -66,9 +71,9 @@ class VllmModel(Model):
                 seed=0,
                 trust_remote_code=False,
             )
-        except Exception as error:  # vLLM raises whatever its parts raise
+        except Exception as error:  # vLLM raises errors of any type here.
             raise UserError(
-                f"vLLM does not load {shown(self.target.folder)}: {clipped(str(error))}; give "
+                f"vLLM cannot load {shown(self.target.folder)}: {clipped(str(error))}; give "
                 "--engine transformers"
             ) from None
 
@@ -76,10 +81,10 @@ class VllmModel(Model):
 def check_served(
     suites: Sequence[Suite], targets: Sequence[Target], computing: Computing, ranks: int
 ) -> None:
-    """Check, before anything runs, that vLLM is there and serves what is asked for.
+    """Check, before anything runs, that vLLM is installed and supports suites and targets.
 
     Raises:
-        UserError: it is not or does not.
+        UserError: vLLM is missing, or does not support a suite, a target or an option.
     """
     _vllm()
     if ranks > 1 or computing.device != "auto" or computing.batch_tokens is not None:
@@ -88,19 +93,19 @@ def check_served(
             "the launcher, --device and --batch-tokens"
         )
     for suite in suites:
-        if not suite.only_writes:
+        if not suite.only_generates:
             raise UserError(
-                f"suite {suite.name!r} needs more of a model than texts, which is all that vLLM is "
-                "asked for here; run it with --engine transformers"
+                f"suite {suite.name!r} needs more than generated texts, which --engine vllm does "
+                "not support; run it with --engine transformers"
             )
     for target in targets:
-        # vLLM knows others that are not known here.
-        is_known = of_model_type(target.config.model_type) is not None
+        # vLLM may support model types that have no variant here.
+        has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
-        if is_known and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
+        if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):
             raise UserError(
-                f"{shown(target.path)} is of model_type {target.config.model_type!r}, which vLLM "
-                "does not serve; give --engine transformers"
+                f"{shown(target.path)} has model_type {target.config.model_type!r}, which vLLM "
+                "does not support; give --engine transformers"
             )
 
 
@@ -109,7 +114,7 @@ def _vllm() -> Any:
         import vllm
     except ImportError as error:
         raise UserError(
-            f"--engine vllm needs vLLM, which does not load here ({error}); install it, or give "
+            f"--engine vllm needs vLLM, which cannot be imported ({error}); install it, or give "
             "--engine transformers"
         ) from None
     return vllm

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_text, shown
-from diffmegatron.section import PathText, Section, Size, SizeOrNone
+from diffmegatron.section import PathText, Section, Size, SizeOrZero
 from diffmegatron.validation import validated
 
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
@@ -48,7 +48,7 @@ class Container(Section):
 class Cluster(Section):
     """The content of a cluster file. A key that is None is left to Slurm's default."""
 
-    gpus_per_node: SizeOrNone = Field(description="0: the ranks compute on CPUs")
+    gpus_per_node: SizeOrZero = Field(description="0: the ranks compute on CPUs")
     ranks_per_node: Size | None = Field(default=None, description="None: one per GPU")
     gpu: str | None = Field(default=None, description="GPU name for estimates, as plan --hardware")
     partition: Word | None = None

@@ -32,7 +32,7 @@ from diffmegatron.data.sampling.array_cache import Cache
 from diffmegatron.data.tokenizers import END_OF_TEXT, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.classification_datasets import TASKS
-from diffmegatron.evaluation.document_datasets import read_passages
+from diffmegatron.evaluation.document_datasets import DATASETS
 from diffmegatron.evaluation.math_datasets import BENCHMARKS
 from diffmegatron.evaluation.result_file import RecordFile
 from diffmegatron.evaluation.targets import find_targets
@@ -368,48 +368,48 @@ READERS = [
     data_set(
         "trec_train.txt",
         "DESC:manner How is it ?\nLOC:city Where is it ?\n" * 5,
-        lambda folder: TASKS["trec-fine"].examples(folder, "train"),
+        lambda folder: TASKS["trec-fine"].train.examples(folder),
     ),
     data_set(
         "banking77_test.csv",
         'text,category\n"Where, then?",card_arrival\n' * 5,
-        lambda folder: TASKS["banking77"].examples(folder, "test"),
+        lambda folder: TASKS["banking77"].test.examples(folder),
     ),
     data_set(
         "clinc150.json",
         '{"train": [["a", "b"], ["c", "d e"]], "test": [["a", "b"]]}',
-        lambda folder: TASKS["clinic150"].examples(folder, "train"),
+        lambda folder: TASKS["clinic150"].train.examples(folder),
     ),
     data_set(
         "gsm8k_test.jsonl",
         '{"question": "2 and 3?", "answer": "It is <<2+3=5>>5.\\n#### 5"}\n' * 5,
-        lambda folder: BENCHMARKS["gsm8k"].problems(folder),
+        lambda folder: BENCHMARKS["gsm8k"].examples(folder),
     ),
     data_set(
         "svamp.json",
         '[{"Body": "Ann has 3.", "Question": "How many?", "Answer": 3.0}]',
-        lambda folder: BENCHMARKS["svamp"].problems(folder),
+        lambda folder: BENCHMARKS["svamp"].examples(folder),
     ),
     data_set(
         "math_test.jsonl",
         '{"problem": "2 and 3?", "solution": "It is $\\\\boxed{\\\\frac{10}{2}}$."}\n' * 5,
-        lambda folder: BENCHMARKS["math"].problems(folder),
+        lambda folder: BENCHMARKS["math"].examples(folder),
     ),
     data_set(
         "asdiv_test.jsonl",
         '{"body": "Ann has 3.", "question": "How many?", "answer": "3 (pens)"}\n' * 5,
-        lambda folder: BENCHMARKS["asdiv"].problems(folder),
+        lambda folder: BENCHMARKS["asdiv"].examples(folder),
     ),
     data_set(
         "tabmwp_test.json",
         '{"1": {"question": "Which?", "choices": ["a", "b"], "answer": "a", "table_title": null, '
         '"table": "x | 1"}}',
-        lambda folder: BENCHMARKS["tabmwp"].problems(folder),
+        lambda folder: BENCHMARKS["tabmwp"].examples(folder),
     ),
     data_set(
         "qasper.jsonl",
         '{"input": "Who?", "context": "It was Ann.", "answers": ["Ann"], "length": 3}\n' * 5,
-        lambda folder: read_passages("qasper", folder, 9),
+        lambda folder: DATASETS["qasper"].examples(folder, 9),
     ),
 ]
 

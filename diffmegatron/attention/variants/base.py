@@ -22,7 +22,7 @@ from diffmegatron.attention.variants.layer import Context, Layer
 from diffmegatron.attention.variants.projection_heads import Heads
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
-from diffmegatron.section import Section, SizeOrNone, divisors
+from diffmegatron.section import Section, SizeOrZero, divisors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,9 +133,9 @@ class Variant(Section, ABC):
     """
 
     kind: str
-    num_heads: SizeOrNone = Field(default=0, description="0: what fills hidden_size")
-    num_kv_heads: SizeOrNone = Field(default=0, description="0: the most that the kind allows")
-    head_dim: SizeOrNone = Field(default=0, description="0: what fills hidden_size")
+    num_heads: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
+    num_kv_heads: SizeOrZero = Field(default=0, description="0: the most that the kind allows")
+    head_dim: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
 
     # What people call a network of it.
     title: ClassVar[str]

@@ -1,10 +1,8 @@
-"""The suites by name, and the way from a command line to their settings."""
+"""All suites by name, and their settings from the command line."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from pydantic import ValidationError
 
 from diffmegatron.config.yaml_documents import parse_yaml
 from diffmegatron.errors import UserError
@@ -26,8 +24,9 @@ from diffmegatron.evaluation.suites.recall import Recall
 from diffmegatron.evaluation.suites.scaling import Scaling
 from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import clipped
+from diffmegatron.validation import validated
 
-# Of a suite that is not told.
+# Largest default of the setting ``context``.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -58,16 +57,16 @@ def make_suites(
     settings: Sequence[str],
     context: Callable[[], int],
 ) -> list[Suite]:
-    """The suites of a command line.
+    """Return the suites of a command line with their settings.
 
     Args:
-        names: of suites.
+        names: names of suites.
         options: values of fields, for every suite that has them.
-        settings: ``SUITE.KEY=VALUE``, the value read as YAML.
-        context: what gives the field of that name where a suite has it and no setting does.
+        settings: ``SUITE.KEY=VALUE`` with a YAML value.
+        context: function that returns the default of the field ``context``.
 
     Raises:
-        UserError: a suite or a key is unknown, a value does not fit, or one is missing.
+        UserError: a suite or a key is unknown, a value does not fit, or a value is missing.
     """
     if len(set(names)) < len(names):
         raise UserError(f"--suite {','.join(names)} names a suite twice; give each once")
@@ -84,8 +83,8 @@ def make_suites(
         name, dot, field = key.partition(".")
         if not equals or not dot or name not in values:
             raise UserError(
-                f"--set {clipped(repr(setting))} is not of the form SUITE.KEY=VALUE with a suite "
-                f"of {', '.join(names)}"
+                f"--set {clipped(repr(setting))} does not have the form SUITE.KEY=VALUE with a "
+                f"suite of {', '.join(names)}"
             )
         values[name][field] = parse_yaml(value, f"--set {key}")
     for name in names:
@@ -95,23 +94,11 @@ def make_suites(
 
 
 def _made(name: str, values: Mapping[str, Any]) -> Suite:
-    try:
-        return SUITES[name].model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
+    for key, field in SUITES[name].model_fields.items():
+        if field.is_required() and key not in values:
             option = f"--{key.replace('_', '-')}" if key in _OPTIONS else f"--set {name}.{key}="
-            raise UserError(f"suite {name!r} needs {option}; {_hint(name, key)}") from None
-        known = ", ".join(SUITES[name].model_fields)
-        raise UserError(
-            f"{name}.{key} is {clipped(repr(first['input']))}: {first['msg'].lower()}; the keys of "
-            f"{name} are {known}"
-        ) from None
+            raise UserError(f"suite {name!r} needs {option}: {field.description}")
+    return validated(SUITES[name], values, f"suite {name!r}")
 
 
 _OPTIONS = ("data", "haystack", "data_dir")
-
-
-def _hint(name: str, key: str) -> str:
-    return SUITES[name].model_fields[key].description or "see docs/evaluation.md"

@@ -1,19 +1,20 @@
-"""Multi-query associative recall (Arora et al., Zoology, 2023): values of keys seen before."""
+"""Multi-query associative recall: predict the values of repeated keys (Arora et al., 2023)."""
 
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import plot_curves
 from diffmegatron.evaluation.requests import Asking, Scoring
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import TextSuite, first_texts
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 _ACCURACY = "accuracy"
 
 
-class AssociativeRecall(Suite):
-    """Share of values that are the likeliest token after their key's second occurrence.
+class AssociativeRecall(TextSuite):
+    """Share of values that are the most likely token after their key's second occurrence.
 
     A text of 4 D tokens states D pairs of a key and a value, then repeats the same pairs in another
-    order. All tokens before a value are given, so D values are asked for at once.
+    order. The model reads the whole text, so one forward pass predicts all D values.
     """
 
     name: ClassVar[str] = "associative-recall"
@@ -42,16 +43,14 @@ class AssociativeRecall(Suite):
     documents: Count = Field(default=512, description="the first of every source")
 
     @property
-    def one_tokenizer(self) -> bool:
-        """A key and a value are a token each."""
+    @override
+    def needs_one_tokenizer(self) -> bool:
+        # Keys and values must be single tokens.
         return True
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A text.
-
-        Raises:
-            UserError: a text does not repeat its pairs, in tokens of the target.
-        """
+        """Return the texts, after a check that each repeats its pairs."""
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)
@@ -62,32 +61,33 @@ class AssociativeRecall(Suite):
                 raise UserError(
                     f"text {len(found)} of source {source!r} has {len(ids)} tokens of "
                     f"{target.name} that are not pairs of different keys and the same pairs again; "
-                    "give a text of 'python -m tools.benchmarks study_recall' and a model trained "
-                    "on it"
+                    "give a text of 'python -m benchmarks study_recall' and a model trained on it"
                 )
             found.append(Item(f"{source}/{len(found)}", len(ids), ids))
         return found
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the number of pairs, and of values that are the likeliest token."""
         ids = item.content
         half = len(ids) // 2
-        # The first token of the second half is a key, and every second one after it.
+        # The second half begins with a key, and keys and values alternate.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.likeliest[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Accuracy over all pairs, and over those of texts with as many pairs."""
+        """Return the accuracy over all texts, and over the texts with the same number of pairs."""
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, f"{_ACCURACY}, {record['pairs']} pairs": share}
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy by the number of pairs."""
+        """Draw the accuracy over the number of pairs."""
         points = {}
         for name, of_target in records.items():
             by_pairs: dict[int, dict[str, Mean]] = defaultdict(dict)

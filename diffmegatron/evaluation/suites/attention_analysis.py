@@ -1,4 +1,4 @@
-"""What tells heads of differential attention from others (Kong, Jang, Kwak, 2025: DEX)."""
+"""Statistics of attention heads in the figures of DEX (Kong, Jang, Kwak, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 import torch
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation import head_statistics as heads
 from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.figures import place_legend, plot_maps
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import TextSuite, first_texts
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
@@ -26,37 +27,36 @@ DISTANCE, ALIGNMENT = "cosine distance between heads", "CKA between heads"
 IMPORTANCE = "importance of a head"
 
 
-class AttentionAnalysis(Suite):
+class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    A text is the first ``length`` tokens of a document, the start token counted. Every measure is
-    the mean over the layers, or over all pairs of heads, and then over the texts.
+    A text is the first ``length`` tokens of a document, including the start token. A measure is
+    averaged over the layers, or over all pairs of heads, and then over the texts.
     """
 
     name: ClassVar[str] = "attention-analysis"
-    title: ClassVar[str] = "What heads of attention do"
+    title: ClassVar[str] = "Statistics of attention heads"
     description: ClassVar[str] = (
-        "What single heads do: how sparse, negative or alike their scores are, how alike their "
-        "outputs, and how much the loss depends on each. None of it is better or worse by "
-        "itself."
+        "Sparsity, sign and similarity of the scores of single heads, similarity of their outputs, "
+        "and the effect of each head on the loss. No value is better or worse by itself."
     )
 
-    data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
-    length: Size = Field(default=512, description="tokens of a text at most")
-    documents: Count = Field(default=16, description="the first of every source")
+    documents: Count | None = Field(default=16, description="the first of every source; null: all")
+    length: Size = Field(default=512, description="largest number of tokens of a text")
     top: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.05, description="share of a row's tokens that are its top tokens"
     )
     epsilons: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        default=(0.001, 0.0001), min_length=1, description="below which a score is near zero"
+        default=(0.001, 0.0001), min_length=1, description="thresholds for scores near zero"
     )
 
+    @override
     def check(self, target: Target) -> None:
-        """Its kind of attention is known."""
         _ = target.variant
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """The beginning of a document that is long enough for a row to have a top token."""
+        """Return the beginnings of documents that are long enough for a row with a top token."""
         # Few tokens are longer than 16 characters.
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
@@ -66,8 +66,9 @@ class AttentionAnalysis(Suite):
                 found.append(Item(str(number), len(ids), ids))
         return found
 
+    @override
     def score(self, model: Model, item: Item) -> Record:
-        """By layer, by pair of layers, and by layer and head."""
+        """Return measures by layer, by pair of layers, and by layer and head."""
         seen: list[Layer] = []
         count = model.target.variant.num_heads
         with (
@@ -88,8 +89,9 @@ class AttentionAnalysis(Suite):
             IMPORTANCE: importance.tolist(),
         }
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Over all layers, or all pairs of heads, or all heads."""
+        """Return means over all layers, all pairs of heads, or all heads."""
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
             if record[name]["mean"] is not None:
@@ -97,6 +99,7 @@ class AttentionAnalysis(Suite):
         found[IMPORTANCE] = float(np.mean(record[IMPORTANCE]))
         return {name: Mean(value, per_token=True) for name, value in found.items()}
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Draw measures by layer, and for each target maps of layers and heads."""
         figure.set_size_inches(13, 8 + 3.8 * len(records))
@@ -119,7 +122,7 @@ class AttentionAnalysis(Suite):
         return True
 
 
-# What is drawn by layer: titles, and how the measures' names begin.
+# Panels of measures by layer: the title, and prefixes of the names of measures.
 _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),
@@ -128,27 +131,27 @@ _PANELS = {
     "negative scores": (heads.NEGATIVE, heads.NEGATIVE_MASS),
     "heads of a layer": (DISTANCE, ALIGNMENT),
 }
-# Of panels whose quantity is not a share.
+# Units of panels whose quantity is not a share.
 _UNITS = {"entropy": "nats", "heads of a layer": "distance or alignment"}
 _STYLES = ("-", "--", ":")
 
 
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
-    """The mean over all pairs of different heads, and over those of every two layers.
+    """Return the mean over all pairs of different heads, and the means for every two layers.
 
-    None where there is no such pair.
+    A mean over no pairs is None.
 
     Args:
-        pairs: of heads, [layers * count, layers * count].
-        count: of a layer's heads.
+        pairs: values of pairs of heads, [layers * count, layers * count].
+        count: number of heads of a layer.
 
     Raises:
-        NotFiniteError: one is not.
+        NotFiniteError: a value is not finite.
     """
     values = pairs.cpu().numpy()
     different = ~np.eye(len(values), dtype=bool)
     if not np.isfinite(values[different]).all():
-        raise NotFiniteError("a head gives zeros for every token, or what is not finite")
+        raise NotFiniteError("the output of a head is zero for every token, or not finite")
     blocks = (len(values) // count, count) * 2
     sums = np.where(different, values, 0).reshape(blocks).sum((1, 3))
     counts = different.reshape(blocks).sum((1, 3))
@@ -160,7 +163,7 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Means over the texts: [layers, heads] of importance, else [layers, layers]."""
+    """Return means over the texts: [layers, heads] of importance, otherwise [layers, layers]."""
     tables = [
         each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
     ]
@@ -168,7 +171,7 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Means over the texts of every measure, [layers]."""
+    """Return the mean over the texts of every measure, [layers]."""
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
         for name in records[0]["layers"]

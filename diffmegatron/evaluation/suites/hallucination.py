@@ -1,19 +1,21 @@
-"""Contextual hallucination: what a model makes of a document, and a judge who compares them.
+"""Contextual hallucination: a judge compares texts of a model with the documents.
 
-Ye et al., tables 4 and 5, after Chuang et al. (2024).
+Ye et al., tables 4 and 5, following Chuang et al. (2024).
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
-from diffmegatron.evaluation.document_datasets import Passage, read_passages
-from diffmegatron.evaluation.figures import estimate_measures, plot_bars
+from diffmegatron.evaluation.datasets import choose
+from diffmegatron.evaluation.document_datasets import DATASETS, Passage
+from diffmegatron.evaluation.figures import plot_measures
 from diffmegatron.evaluation.judge import Judge, open_judge, parse_verdict
 from diffmegatron.evaluation.requests import Asking, Generation
-from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
@@ -58,14 +60,15 @@ Problematic Spans: ["...", "..."]
 
 
 class Hallucination(Suite):
-    """The share of summaries and answers of which a judge says that the document supports them.
+    """Share of summaries and answers that the document supports, in the opinion of a judge.
 
-    All texts of a target are written before the first is judged, so a judge that fails, or another
-    one, finds them there. A verdict that cannot be read counts as not true.
+    All texts of a target are generated and recorded before the first is judged, so that they remain
+    if the judge fails, and another judge can use them. A verdict that cannot be read counts as
+    false.
     """
 
     name: ClassVar[str] = "hallucination"
-    title: ClassVar[str] = "Contextual hallucination, share of texts without any"
+    title: ClassVar[str] = "Contextual hallucination, share of texts without it"
     description: ClassVar[str] = (
         "The model summarises documents or answers questions about them; another model decides "
         "whether the text follows from the document."
@@ -75,7 +78,7 @@ class Hallucination(Suite):
         Published(f"{name}, true", *numbers, "3B, tables 4 and 5")
         for name, numbers in _PAPER.items()
     )
-    of_follow_ups: ClassVar[frozenset[str]] = frozenset(
+    follow_up_settings: ClassVar[frozenset[str]] = frozenset(
         ("judge", "judge_model", "judge_key", "judge_tokens", "judge_seconds")
     )
 
@@ -85,43 +88,47 @@ class Hallucination(Suite):
     context: Size = Field(default=2048, description="tokens of prompt and answer")
     answer_tokens: Size = 128
     judge: str | None = Field(default=None, description="a Hugging Face folder, or a URL")
-    judge_model: str = Field(default="", description="its name at the URL")
+    judge_model: str = Field(default="", description="name of the model at the URL")
     judge_key: str = Field(
-        default="OPENAI_API_KEY", description="the environment variable that may have the key"
+        default="OPENAI_API_KEY",
+        description="environment variable of the key, if the URL needs one",
     )
     judge_tokens: Size = 512
     judge_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
-        default=120.0, description="for a whole answer of a URL"
+        default=120.0, description="time limit of an answer from a URL"
     )
 
     @property
-    def only_writes(self) -> bool:
-        """Return whether models only write texts for it."""
+    @override
+    def only_generates(self) -> bool:
         return True
 
+    @override
     def check(self, target: Target) -> None:
-        """The data and the judge are there, an address aside that does not answer yet."""
-        for name in self.tasks:
-            read_passages(name, self.data_dir, 1)
+        """Check that the data and the judge can be opened; no request is sent to a URL."""
+        for dataset in choose(self.tasks, DATASETS, "task"):
+            dataset.examples(self.data_dir, 1)
         self._judge()
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A passage to write about."""
         return [
             Item(f"{name}/{number}", self.context, (name, tuple(passage)))
             for name in self.tasks
-            for number, passage in enumerate(read_passages(name, self.data_dir, self.samples))
+            for number, passage in enumerate(DATASETS[name].examples(self.data_dir, self.samples))
         ]
 
+    @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """The texts to judge, by this judge."""
+        """Return the texts to judge; their keys contain the name of the judge."""
         judge = self._judge()
         if judge is None:
             return []
         return [Item(f"judged by {judge.name}/{record['item']}", 0, record) for record in records]
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the text and the document that it is about; or the judge's verdict on it."""
+        """Return the text with its document, or for a follow-up the judge's verdict."""
         if isinstance(item.content, dict):
             return self._judged(item.content)
         name, parts = item.content
@@ -131,8 +138,9 @@ class Hallucination(Suite):
         text = target.tokenizer.decode(tokens).split(_END)[0].strip()
         return {"task": name, **passage._replace(document=document)._asdict(), "text": text}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """The share that is true, and that of verdicts which cannot be read."""
+        """Return the share of true texts, and the share of verdicts that cannot be read."""
         if "verdict" not in record:
             return {}
         name, verdict = record["task"], record["verdict"]
@@ -141,8 +149,9 @@ class Hallucination(Suite):
             f"{name}, verdicts that cannot be read": Mean(float(verdict is None)),
         }
 
+    @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Texts that nobody has judged, and verdicts that cannot be read."""
+        """Return sentences about texts without a verdict, and verdicts that cannot be read."""
         found = []
         for name, of_target in records.items():
             judged = [record for record in of_target if "verdict" in record]
@@ -159,22 +168,18 @@ class Hallucination(Suite):
                 )
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "higher" if measure.endswith(", true") else "lower"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars by task, once something is judged."""
-        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
-        bars = {
-            name: [own.get(f"{task}, true") for task in self.tasks]
-            for name, own in estimates.items()
-        }
-        if not any(each for own in bars.values() for each in own):
+        """Draw a group of bars for each task, if there is a verdict."""
+        if not any("verdict" in record for each in records.values() for record in each):
             return False
-        axes = figure.subplots()
-        plot_bars(axes, self.tasks, bars, "share of texts that are true")
-        axes.set_ylim(0, 1)
+        measures = {task: f"{task}, true" for task in self.tasks}
+        ylabel = "share of texts that are true"
+        plot_measures(figure.subplots(), self, records, measures, ylabel, is_share=True)
         return True
 
     def _judge(self) -> Judge | None:
@@ -192,7 +197,7 @@ class Hallucination(Suite):
         return {"task": written["task"], "verdict": true, "spans": spans, "said": answer}
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
-        """Its tokens, and the document in it, whose middle is left out where it is too long."""
+        """Return the ids of a prompt, and its document, without the middle if it is too long."""
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)
@@ -208,7 +213,7 @@ class Hallucination(Suite):
 
 
 def judge_question(written: Record) -> str:
-    """What a judge is asked of a text, as docs/evaluation.md shows it."""
+    """Return the prompt of the judge for a text; docs/evaluation.md has an example."""
     question = written["question"]
     return JUDGE_PROMPT.format(
         kind="answer" if question else "summary",

@@ -1,6 +1,6 @@
-"""Tasks of EleutherAI's lm-eval, with its prompts, filters and metrics.
+"""Tasks of EleutherAI's lm-eval with its prompts, filters and metrics.
 
-Needs lm-eval (the extra ``evaluation``).
+It needs lm-eval (the extra ``evaluation``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,15 +8,25 @@ from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import estimate_measures, plot_bars
 from diffmegatron.evaluation.requests import Asking
-from diffmegatron.evaluation.suite import Estimate, Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suite import (
+    Direction,
+    Estimate,
+    Item,
+    Mean,
+    Published,
+    Record,
+    Records,
+    Suite,
+)
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import shown
 from diffmegatron.section import Count
@@ -27,7 +37,8 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# Of HellaSwag models of that size reach it only by the length of the choices.
+# The paper does not name the metric. Models of this size reach its number on HellaSwag only with
+# acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -37,22 +48,22 @@ _PAPER = {
     "piqa": ("acc", 0.768),
     "winogrande": ("acc", 0.671),
 }
-# Standard errors on either side of a number that 95% of normal ones have.
+# Half of a normal 95% interval, in standard errors.
 _ERRORS_OF_95 = 1.96
 
 
 class LmEval(Suite):
-    """Tasks of the installed lm-eval by name, on local files or those of Hugging Face's hub.
+    """Tasks of the installed lm-eval, on local files or files of Hugging Face's hub.
 
-    As in lm-eval a prompt that is longer than the context loses its beginning.
+    As in lm-eval, a prompt that is longer than the context loses its beginning.
     """
 
     name: ClassVar[str] = "lm-eval"
     title: ClassVar[str] = "LM Eval Harness"
     description: ClassVar[str] = (
-        "Tasks of EleutherAI's lm-eval. In a task of multiple choice the model takes the choice "
-        "with the highest likelihood: acc by the likelihood itself, acc_norm by the likelihood per "
-        "byte. A filter that finds the answer in a text stands in brackets."
+        "Tasks of EleutherAI's lm-eval. In a multiple-choice task the answer is the choice with "
+        "the highest likelihood (acc), or the highest likelihood per byte (acc_norm). Brackets "
+        "contain the filter that extracts an answer from a text."
     )
     published: ClassVar[tuple[Published, ...]] = (
         *(
@@ -63,27 +74,28 @@ class LmEval(Suite):
         Published("average, 5 shots", 0.58, 0.564, "3B, 350B tokens"),
     )
 
-    data_dir: Path = Field(default=Path(), description="the folder that data files lie in")
-    include_path: Path | None = Field(default=None, description="a folder with task configs")
+    data_dir: Path = Field(default=Path(), description="folder with data files")
+    include_path: Path | None = Field(default=None, description="folder with task configurations")
     tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
     shots: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
         min_length=1,
-        description="examples before a question; each task's own without",
+        description="examples before a question; by default each task's own number",
     )
-    samples: Count | None = Field(default=None, description="the first of a task; all without")
+    samples: Count | None = Field(default=None, description="the first of every task; null: all")
     apply_chat_template: bool = False
 
     @property
-    def only_writes(self) -> bool:
-        """Return whether models only write texts for it."""
+    @override
+    def only_generates(self) -> bool:
         return all(each.OUTPUT_TYPE == "generate_until" for each in self._library.tasks.values())
 
+    @override
     def check(self, target: Target) -> None:
-        """Check that the library, the tasks' data and the tokenizer are there."""
+        """Check that the library, the tasks' data and the tokenizer can be loaded."""
         _harness()
         if self.shots is not None and len({*self.shots}) < len(self.shots):
-            raise UserError(f"lm-eval.shots {list(self.shots)} name one twice; give each once")
+            raise UserError(f"lm-eval.shots {list(self.shots)} has a number twice; give each once")
         encoder = _encoder(target)
         if self.apply_chat_template and not encoder.tokenizer.chat_template:
             raise UserError(
@@ -92,11 +104,12 @@ class LmEval(Suite):
             )
         self._questions(target)
 
+    @override
     def items(self, target: Target) -> list[Item]:
         """Return the questions of each task after each number of examples.
 
-        The beginning of a prompt can be cut off but a choice cannot: an item needs a context that
-        holds its longest choice, or the text that it may be answered with.
+        A prompt can lose its beginning, but a choice cannot be cut. An item therefore needs a
+        context for its longest choice, or for the longest answer that the task allows.
         """
         encoder = _encoder(target)
         return [
@@ -104,8 +117,9 @@ class LmEval(Suite):
             for each in self._questions(target)
         ]
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Ask for likelihoods or texts; record them with the metrics that lm-eval makes of them."""
+        """Return the likelihoods or texts with lm-eval's metrics of them."""
         question: Question = item.content
         encoder = _encoder(target)
         requests, cut = encoder.requests(question)
@@ -119,6 +133,7 @@ class LmEval(Suite):
             "cut": cut,
         }
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
         """Return the metrics that are means over the questions."""
         return {
@@ -127,8 +142,9 @@ class LmEval(Suite):
             if self._library.is_mean(record["task"], key)
         }
 
+    @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return all other metrics, those of groups, and the average of the paper's seven tasks."""
+        """Return other metrics, metrics of groups, and the average of the paper's seven tasks."""
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
             if name in self._library.groups or not self._library.is_mean(name, key):
@@ -146,6 +162,7 @@ class LmEval(Suite):
                 found[f"average, {shots} shots"] = float(np.mean(values))
         return found
 
+    @override
     def details(self, records: Mapping[str, Records]) -> dict[str, Any]:
         """Return lm-eval's own results: values, standard errors, filters and versions."""
         return {
@@ -167,8 +184,9 @@ class LmEval(Suite):
             },
         }
 
+    @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return how many prompts lost their beginning."""
+        """Return a sentence for each target whose prompts lost their beginning."""
         found = []
         for target, of_target in records.items():
             if cut := sum(bool(record["cut"]) for record in of_target):
@@ -178,16 +196,17 @@ class LmEval(Suite):
                 )
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction | None:
         name, _, rest = measure.partition(", ")
         if name == "average":
             return "higher"
         metric = rest.partition(", ")[2].partition(" (")[0]
         return self._library.better(name, metric)
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars by task, or by the group that it is in, a panel for every number of shots."""
+        """Draw bars for each task or its group, in a panel for each number of shots."""
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -242,7 +261,7 @@ class LmEval(Suite):
         return tasks
 
     def _questions(self, target: Target) -> "Sequence[Question]":
-        """Return the questions, which depend on the target by its chat template alone."""
+        """Return the questions; only the chat template depends on the target."""
         key = target.name if self.apply_chat_template else None
         if key not in self._built:
             template = _encoder(target).apply_chat_template if self.apply_chat_template else None
@@ -278,7 +297,7 @@ def _harness() -> ModuleType:
         from diffmegatron.evaluation import harness
     except ImportError as error:
         raise UserError(
-            f"suite 'lm-eval' asks by EleutherAI's lm-eval, which does not load here ({error}); "
+            f"suite 'lm-eval' needs EleutherAI's lm-eval, which cannot be imported ({error}); "
             "install the extra with pip install 'diffmegatron[evaluation]'"
         ) from None
     return harness

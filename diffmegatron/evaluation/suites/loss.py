@@ -1,21 +1,20 @@
-"""Held-out loss: per token, per byte, per source, and by position in the context."""
+"""Loss on held-out text per token and byte, by source, and by position in the context."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import place_legend
 from diffmegatron.evaluation.requests import Asking, Scoring
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts, named_paths
-from diffmegatron.section import Count
+from diffmegatron.evaluation.text import WindowSuite, named_paths, split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,16 +23,16 @@ BYTE = "bits per byte"
 TOKEN = "nats per token"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# The first mean over the beginning of windows is of so many tokens.
+# Number of tokens of the shortest beginning of windows that has a mean.
 _FEWEST = 16
 
 
-class Loss(Suite):
+class Loss(WindowSuite):
     """Negative log-likelihood of held-out text.
 
-    Whole documents are cut into windows that each begin with the start token, so that every byte
-    counts once whatever the tokenizer. ``packed`` joins the documents of a source by the token that
-    ends them, whose own loss does not count, and cuts the whole.
+    Whole documents are cut into windows that begin with the start token, so that every byte counts
+    once with any tokenizer. With ``packed``, the documents of a source are joined before they are
+    cut. The token that ends each document joins them; its loss does not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -44,29 +43,24 @@ class Loss(Suite):
         "predicts each token from those before it."
     )
 
-    data: tuple[str, ...] = Field(
-        min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
-    )
-    documents: Count = Field(default=64, description="the first of every source")
-    characters: Count | None = CHARACTERS
-    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
     packed: bool = False
 
     @property
-    def one_tokenizer(self) -> bool:
-        """Packed, windows of other tokens hold other text."""
+    @override
+    def needs_one_tokenizer(self) -> bool:
+        # Another tokenizer would cut packed documents into other windows.
         return self.packed
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A document, or a window of packed ones."""
+        """Return the documents, or the windows of packed documents."""
         texts: dict[str, list[str]] = defaultdict(list)
-        characters = self.characters or default_characters(self.context)
-        for source, text in first_texts(self.data, self.documents, characters):
+        for source, text in self.texts():
             texts[source].append(text)
         pieces: dict[str, Sequence[str | list[int]]] = dict(texts)
         if self.packed:
             pieces = {
-                source: list(windows(_joined(of_source, target), self.context - 1))
+                source: list(split(_joined(of_source, target), self.context - 1))
                 for source, of_source in texts.items()
             }
         return [
@@ -77,31 +71,32 @@ class Loss(Suite):
 
     @property
     def lengths(self) -> list[int]:
-        """Numbers of tokens at which the mean over the beginning of windows is taken, ascending.
+        """Lengths n of the beginnings of windows that have a mean, ascending.
 
-        They are powers of two from 16, and what a full window holds beside the start token.
+        They are the powers of two from 16, and the length of a full window without its start token.
         """
         full = self.context - 1
         powers = takewhile(lambda n: n < full, (_FEWEST << doublings for doublings in count()))
         return [*powers, full]
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return sums of nats, tokens and bytes, and of the beginnings of windows.
+        """Return the sums of nats, tokens and bytes.
 
-        ``beginnings`` has, by number n of tokens, nats and tokens of the first n tokens of the
-        windows with n tokens or more; ``full`` has the same of the windows that are full.
+        ``beginnings`` has nats and tokens of the first n tokens of all windows with n tokens or
+        more, by n. ``full`` has the same for full windows only.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
         ids = target.encode(piece) if isinstance(piece, str) else piece
-        pieces = list(windows(ids, self.context - 1))
+        pieces = list(split(ids, self.context - 1))
         answers = yield [Scoring([target.start], [window]) for window in pieces]
         nats, tokens = 0.0, 0
         beginnings = {n: [0.0, 0] for n in self.lengths}
         full = {n: [0.0, 0] for n in self.lengths}
         for window, (scored,) in zip(pieces, answers, strict=True):
             losses = scored.nats.double().numpy()
-            # The token that ends a packed document is not text; whole documents lack it.
+            # The token that ends a packed document is not text. Whole documents do not have it.
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)
             nats, tokens = nats + float(sums[-1]), tokens + int(counts[-1])
@@ -112,7 +107,7 @@ class Loss(Suite):
                     _add(full[n], sums[n - 1], counts[n - 1])
         return {
             "source": source,
-            # A packed window may begin or end within a character.
+            # A packed window may begin or end within a character, so its bytes are undefined.
             "bytes": len(piece.encode()) if isinstance(piece, str) else None,
             "nats": nats,
             "tokens": tokens,
@@ -120,11 +115,12 @@ class Loss(Suite):
             "full": {str(n): sums for n, sums in full.items() if sums[1]},
         }
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token and, of whole documents, bits per byte, of all and per source.
+        """Return nats per token, and bits per byte of whole documents, over all text and by source.
 
-        Also nats per token of the first n tokens of windows: of the full windows, which are the
-        same for every n, and of all windows with n tokens, which differ from n to n.
+        Two further means are nats per token of the first n tokens: over the full windows, which are
+        the same for every n, and over all windows with n tokens, which differ between numbers n.
         """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
@@ -140,8 +136,9 @@ class Loss(Suite):
             }
         return shares
 
+    @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Name the targets of which no window is full."""
+        """Return a sentence for each target that has no full window."""
         return [
             f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
             "1 to n of full windows; set loss.context lower or give longer texts"
@@ -149,8 +146,9 @@ class Loss(Suite):
             if not any(record["full"] for record in of_target)
         ]
 
+    @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return those of all text, of beginnings, then of each source in the order of ``data``."""
+        """Return measures of all text, of beginnings, and of each source, in this order."""
         order = [
             *(TOKEN, BYTE),
             *(name.format(n) for name in (_UP_TO, _UP_TO_OWN) for n in self.lengths),
@@ -158,12 +156,13 @@ class Loss(Suite):
         ]
         return sorted(measures, key=order.index)
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the mean over the first n tokens of full windows, with its interval."""
+        """Draw the mean over the first n tokens of full windows."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
 
         axes = figure.subplots()
@@ -195,8 +194,7 @@ class Loss(Suite):
             ylabel=f"{TOKEN}, mean of tokens 1 to n",
             title="Loss of the first n tokens of full windows, 95% intervals",
         )
-        # A label for every number that is measured: the powers of ten would leave a narrow range
-        # without one.
+        # Powers of ten would leave a narrow range without a label, so label the measured lengths.
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])
@@ -210,11 +208,6 @@ class Loss(Suite):
 def _add(sums: list[float], nats: float, tokens: float) -> None:
     sums[0] += float(nats)
     sums[1] += int(tokens)
-
-
-def windows(ids: list[int], length: int) -> Iterator[list[int]]:
-    """The ids in pieces of ``length``, the last as long as it is."""
-    return (ids[first : first + length] for first in range(0, len(ids), length))
 
 
 def _joined(texts: Sequence[str], target: Target) -> list[int]:

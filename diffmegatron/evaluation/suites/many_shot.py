@@ -2,28 +2,29 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
-from diffmegatron.evaluation.classification_datasets import TASKS, Questions, check_tasks
+from diffmegatron.evaluation.classification_datasets import TASKS, EncodedTask, check_tasks
 from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.requests import Asking
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DATA_DIR = Field(description="the folder of the data sets' files")
+DATA_DIR = Field(description="folder with the files of published data sets")
 
 
 class ManyShot(Suite):
     """Accuracy after ``shots`` examples of the training set, the same for every test item.
 
-    A larger number of shots has the smaller one's examples and more. The labels are all of the
-    training set's. A prompt that is longer than a target's context is not run.
+    The examples for a number of shots begin with the examples for a smaller number. All labels of
+    the training set are choices. A prompt that is longer than a target's context is not run.
     """
 
     name: ClassVar[str] = "many-shot"
@@ -38,22 +39,22 @@ class ManyShot(Suite):
     shots: tuple[Count, ...] = Field(default=(1, 10, 50, 100, 200, 400, 800), min_length=1)
     samples: Count = Field(default=250, description="test items of a task")
 
+    @override
     def check(self, target: Target) -> None:
-        """The data are there."""
         check_tasks(self.tasks, self.data_dir)
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A test item after a number of shots."""
+        """Return every test item after every number of shots."""
         found: list[Item] = []
         for name in self.tasks:
-            questions = Questions(name, self.data_dir, self.samples, target)
+            task = EncodedTask(name, self.data_dir, self.samples, target)
             for shots in self.shots:
-                examples = questions.train[:shots]
-                found += questions.after(examples, f"{name}/{shots}", name, shots)
+                found += task.items(task.train[:shots], f"{name}/{shots}", name, shots)
         return found
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the label given, and whether it is the right one."""
         name, shots, prompt, question, label = item.content
         (tokens,) = yield [prompt.request(question)]
         given = prompt.label(tokens)
@@ -61,21 +62,24 @@ class ManyShot(Suite):
         numbers = {"question": asked, "shots": shots, "tokens": len(prompt.prefix)}
         return {"task": name, **numbers, "label": label, "given": given, "right": given == label}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """By task and shots, and by task."""
+        """Return accuracies by task and shots, and by task."""
         right = Mean(float(record["right"]))
         return {f"{record['task']}, {record['shots']} shots": right, record["task"]: right}
 
+    @override
     def unit(self, key: str, record: Record) -> str:
         """Return the question, which is asked once for each number of shots."""
         return f"{record['task']}/{record['question']}"
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw accuracy as prompts grow, a panel for each task."""
+        """Draw the accuracy over the length of the prompt, with a panel for each task."""
         figure.set_size_inches(3.6 * len(self.tasks), 3.8)
         panels = figure.subplots(1, len(self.tasks), squeeze=False)[0]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}

@@ -1,21 +1,23 @@
-"""Mathematics in words: the model works a problem out, and its answer is compared as mathematics.
+"""Mathematical problems in words, whose answers math-verify compares.
 
-Answers are found and compared by math-verify (the extra ``evaluation``).
+It needs math-verify (the extra ``evaluation``).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation.figures import estimate_measures, plot_bars
+from diffmegatron.evaluation.datasets import choose
+from diffmegatron.evaluation.figures import plot_measures
 from diffmegatron.evaluation.math_datasets import BENCHMARKS, TRAINING
 from diffmegatron.evaluation.requests import Asking, Generation
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
@@ -27,10 +29,10 @@ _NEXT = "\n\nQuestion:"
 
 
 class Mathematics(Suite):
-    """Accuracy of answers that the model works out after ``shots`` of GSM8K's training problems.
+    """Accuracy of answers that the model derives after ``shots`` of GSM8K's training problems.
 
-    The likeliest token each time, to the end of a document, the next question, or
-    ``answer_tokens``: 1,024 or 16,384 in the paper.
+    Decoding is greedy. It ends at the end of a document, at the next question, or after
+    ``answer_tokens`` tokens (1,024 or 16,384 in the paper).
     """
 
     name: ClassVar[str] = "math"
@@ -42,44 +44,42 @@ class Mathematics(Suite):
 
     data_dir: Path = DATA_DIR
     benchmarks: tuple[str, ...] = Field(default=tuple(BENCHMARKS), min_length=1)
-    shots: int = Field(default=4, ge=0, description="0 for models that were tuned to answer")
+    shots: int = Field(default=4, ge=0, description="0 for fine-tuned models")
     samples: Count = Field(default=250, description="the first of every benchmark")
     answer_tokens: Size = 1024
 
     @property
-    def only_writes(self) -> bool:
-        """Return whether models only write texts for it."""
+    @override
+    def only_generates(self) -> bool:
         return True
 
+    @override
     def check(self, target: Target) -> None:
-        """The data and the library are there."""
+        """Check the files of the benchmarks, and that math-verify is installed."""
         _library()
-        if wrong := [name for name in self.benchmarks if name not in BENCHMARKS]:
-            raise UserError(
-                f"benchmark {wrong[0]!r} is unknown; give some of {', '.join(BENCHMARKS)}"
-            )
-        for name in self.benchmarks:
-            BENCHMARKS[name].problems(self.data_dir)
+        for benchmark in choose(self.benchmarks, BENCHMARKS, "benchmark"):
+            benchmark.examples(self.data_dir)
         self._demonstrations()
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A problem."""
         before = self._demonstrations()
         demonstrated = [target.start, *target.encode(before)] if before else []
         found = []
         for name in self.benchmarks:
-            for number, each in enumerate(BENCHMARKS[name].problems(self.data_dir)[: self.samples]):
+            problems = BENCHMARKS[name].examples(self.data_dir, self.samples)
+            for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start, *asked]
-                # The last token of the examples may be another where a question follows.
+                # A question may change the last token of the examples before it.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
                 found.append(Item(f"{name}/{number}", len(ids) + self.answer_tokens, content))
         return found
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the text, the answer in it, and whether it is the right one."""
         name, ids, shared, answer, choices = item.content
         (tokens,) = yield [Generation(ids, self.answer_tokens, (_NEXT,), shared)]
         text = target.tokenizer.decode(tokens).split(_NEXT)[0]
@@ -91,28 +91,24 @@ class Mathematics(Suite):
             "right": is_right(text, answer, choices),
         }
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Accuracy, and the share that reached the limit."""
+        """Return the accuracy, and the share of texts that reached the limit."""
         name = record["benchmark"]
         return {
             name: Mean(float(record["right"])),
             f"{name}, share cut at the limit": Mean(float(record["cut"])),
         }
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower" if measure.endswith("limit") else "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars by benchmark."""
-        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
-        bars = {
-            name: [own.get(benchmark) for benchmark in self.benchmarks]
-            for name, own in estimates.items()
-        }
-        axes = figure.subplots()
-        plot_bars(axes, self.benchmarks, bars, "accuracy")
-        axes.set_ylim(0, 1)
+        """Draw a group of bars for each benchmark."""
+        measures = {benchmark: benchmark for benchmark in self.benchmarks}
+        plot_measures(figure.subplots(), self, records, measures, "accuracy", is_share=True)
         return True
 
     def _demonstrations(self) -> str:
@@ -120,20 +116,20 @@ class Mathematics(Suite):
             return ""
         return "".join(
             f"Question: {each.question}\nAnswer: {each.solution}\nThe answer is {each.answer}.\n\n"
-            for each in TRAINING.problems(self.data_dir)[: self.shots]
+            for each in TRAINING.examples(self.data_dir, self.shots)
         )
 
 
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
-    """Whether the answer that a text comes to is equal to the right one, as mathematics.
+    """Return whether the answer of a text is mathematically equal to the correct one.
 
-    Of choices it comes to the one that it names last.
+    If there are choices, the answer is the choice that the text names last.
 
     Raises:
         UserError: math-verify is not installed.
     """
     if choices:
-        # Of two that end together the longer one is meant.
+        # If two choices end at the same place, the longer one contains the other.
         return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (
             _last(answer, text) >= 0
         )
@@ -142,7 +138,7 @@ def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
 
 
 def _last(choice: str, text: str) -> int:
-    """Where a text last ends to name a choice, as words of their own; -1 where it does not."""
+    """Return the end of the last occurrence of a choice as whole words, or -1."""
     places = re.finditer(rf"(?<!\w){re.escape(choice)}(?!\w)", text, re.IGNORECASE)
     return max((place.end() for place in places), default=-1)
 
@@ -152,7 +148,7 @@ def _library() -> Any:
         import math_verify
     except ImportError:
         raise UserError(
-            "suite 'math' compares answers by math-verify, which is not installed; install the "
+            "suite 'math' needs math-verify, which is not installed; install the "
             "extra with pip install 'diffmegatron[evaluation]'"
         ) from None
     return math_verify

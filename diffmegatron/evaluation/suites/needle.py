@@ -1,13 +1,14 @@
-"""Multi-needle retrieval: numbers of cities asked for after a long text (LWM, Gemini 1.5)."""
+"""Multi-needle retrieval: find numbers of cities in a long text (LWM, Gemini 1.5)."""
 
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.haystack import (
@@ -18,7 +19,7 @@ from diffmegatron.evaluation.haystack import (
     question,
 )
 from diffmegatron.evaluation.requests import Asking, Generation
-from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
 
@@ -28,16 +29,17 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = tuple[Size, Size]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HAYSTACK = Field(description="text to hide needles in, such as books")
+HAYSTACK = Field(description="text in which needles are hidden, such as books")
 _TABLE = "3B, table 2"
 _END = "\n"
 
 
 class Retrieval(Suite):
-    """Of ``pairs`` (N, R), N needles are hidden and R asked for; the first lies at the depth.
+    """Share of hidden numbers that the model finds.
 
-    The others lie anywhere. An answer is what the model likes best, token by token; a number that
-    it holds is right, and an item's score is the share of right ones.
+    For a pair (N, R), N needles are hidden and the model is asked for R of them. The first needle
+    lies at ``depths`` and is among the R; the others lie anywhere. Decoding is greedy, and a number
+    is found if the answer contains it.
     """
 
     name: ClassVar[str] = "needle"
@@ -60,25 +62,26 @@ class Retrieval(Suite):
         default=(4096,), min_length=1, description="tokens of prompt and answer"
     )
     depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
-    samples: Count = Field(default=50, description="of a pair, length and depth")
+    samples: Count = Field(default=50, description="items of each pair, length and depth")
     answer_tokens: Size = 48
 
     @property
-    def only_writes(self) -> bool:
-        """Return whether models only write texts for it."""
+    @override
+    def only_generates(self) -> bool:
         return True
 
+    @override
     def check(self, target: Target) -> None:
-        """There are cities for all needles."""
+        """Check that there are enough cities for all needles."""
         wrong = [pair for pair in self.pairs if not pair[1] <= pair[0] <= len(CITIES)]
         if wrong:
             raise UserError(
-                f"needle.pairs has (N, R) of {wrong[0]}; R is at most N, and N at most the "
-                f"{len(CITIES)} cities"
+                f"needle.pairs has (N, R) = {wrong[0]}; R may be at most N, and N at most "
+                f"{len(CITIES)}, the number of cities"
             )
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A sample of a pair, a length and a depth."""
         text = open_haystack(self.haystack, target).digest
         return [
             Item(
@@ -92,8 +95,8 @@ class Retrieval(Suite):
             for number in range(self.samples)
         ]
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the share of numbers found, and the answer."""
         _, length, count, asked, depth = item.content
         prompt, numbers = hide(
             self.haystack,
@@ -109,17 +112,19 @@ class Retrieval(Suite):
         setting = {"length": length, "needles": count, "asked": asked, "depth": depth}
         return setting | {"found": found, "numbers": numbers, "answer": answer}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """By pair and length, all depths alike."""
+        """Return the share found by pair and length, over all depths."""
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """A map of lengths and depths by target and pair."""
+        """Draw a map of lengths and depths for each target and pair."""
         figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
         grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
         for row, (name, of_target) in zip(grid, records.items(), strict=True):
@@ -132,7 +137,7 @@ class Retrieval(Suite):
         return True
 
     def _table(self, records: Records, needles: int, asked: int) -> np.ndarray:
-        """Mean share found [depths, lengths], NaN where nothing was asked."""
+        """Return the mean share found, [depths, lengths]; NaN without items."""
         cells: dict[tuple[float, int], list[float]] = defaultdict(list)
         for record in records:
             if (record["needles"], record["asked"]) == (needles, asked):
@@ -148,7 +153,16 @@ class Retrieval(Suite):
 def hide(
     haystack: Path, target: Target, key: str, length: int, pair: Sequence[int], depth: float
 ) -> tuple[Hidden, list[str]]:
-    """The prompt of an item, the first needle of which is asked for, and the numbers to find."""
+    """Return the prompt of an item, and the numbers to find.
+
+    Args:
+        haystack: path of the text.
+        target: model whose tokens count.
+        key: key of the item, which seeds its random choices.
+        length: number of tokens of the prompt.
+        pair: number of needles, and number of needles to find.
+        depth: share of the text before the first needle.
+    """
     count, asked = pair
     draw = random.Random(key)
     needles = draw_needles(count, depth, draw)

@@ -1,26 +1,20 @@
-"""Attention to the answer and to noise, where a needle is asked for (Ye et al., table 3)."""
+"""Attention to the answer and to noise in needle retrieval (Ye et al., table 3)."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, watched
 from diffmegatron.evaluation.figures import plot_maps
 from diffmegatron.evaluation.haystack import open_haystack
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import (
-    Item,
-    Mean,
-    Published,
-    Record,
-    Records,
-    Suite,
-)
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.suites.needle import DEPTHS, HAYSTACK, Share, hide
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
@@ -34,11 +28,11 @@ _ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0
 
 
 class NeedleAttention(Suite):
-    """What share of its attention the last token of the question gives to the needle asked for.
+    """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
-    A share is of the sum of absolute values of a row of the map after subtraction. The answer is
-    the needle's whole sentence; noise is the rest of the haystack with the other needles, without
-    the start token and the question. Means over all heads of all layers.
+    They are shares of the sum of absolute values in a row of the map after subtraction. The answer
+    is the needle's whole sentence. Noise is the rest of the haystack with the other needles,
+    without the start token and the question. Measures are means over all heads of all layers.
     """
 
     name: ClassVar[str] = "needle-attention"
@@ -57,17 +51,17 @@ class NeedleAttention(Suite):
     )
 
     haystack: Path = HAYSTACK
-    needles: Size = Field(default=1, description="N, of which one is asked for")
+    needles: Size = Field(default=1, description="number of needles; the question is about one")
     length: Size = Field(default=4096, description="tokens of the prompt")
     depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
-    samples: Count = Field(default=20, description="of a depth")
+    samples: Count = Field(default=20, description="items of each depth")
 
+    @override
     def check(self, target: Target) -> None:
-        """Its kind of attention is known."""
         _ = target.variant
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A sample of a depth."""
         text = open_haystack(self.haystack, target).digest
         return [
             Item(f"depth {depth:g}/{number}", self.length, (text, depth))
@@ -75,9 +69,10 @@ class NeedleAttention(Suite):
             for number in range(self.samples)
         ]
 
+    @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """Shares of answer and noise by layer and head."""
+        """Return the shares of answer and noise by layer and head."""
         _, depth = item.content
         prompt, _ = hide(
             self.haystack, model.target, item.key, self.length, (self.needles, 1), depth
@@ -89,7 +84,9 @@ class NeedleAttention(Suite):
             row = layer.maps(layer.rows - 1, layer.rows)[:, 0].abs()
             total = row.sum(1)
             if not (total.isfinite() & (total > 0)).all():
-                raise NotFiniteError(f"a row of attention of layer {layer.number + 1} is no map")
+                raise NotFiniteError(
+                    f"a row of attention of layer {layer.number + 1} is zero or not finite"
+                )
             own = row[:, first:end].sum(1)
             answer.append((own / total).tolist())
             noise.append(((row[:, 1 : prompt.haystack_end].sum(1) - own) / total).tolist())
@@ -98,19 +95,21 @@ class NeedleAttention(Suite):
             model.network.base_model(model.batch(prompt.ids), use_cache=False)
         return {"depth": depth, "answer": answer, "noise": noise}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """By depth, over layers and heads."""
+        """Return the shares by depth, over all layers and heads."""
         depth = f"depth {record['depth']:.0%}"
         return {
             f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
         }
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "higher" if measure.startswith("answer") else "lower"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw shares of the answer and of the noise by layer and head, over all depths."""
+        """Draw the shares of answer and noise by layer and head, over all depths."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

@@ -1,20 +1,21 @@
-"""Robustness of learning in context to the order of the examples (Ye et al., section 3.5)."""
+"""Sensitivity of in-context learning to the order of examples (Ye et al., section 3.5)."""
 
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.evaluation.bootstrap import estimate_of_means
-from diffmegatron.evaluation.classification_datasets import Example, Questions, check_tasks
+from diffmegatron.evaluation.classification_datasets import EncodedTask, Example, check_tasks
 from diffmegatron.evaluation.figures import plot_curves
 from diffmegatron.evaluation.requests import Asking
-from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Suite
 from diffmegatron.evaluation.suites.many_shot import DATA_DIR
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count
@@ -26,10 +27,11 @@ _ARRANGEMENTS = ("random", "alternating")
 
 
 class Order(Suite):
-    """Accuracy over ``permutations`` of one set of examples, as many of each class as go.
+    """Accuracy after ``permutations`` of one set of examples with balanced classes.
 
-    ``random`` shuffles them all; ``alternating`` shuffles each class, and takes the classes in
-    turn. The margin is the accuracy of the best permutation less that of the worst.
+    The arrangement ``random`` shuffles all examples. ``alternating`` shuffles each class, and takes
+    an example of each class in turn. The margin is the accuracy of the best permutation minus the
+    accuracy of the worst.
     """
 
     name: ClassVar[str] = "order"
@@ -45,25 +47,26 @@ class Order(Suite):
     permutations: Count = 10
     samples: Count = Field(default=100, description="test items of a task")
 
+    @override
     def check(self, target: Target) -> None:
-        """The data are there."""
         check_tasks(self.tasks, self.data_dir)
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A test item after one arrangement."""
+        """Return every test item after every permutation."""
         found: list[Item] = []
         for name in self.tasks:
-            questions = Questions(name, self.data_dir, self.samples, target)
-            chosen = list(_in_turn(questions.train))[: self.shots]
+            task = EncodedTask(name, self.data_dir, self.samples, target)
+            chosen = list(_in_turn(task.train))[: self.shots]
             for arrangement in _ARRANGEMENTS:
                 for permutation in range(self.permutations):
                     where = (name, arrangement, permutation)
                     examples = arranged(chosen, arrangement, permutation)
-                    found += questions.after(examples, "/".join(map(str, where)), *where)
+                    found += task.items(examples, "/".join(map(str, where)), *where)
         return found
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the label given, and whether it is the right one."""
         name, arrangement, permutation, prompt, question, label = item.content
         (tokens,) = yield [prompt.request(question)]
         given = prompt.label(tokens)
@@ -71,18 +74,21 @@ class Order(Suite):
         where["question"] = int(item.key.rpartition("/")[2])
         return {**where, "label": label, "given": given, "right": given == label}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """By task and arrangement, over all permutations."""
+        """Return accuracies by task and arrangement, over all permutations."""
         return {f"{record['task']}, {record['arrangement']}": Mean(float(record["right"]))}
 
+    @override
     def unit(self, key: str, record: Record) -> str:
         """Return the question, which is asked once for each permutation."""
         return f"{record['task']}/{record['question']}"
 
+    @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return accuracies of the best and the worst permutation, and the margin between them.
+        """Return the accuracies of the best and the worst permutation, and the margin.
 
-        Each resample draws questions, and takes the best and the worst of its own permutations.
+        A resample draws questions, and determines its own best and worst permutation.
         """
         found: dict[str, Estimate] = {}
         for name, right in _right_by_permutation(records).items():
@@ -97,10 +103,11 @@ class Order(Suite):
             }
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower" if measure.endswith("margin") else "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
         """Draw the accuracy of every permutation, from the worst to the best."""
         from matplotlib.ticker import MaxNLocator
@@ -125,14 +132,14 @@ class Order(Suite):
 
 
 def arranged(examples: Sequence[Example], arrangement: str, permutation: int) -> list[Example]:
-    """The examples in an order of their own for every permutation."""
+    """Return the examples in the order of an arrangement's permutation."""
     shuffled = list(examples)
     random.Random(f"{arrangement}/{permutation}").shuffle(shuffled)
     return list(_in_turn(shuffled)) if arrangement == "alternating" else shuffled
 
 
 def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
-    """One of each class, in the order of their first, as long as there are any."""
+    """Yield an example of each class in turn; classes have the order of their first examples."""
     by_class: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         by_class[example.label].append(example)
@@ -141,9 +148,10 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
-    """Return, by task and arrangement, what was right: float64 [questions, permutations].
+    """Return 1 for correct answers and 0 for others, float64 [questions, permutations].
 
-    Only questions that every permutation was asked count: some prompts may have been too long.
+    The keys are task and arrangement. A question counts only if it has an answer for every
+    permutation, because some prompts may have been too long.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

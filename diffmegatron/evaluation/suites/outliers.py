@@ -1,23 +1,23 @@
-"""Activation outliers: the largest attention logits and hidden states (Ye et al., table 5)."""
+"""Activation outliers: largest attention logits and hidden states (Ye et al., table 5)."""
 
 import base64
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks, watched
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Published, Record, Records, Suite, Window
-from diffmegatron.evaluation.suites.loss import windows
+from diffmegatron.evaluation.suite import Direction, Item, Published, Record, Records
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import CHARACTERS, default_characters, first_texts
+from diffmegatron.evaluation.text import WindowSuite
 from diffmegatron.section import Count
 
 LOGITS, HIDDEN = "attention logits", "hidden states"
@@ -31,17 +31,18 @@ _PAPER = {
     ),
 }
 _NAMES = (*(f"top-{rank}" for rank in RANKS), "median")
-# A magnitude in float32 has 31 bits: the upper ones tell its bin.
+# A magnitude in float32 has 31 bits. Its upper 15 bits are the number of its bin.
 _LOW_BITS = 16
 _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 
 
-class Outliers(Suite):
-    """Largest and median magnitudes over held-out text: exact, and streaming.
+class Outliers(WindowSuite):
+    """Exact largest and median magnitudes of activations over held-out text.
 
-    Logits are those of every query head and map, before the softmax, of a token and those before
-    it; hidden states are the outputs of every layer. A first pass counts magnitudes in bins by the
-    upper bits of their float32, a second those of the medians' bins by the lower bits.
+    Logits are the entries of every query head and map before the softmax, without masked entries.
+    Hidden states are the outputs of every layer. Values are not stored. A first pass counts
+    magnitudes in bins by the upper bits of their float32, and a second pass counts the magnitudes
+    in the bins of the medians by the lower bits.
     """
 
     name: ClassVar[str] = "outliers"
@@ -57,31 +58,28 @@ class Outliers(Suite):
         for name, differential, transformer in zip(_NAMES, *pair, strict=True)
     )
 
-    data: tuple[str, ...] = Field(min_length=1, description="text, as PATH or NAME=PATH")
-    documents: Count = Field(default=64, description="the first of every source")
-    characters: Count | None = CHARACTERS
-    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
-    tokens: Count = Field(default=400_000, description="at most, as many as the paper's")
+    tokens: Count = Field(default=400_000, description="largest number of tokens, as in the paper")
 
+    @override
     def check(self, target: Target) -> None:
-        """Its kind of attention is known."""
         _ = target.variant
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A window."""
+        """Return the windows for the first pass."""
         found: list[Item] = []
         left = self.tokens
-        characters = self.characters or default_characters(self.context)
-        for _, text in first_texts(self.data, self.documents, characters):
-            for window in windows(target.encode(text), self.context - 1):
+        for _, text in self.texts():
+            for window in self.windows(text, target):
                 ids = [target.start, *window][:left]
                 left -= len(ids)
                 if ids:
                     found.append(Item(f"first/{len(found)}", len(ids), (ids, None)))
         return found
 
+    @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Every window again, for the bins in which the medians lie."""
+        """Return the windows for the second pass, with the bins of the medians."""
         bins = {
             of: _median_bins(_summed([record[of]["bins"] for record in records], _BINS))
             for of in (LOGITS, HIDDEN)
@@ -91,9 +89,10 @@ class Outliers(Suite):
             for number, item in enumerate(self.items(target))
         ]
 
+    @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """The largest magnitudes and the counts of bins, or the counts within bins."""
+        """Return the largest magnitudes and the counts of bins, or the counts within bins."""
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
 
@@ -115,8 +114,9 @@ class Outliers(Suite):
             model.network.base_model(model.batch(ids), use_cache=False)
         return {of: counter.record() for of, counter in counters.items()}
 
+    @override
     def totals(self, records: Records) -> dict[str, float]:
-        """The ranks and the median of both."""
+        """Return the largest magnitudes by rank, and the median, of logits and hidden states."""
         found: dict[str, float] = {}
         for of in (LOGITS, HIDDEN):
             first = [record[of] for record in records if "top" in record[of]]
@@ -127,13 +127,13 @@ class Outliers(Suite):
             found[f"{of}, median"] = _median(counts, second)
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower"
 
 
 class _Counter:
-    """Magnitudes of one kind: the largest and the counts of bins, or the counts within some."""
+    """Counts of magnitudes: in the first pass by bin, in the second within some bins."""
 
     def __init__(self, bins: Sequence[int] | None, name: str) -> None:
         self._wanted, self._name = bins, name
@@ -142,10 +142,10 @@ class _Counter:
         self._counts = {each: np.zeros(size, np.int64) for each in bins or (0,)}
 
     def add(self, values: Tensor) -> None:
-        """Count values of any shape [n].
+        """Count values [n].
 
         Raises:
-            NotFiniteError: one is not.
+            NotFiniteError: a value is not finite.
         """
         magnitudes = values.abs().float()
         if not magnitudes.isfinite().all():
@@ -161,7 +161,7 @@ class _Counter:
         self._top = joined.topk(min(RANKS[-1], len(joined)))[0]
 
     def record(self) -> Record:
-        """As JSON holds it."""
+        """Return the counts in types of JSON."""
         if self._wanted is None:
             return {"top": self._top.tolist(), "bins": _packed(self._counts[0])}
         return {"within": {str(each): _packed(c) for each, c in self._counts.items()}}
@@ -175,12 +175,12 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 
 
 def _median_bins(counts: np.ndarray) -> list[int]:
-    """The one or two bins in which the values lie whose mean is the median."""
+    """Return the bins of the one or two values whose mean is the median."""
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
 
 def _median(counts: np.ndarray, second: Records) -> float:
-    """The median magnitude, from the counts of bins and those within the medians' bins."""
+    """Return the median magnitude from the counts of bins and the counts of the second pass."""
     values = []
     for rank in _middle(counts):
         chosen, before = _place(counts, rank)
@@ -191,13 +191,13 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Ranks, from 0, of the values in the middle; the same twice where there is one."""
+    """Return the ranks, from 0, of the two middle values, which are equal for odd counts."""
     total = int(counts.sum())
     return (total - 1) // 2, total // 2
 
 
 def _place(counts: np.ndarray, rank: int) -> tuple[int, int]:
-    """The bin of a rank, and how many values lie in the bins before it."""
+    """Return the bin of the value with a rank, and the number of values in the bins before it."""
     ends = np.cumsum(counts)
     chosen = int(np.searchsorted(ends, rank, side="right"))
     return chosen, int(ends[chosen] - counts[chosen])
@@ -211,7 +211,7 @@ def _unpacked(text: str) -> np.ndarray:
     """Return the int64 counts [bins] that :func:`_packed` wrote.
 
     Raises:
-        ValueError: the text is not what it writes.
+        ValueError: the text is not compressed.
     """
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")

@@ -4,17 +4,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import estimate
 from diffmegatron.evaluation.figures import plot_bars
 from diffmegatron.evaluation.requests import Asking, Scoring
-from diffmegatron.evaluation.suite import Estimate, Item, Mean, Record, Records, Suite, Window
+from diffmegatron.evaluation.suite import Direction, Estimate, Item, Mean, Record, Records, Window
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import named_paths, read_texts
+from diffmegatron.evaluation.text import TextSuite, named_paths, read_texts
 from diffmegatron.section import Count, Size
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ _PERPLEXITY = "perplexity"
 _BETWEEN_DOCUMENTS = "\n\n"
 
 
-class Perplexity(Suite):
+class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
     The documents of a source are joined by empty lines and tokenized as one text, without a start
-    token. Windows of ``context`` tokens begin every ``stride`` tokens. Of each window those tokens
-    count that no window before it has; the others are their context. The first token of a window
-    has nothing before it and never counts.
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. The tokens that are new in a
+    window count, and the other tokens are their context. The first token of a window never counts,
+    because nothing precedes it.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -41,23 +42,24 @@ class Perplexity(Suite):
         "among how many equally likely tokens the model would choose on average."
     )
 
-    data: tuple[str, ...] = Field(
-        min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
+    documents: Count | None = Field(
+        default=None, description="the first of every source; null: all"
     )
-    documents: Count | None = Field(default=None, description="the first of every source, or all")
     context: Window = Field(default=2048, description="tokens of a window")
     stride: Size | None = Field(
         default=None, description="tokens between beginnings of windows; half of context by default"
     )
 
+    @override
     def check(self, target: Target) -> None:
         """Check that no token falls between two windows."""
         if self._stride > self.context:
             raise UserError(
-                f"perplexity.stride is {self.stride} and perplexity.context {self.context}; tokens "
-                "between two windows would not count, so give a stride up to the context"
+                f"perplexity.stride {self.stride} exceeds perplexity.context {self.context}, so "
+                f"tokens between windows would not count; give at most {self.context}"
             )
 
+    @override
     def items(self, target: Target) -> list[Item]:
         """Return the windows of every source."""
         found = []
@@ -72,21 +74,23 @@ class Perplexity(Suite):
             ]
         return found
 
+    @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the sum of nats, and the tokens of the window that count."""
         source, window, count = item.content
         ((scored,),) = yield [Scoring(window[:-count], [window[-count:]])]
         return {"source": source, "nats": scored.nats.double().sum().item(), "tokens": count}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token, of all and of each source."""
+        """Return nats per token over all text and by source."""
         share = Mean(record["nats"], record["tokens"], per_token=True)
         if len(self.data) == 1:
             return {_NATS: share}
         return {_NATS: share, f"{_NATS}, {record['source']}": share}
 
+    @override
     def totals(self, records: Records) -> dict[str, Estimate]:
-        """Return perplexities, whose intervals draw windows."""
+        """Return perplexities; resamples for their intervals draw windows."""
         shares: dict[str, dict[str, Mean]] = defaultdict(dict)
         for number, record in enumerate(records):
             for measure, share in self.means(record).items():
@@ -95,18 +99,19 @@ class Perplexity(Suite):
         for measure, each in shares.items():
             nats = estimate(each)
             assert nats is not None
-            # The interval is one of percentiles, which an ascending function keeps.
+            # The ends are percentiles, so the increasing exponential maps them to percentiles.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
             name = measure.replace(_NATS, _PERPLEXITY)
             found[name] = Estimate(_exp(nats.value), low, high, nats.items)
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars by source."""
+        """Draw a group of bars for each source."""
         sources = list(named_paths(self.data))
         several = len(sources) > 1
         names = [f"{_PERPLEXITY}, {source}" if several else _PERPLEXITY for source in sources]
@@ -121,11 +126,11 @@ class Perplexity(Suite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with the number of last tokens that no window before it has."""
+    """Yield windows, each with the number of its last tokens that are new."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))
-        # The first token of the window has nothing before it.
+        # Nothing precedes the first token of the window.
         count = end - max(counted, first + 1)
         if count:
             yield ids[first:end], count
@@ -135,5 +140,5 @@ def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Seq
 
 
 def _exp(nats: float) -> float:
-    """Return the perplexity of so many nats per token; the largest float64 where it is larger."""
+    """Return exp(nats), at most about the largest float64."""
     return math.exp(min(nats, 709.0))

@@ -1,17 +1,17 @@
-"""Attention logits of fewer bits, and what is lost by them (Ye et al., section 3.7)."""
+"""Loss with quantised attention logits (Ye et al., section 3.7)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
+from typing_extensions import override
 
 from diffmegatron.evaluation.captured_attention import quantized
 from diffmegatron.evaluation.figures import estimate_measures, plot_curves
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Record, Records, Suite, Window
-from diffmegatron.evaluation.suites.loss import windows
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Record, Records
 from diffmegatron.evaluation.targets import Target
-from diffmegatron.evaluation.text import first_texts
+from diffmegatron.evaluation.text import WindowSuite
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _FULL = "as they are"
 
 
-class QuantizedAttention(Suite):
-    """Loss on held-out text with the logits as they are, and rounded by absmax to each of ``bits``.
+class QuantizedAttention(WindowSuite):
+    """Loss on held-out text with unchanged logits, and with logits rounded by absmax to ``bits``.
 
-    The paper has HellaSwag's accuracy instead of the loss.
+    The paper measures HellaSwag's accuracy instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -33,34 +33,36 @@ class QuantizedAttention(Suite):
         "with small outliers loses less."
     )
 
-    data: tuple[str, ...] = Field(
-        min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
-    )
-    bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
     documents: Count = Field(default=16, description="the first of every source")
-    characters: Count = Field(default=8_000, description="a longer document ends there")
-    context: Window = Field(default=2048, description="tokens of a window, the start token counted")
+    characters: Count = Field(default=8_000, description="longer documents are cut")
+    bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
 
+    @override
     def check(self, target: Target) -> None:
-        """Its kind of attention is known."""
         _ = target.variant
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A document."""
-        texts = first_texts(self.data, self.documents, self.characters)
-        return [Item(str(number), self.context, text) for number, (_, text) in enumerate(texts)]
+        return [
+            Item(str(number), self.context, text) for number, (_, text) in enumerate(self.texts())
+        ]
 
+    @override
     def score(self, model: Model, item: Item) -> Record:
-        """Nats by bits; tokens and bytes."""
-        ids = model.target.encode(item.content)
-        nats = {_FULL: self._nats(model, ids)}
+        windows = self.windows(item.content, model.target)
+        nats = {_FULL: _nats(model, windows)}
         for bits in self.bits:
             with quantized(model, bits):
-                nats[f"{bits} bits"] = self._nats(model, ids)
-        return {"nats": nats, "tokens": len(ids), "bytes": len(item.content.encode())}
+                nats[f"{bits} bits"] = _nats(model, windows)
+        return {
+            "nats": nats,
+            "tokens": sum(map(len, windows)),
+            "bytes": len(item.content.encode()),
+        }
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Nats per token by bits, and what they add to those of the logits as they are."""
+        """Return nats per token for each number of bits, and the increase over unchanged logits."""
         nats, tokens = record["nats"], record["tokens"]
         shares = {f"nats per token, {name}": Mean(n, tokens, True) for name, n in nats.items()}
         shares |= {
@@ -70,12 +72,13 @@ class QuantizedAttention(Suite):
         }
         return shares
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the loss by bits."""
+        """Draw the loss over the number of bits."""
         names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}
         points = {
@@ -87,8 +90,8 @@ class QuantizedAttention(Suite):
         axes.set_xticks(range(len(names)), names)
         return True
 
-    def _nats(self, model: Model, ids: list[int]) -> float:
-        return sum(
-            model.losses([model.target.start, *window]).double().sum().item()
-            for window in windows(ids, self.context - 1)
-        )
+
+def _nats(model: Model, windows: list[list[int]]) -> float:
+    return sum(
+        model.losses([model.target.start, *window]).double().sum().item() for window in windows
+    )

@@ -1,7 +1,7 @@
-"""Scaling curves of runs: a power law of the held-out loss, and the ratio at equal loss.
+"""Scaling curves of runs: power laws of the held-out loss, and ratios at equal loss.
 
-Ye et al. fit Kaplan et al.'s L(x) = a x^-b to models of several sizes, and to one size as training
-goes on (figure 3).
+Ye et al. fit Kaplan et al.'s L(x) = a x^-b to models of several sizes, and to several numbers of
+training tokens of one size (figure 3).
 """
 
 import math
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from diffmegatron.config.load import load_resolved
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.figures import place_legend
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import shown
 from diffmegatron.model.accounting import count_parameters
@@ -29,25 +30,25 @@ Point = tuple[float, float]
 
 
 class PowerLaw(NamedTuple):
-    """L(x) = a x^-b."""
+    """The law L(x) = a x^-b."""
 
     a: float
     b: float
 
     def loss(self, x: float) -> float:
-        """L(x)."""
+        """Return L(x)."""
         return self.a * x**-self.b
 
     def size(self, loss: float) -> float:
-        """The x of a loss."""
+        """Return the x at which the law has a loss."""
         return (self.a / loss) ** (1 / self.b)
 
 
 class Scaling(Suite):
-    """Runs of several sizes, or of several lengths, of a kind of attention and of the Transformer.
+    """Power laws of a kind of attention and of the Transformer.
 
-    ``against: parameters`` takes the last held-out loss of every run; ``tokens`` all of every run,
-    which are then of one size.
+    ``against: parameters`` fits the last held-out loss of every run, and the runs have several
+    sizes. ``against: tokens`` fits all held-out losses of every run, and the runs have one size.
     """
 
     name: ClassVar[str] = "scaling"
@@ -55,23 +56,25 @@ class Scaling(Suite):
         "Scaling curves (paper: 62.2% of the parameters at 6.8B, 63.7% of the tokens at 160B)"
     )
     description: ClassVar[str] = (
-        "Power laws L = a x^-b fitted to the held-out losses of runs, and what share of the "
-        "Transformer's size or tokens another kind needs for the same loss."
+        "Power laws L = a x^-b fitted to the held-out losses of runs, and the share of the "
+        "Transformer's size or tokens that another kind needs for the same loss."
     )
     reads_runs: ClassVar[bool] = True
 
     against: Literal["parameters", "tokens"] = "parameters"
 
+    @override
     def check(self, target: Target) -> None:
-        """It is of a run that has recorded held-out losses."""
+        """Check that the target is a run with recorded metrics."""
         if target.run_dir is None or not (target.run_dir / METRICS).exists():
             raise UserError(
-                f"suite 'scaling' reads what runs have recorded, and {shown(target.path)} is no "
-                f"run_dir with a {METRICS}; give run_dirs"
+                f"suite 'scaling' reads {METRICS} of runs, and {shown(target.path)} is not a "
+                f"run_dir with this file; give run_dirs"
             )
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """The run: what it is, and its held-out losses by step."""
+        """Return the run, with its held-out losses by step."""
         assert target.run_dir is not None
         losses = [
             (int(entry["step"]), entry["valid/loss"])
@@ -85,8 +88,9 @@ class Scaling(Suite):
             )
         return [Item("run", 0, (str(target.run_dir), losses))]
 
+    @override
     def score(self, model: Model, item: Item) -> Record:
-        """What the run is, its parameters without embeddings, and tokens and loss by step."""
+        """Return the kind of attention, parameters without embeddings, and losses by tokens."""
         run_dir, losses = item.content
         recipe = load_resolved(Path(run_dir) / _RECIPE)
         attention = recipe.model.attention
@@ -97,16 +101,19 @@ class Scaling(Suite):
             "losses": [[step * recipe.training.tokens_per_step, loss] for step, loss in losses],
         }
 
+    @override
     def totals(self, records: Records) -> dict[str, float]:
-        """The last loss of the run, and where it stands."""
+        """Return the last loss of the run, its parameters and its tokens."""
         (record,) = records
         tokens, loss = record["losses"][-1]
         return {"parameters": record["parameters"], "tokens": tokens, "last held-out loss": loss}
 
+    @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Both numbers of every fit, and the share that a kind needs at each of its own sizes.
+        """Return a and b of every fit, and for each size of a kind its share at equal loss.
 
-        At size x it is x over the size at which the fitted Transformer has the fitted loss of x.
+        The share at size x is x divided by the size at which the Transformer's fit has the same
+        loss as the kind's fit at x.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -122,21 +129,23 @@ class Scaling(Suite):
                     }
         return found
 
+    @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Kinds with too few points for a fit."""
+        """Return a sentence for each kind that has no fit."""
         fits = self._fits(records)
         return [
-            f"{kind}: no fit, for it needs runs at two or more {self.against} whose loss falls"
+            f"{kind}: no fit; it needs two or more numbers of {self.against}, and falling losses"
             for kind in self._points(records)
             if kind not in fits
         ]
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction | None:
         return "lower" if measure == "last held-out loss" else None
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Points and fitted curves on logarithmic axes."""
+        """Draw losses and fits on logarithmic axes."""
         axes, fits = figure.subplots(), self._fits(records)
         for kind, (points, _) in self._points(records).items():
             xs, losses = zip(*points, strict=True)
@@ -152,7 +161,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """By kind: sizes and losses in order, and whether it is the Transformer."""
+        """Return sorted (size, loss) by kind, and whether the kind is the Transformer."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -166,7 +175,7 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """By kind that can be fitted: the law, the sizes, and whether it is the Transformer."""
+        """Return law and sizes of each kind with a fit, and whether it is the Transformer."""
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():
             law = fit_power_law(points)
@@ -176,7 +185,9 @@ class Scaling(Suite):
 
 
 def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
-    """Least squares of log L on log x; None where there is one x only, or the loss does not fall.
+    """Return the least-squares fit of log L on log x.
+
+    Returns None if all x are equal, or if the loss does not fall with x.
 
     Args:
         points: x and L, both above 0.

@@ -1,17 +1,18 @@
-"""Speed of the networks as ``transformers`` computes them: prefill, decoding, a training step."""
+"""Speed of exported networks in ``transformers``: prefill, decoding and training steps."""
 
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
-from diffmegatron.evaluation.figures import estimate_measures, plot_bars
+from diffmegatron.evaluation.figures import plot_measures
 from diffmegatron.evaluation.model import Model
-from diffmegatron.evaluation.suite import Item, Mean, Published, Record, Records, Suite
+from diffmegatron.evaluation.suite import Direction, Item, Mean, Published, Record, Records, Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.section import Count, Size
 
@@ -23,10 +24,10 @@ _TABLE = "3B, 4K, H100, table 7"
 
 
 class Throughput(Suite):
-    """Tokens per second of a phase; before each repetition there is one that does not count.
+    """Tokens per second of each phase, after a warm-up before each repetition.
 
-    ``training`` is forward and backward without an optimizer. Of the paper's table 7 the ratios
-    compare, not the speeds: those are of one GPU and one implementation.
+    ``training`` is a forward and backward pass without an optimizer. Compare ratios with the
+    paper's table 7 and not speeds, which depend on the GPU and the implementation.
     """
 
     name: ClassVar[str] = "throughput"
@@ -35,7 +36,8 @@ class Throughput(Suite):
         "The speed of the exported models in plain transformers: a whole prompt (prefill), "
         "token by token (decoding), and forward with backward (training)."
     )
-    shared: ClassVar[bool] = False
+    # Processes on one machine would slow each other down.
+    is_parallel: ClassVar[bool] = False
     published: ClassVar[tuple[Published, ...]] = (
         Published("prefill, tokens/s", 44521, 48762, _TABLE),
         Published("training, tokens/s", 6718, 7491, _TABLE),
@@ -43,19 +45,20 @@ class Throughput(Suite):
 
     context: Size = Field(default=2048, description="tokens of prefill and of training")
     batch: Size = 1
-    decoded: Size = Field(default=32, description="tokens that decoding goes on for")
+    decoded: Size = Field(default=32, description="number of tokens to decode")
     repetitions: Count = 5
 
+    @override
     def items(self, target: Target) -> list[Item]:
-        """A phase and a repetition."""
         return [
             Item(f"{phase}/{number}", self.context, phase)
             for phase in _PHASES
             for number in range(self.repetitions)
         ]
 
+    @override
     def score(self, model: Model, item: Item) -> Record:
-        """Tokens, seconds, and bytes at the peak: of the GPU, or of the process so far."""
+        """Return tokens, seconds, and peak bytes of the GPU, or of the process since its start."""
         vocabulary = model.target.tokenizer.vocab_size
         ids = torch.randint(
             vocabulary, (self.batch, self.context), generator=torch.Generator().manual_seed(0)
@@ -73,16 +76,18 @@ class Throughput(Suite):
         )
         return {"phase": item.content, "tokens": tokens, "seconds": seconds, "peak_bytes": peak}
 
+    @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Tokens over seconds, by phase."""
+        """Return tokens per second by phase."""
         return {
             f"{record['phase']}, tokens/s": Mean(
                 record["tokens"], record["seconds"], per_token=True
             )
         }
 
+    @override
     def totals(self, records: Records) -> dict[str, float]:
-        """The highest peak of each phase."""
+        """Return the highest peak of each phase."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase
@@ -91,8 +96,9 @@ class Throughput(Suite):
             for phase in _PHASES
         }
 
+    @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Every target's speed over the first's."""
+        """Return every target's speed divided by the first target's."""
         first, *others = records
         found: dict[str, float] = {}
         for phase in _PHASES:
@@ -100,16 +106,15 @@ class Throughput(Suite):
             found |= {f"{phase}: {name} / {first}": speeds[name] / speeds[first] for name in others}
         return found
 
-    def better(self, measure: str) -> Literal["higher", "lower"] | None:
-        """Return which values are better."""
+    @override
+    def better(self, measure: str) -> Direction:
         return "lower" if "memory" in measure else "higher"
 
+    @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars, a panel for each phase: their speeds differ by orders of magnitude."""
-        estimates = {name: estimate_measures(self, each) for name, each in records.items()}
+        """Draw bars in a panel for each phase, because speeds differ by orders of magnitude."""
         for axes, phase in zip(figure.subplots(1, len(_PHASES)), _PHASES, strict=True):
-            bars = {name: [own[f"{phase}, tokens/s"]] for name, own in estimates.items()}
-            plot_bars(axes, [phase], bars, "tokens/s")
+            plot_measures(axes, self, records, {phase: f"{phase}, tokens/s"}, "tokens/s")
         return True
 
     def _decode(self, model: Model, ids: Tensor) -> tuple[int, float]:

@@ -215,7 +215,7 @@ def test_a_single_text_that_does_not_fit_is_named(plain, monkeypatch):
 
     monkeypatch.setattr(model_module, "score", no_memory)
     with pytest.raises(
-        UserError, match=r"request of 5 tokens to hf does not fit .* --dtype bfloat16"
+        UserError, match=r"request of 5 tokens for hf does not fit .* --dtype bfloat16"
     ):
         answers(open_model(plain, 5000), [Scoring([1, 2, 3], [[4, 5]])])
 
@@ -271,7 +271,7 @@ def test_a_file_of_another_dtype_is_refused(plain, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "Some words."}')
     options = {"data": (str(tmp_path / "text.jsonl"),)}
     evaluate([plain], ["loss"], tmp_path, options, [])
-    with pytest.raises(UserError, match="measured with other dtype"):
+    with pytest.raises(UserError, match="has results for other dtype"):
         evaluate([plain], ["loss"], tmp_path, options, [], Computing(dtype="bfloat16"))
 
 

@@ -51,13 +51,13 @@ def model(folder: Path) -> Model:
 
 
 def test_published_forms_are_read(folder):
-    assert TASKS["trec"].examples(folder, "test")[0] == ("How do caf\xe9s work ?", "description")
-    assert TASKS["trec-fine"].examples(folder, "test")[3][1] == "location city"
-    assert TASKS["banking77"].examples(folder, "train") == [
+    assert TASKS["trec"].test.examples(folder)[0] == ("How do caf\xe9s work ?", "description")
+    assert TASKS["trec-fine"].test.examples(folder)[3][1] == "location city"
+    assert TASKS["banking77"].train.examples(folder) == [
         ("Where, then, is my card?", "card arrival"),
         ("What rate?", "exchange rate"),
     ]
-    assert TASKS["clinic150"].examples(folder, "test") == [
+    assert TASKS["clinic150"].test.examples(folder) == [
         ("say hello", "greeting"),
         ("bye", "goodbye"),
     ]
@@ -68,8 +68,8 @@ def test_published_forms_are_read(folder):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, r"trec_train\.txt does not exist; it is the TREC"),
-        ("no type\n", "no examples of the"),
+        (None, r"trec_train\.txt does not exist; it must be the TREC"),
+        ("no type\n", "at line 1 is .no type.; it must be .COARSE:fine question"),
     ],
 )
 def test_missing_and_foreign_files_are_one_sentence(content, said, folder, tmp_path):
@@ -174,7 +174,7 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
         label = (
             "entity"
             if "town" in text
-            else next(e.label for e in TASKS["trec"].examples(folder, "test") if e.text in text)
+            else next(e.label for e in TASKS["trec"].test.examples(folder) if e.text in text)
         )
         return list(ends(request.labels)[label])
 

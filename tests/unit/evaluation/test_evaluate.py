@@ -158,7 +158,7 @@ def test_ranks_export_in_a_process_that_is_none_of_them(folder, tmp_path, monkey
     assert len(started) == 1
     shutil.rmtree(target.export)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess("", 2))
-    with pytest.raises(UserError, match="was not exported, as is said above"):
+    with pytest.raises(UserError, match=r"the export of .* failed with the error above"):
         export_targets([target], Ranks(0, 2))
 
 
@@ -174,8 +174,14 @@ def test_names_tell_targets_apart(tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: path.mkdir(), "is no model: it has neither a config.json"),
-        (lambda path: path.write_text("text"), "is no model: it has neither a config.json"),
+        (
+            lambda path: path.mkdir(),
+            "is not a model; give a Hugging Face folder with a config.json",
+        ),
+        (
+            lambda path: path.write_text("text"),
+            "is not a model; give a Hugging Face folder with a config.json",
+        ),
         (
             lambda path: (path.mkdir(), (path / "config.json").write_text("[]")),
             r"config\.json is damaged",
@@ -199,7 +205,7 @@ def test_missing_weights_are_not_filled_in(folder, tmp_path):
 
     change_weights(folder / "plain", tmp_path / "less", drop)
     (target,) = find_targets([tmp_path / "less"], tmp_path)
-    with pytest.raises(UserError, match=r"not load as a whole model.*model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"is not a complete model.*model\.norm\.weight"):
         _ = Model(target).network
 
 
@@ -208,9 +214,9 @@ def test_missing_weights_are_not_filled_in(folder, tmp_path):
     [
         (["los"], [], "'los' is unknown; did you mean 'loss'"),
         (["loss", "loss"], [], "names a suite twice"),
-        (["loss"], ["loss.contxt=4"], "the keys of loss are data, documents"),
-        (["loss"], ["loss.context=many"], "loss.context is 'many'"),
-        (["loss"], ["context=4"], "not of the form SUITE.KEY=VALUE"),
+        (["loss"], ["loss.contxt=4"], "suite 'loss': unknown key 'contxt'; did you mean 'context'"),
+        (["loss"], ["loss.context=many"], "suite 'loss': context is 'many'"),
+        (["loss"], ["context=4"], "does not have the form SUITE.KEY=VALUE"),
     ],
 )
 def test_suites_and_settings_that_there_are_not(names, settings, said, folder, tmp_path):
@@ -275,7 +281,7 @@ def test_a_file_cut_at_any_byte_is_gone_on_from(tmp_path):
 
 def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_path):
     measure("plain")
-    with pytest.raises(UserError, match="measured with other settings"):
+    with pytest.raises(UserError, match="has results for other settings"):
         measure("plain", settings=("loss.context=32",))
     file = tmp_path / "out/loss/plain.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -283,7 +289,7 @@ def test_results_of_something_else_are_not_gone_on_from(measure, folder, tmp_pat
     with pytest.raises(UserError, match="damaged at line 8"):
         measure("plain")
     file.write_bytes(b"".join([lines[0], b"{\n", *lines[1:]]))
-    with pytest.raises(UserError, match="at line 2 is not as it was written"):
+    with pytest.raises(UserError, match="at line 2 was changed: its checksum is wrong or missing"):
         measure("plain")
 
 
@@ -297,7 +303,7 @@ def test_results_whose_folder_was_moved_and_made_again_are_missed(count, tmp_pat
         file.add("b", {"v": 2})
         path.parent.rename(tmp_path / "moved")
         path.parent.mkdir()
-        with pytest.raises(UserError, match=r"file\.jsonl lacks 2 items that were measured"):
+        with pytest.raises(UserError, match=r"file\.jsonl lacks 2 measured items"):
             file.gather(["a", "b"])
 
 
@@ -317,7 +323,7 @@ def test_a_changed_byte_of_a_result_is_refused_or_measured_again(tmp_path):
                 with RecordFile(path, header) as file:
                     found = file.records
             except UserError as error:
-                assert "is not as it was written" in str(error)
+                assert "was changed: its checksum is wrong or missing" in str(error)
             else:
                 assert place == len(content) - 1, "the end of the last line"
                 assert found == {"0": written["0"]}
@@ -333,7 +339,7 @@ def test_a_changed_digit_of_a_result_ends_in_a_sentence(line, measure, tmp_path)
     for other in (changed, re.sub(', "crc32": .*', "}", lines[line])):
         assert other != lines[line]
         file.write_text("".join([*lines[:line], other, *lines[line + 1 :]]))
-        with pytest.raises(UserError, match=rf"at line {line + 1} is not as it was written"):
+        with pytest.raises(UserError, match=rf"at line {line + 1} was changed: its checksum"):
             measure("plain")
 
 
@@ -357,7 +363,7 @@ def test_a_line_that_is_no_record_is_named_before_anything_is_asked(
     file.write_text("".join([*lines[:2], sealed_line(record).decode(), *lines[3:5]]))
     asked = []
     monkeypatch.setattr(Loss, "ask", lambda *given: asked.append(given))
-    with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is no record .*{said}"):
+    with pytest.raises(UserError, match=rf"loss/plain\.jsonl at line 3 is not a record .*{said}"):
         measure("plain")
     assert not asked
 
@@ -374,7 +380,8 @@ def test_what_is_not_finite_is_named_and_in_no_mean(folder, measure):
     # Text 3 has the letter in it; no other has.
     (said,) = found["not_run"]
     assert re.match(
-        r"spoilt: numbers of 1 of 6 items are not finite, .* the first is text/3: the loss of", said
+        r"spoilt: 1 of 6 items have numbers that are not finite, .* first is text/3: the los",
+        said,
     )
     for value in found["measures"].values():
         assert value["targets"]["spoilt"] is None
@@ -495,7 +502,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(folder, tm
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 250}))
     options = {"data": (str(folder / "text.jsonl"),)}
-    with pytest.raises(UserError, match=r"gives ids up to \d+, and config.json has vocab_size 250"):
+    with pytest.raises(UserError, match=r"has ids up to \d+, and config.json has vocab_size 250"):
         evaluate([small], ["loss"], tmp_path / "out", options, [])
     assert not (tmp_path / "out/loss").exists()
 

@@ -70,7 +70,7 @@ def test_a_suite_of_texts_has_the_same_results(llama, tmp_path):
     assert texts[0] == texts[1]
     assert all(texts[0].values())
     # A file of the other engine is not continued.
-    with pytest.raises(UserError, match="measured with other engine"):
+    with pytest.raises(UserError, match="has results for other engine"):
         evaluate(
             [llama], ["math"], tmp_path / "transformers", {"data_dir": tmp_path}, settings, VLLM
         )
@@ -79,14 +79,14 @@ def test_a_suite_of_texts_has_the_same_results(llama, tmp_path):
 @pytest.mark.parametrize("family", ["diffllama", "diff_v2", "grouped"])
 def test_differential_kinds_are_refused_by_name(family, llama, tmp_path):
     folder = write_pretrained(tmp_path / "diff", family)
-    with pytest.raises(UserError, match=r"diff is of model_type '\w+', which vLLM does not serve"):
+    with pytest.raises(UserError, match=r"diff has model_type .\w+., which vLLM does not support"):
         evaluate([llama, folder], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
 
 
 @pytest.mark.parametrize(
     ("suite", "computing", "said"),
     [
-        ("loss", VLLM, "suite 'loss' needs more of a model than texts"),
+        ("loss", VLLM, "suite 'loss' needs more than generated texts"),
         ("needle", Computing(engine="vllm", device="cpu"), "leave out the launcher, --device"),
         ("needle", Computing(engine="vllm", batch_tokens=8), "leave out the launcher, --device"),
     ],
@@ -100,13 +100,13 @@ def test_other_uses_are_refused_before_anything_runs(suite, computing, said, lla
 @pytest.mark.parametrize("request_", [Scoring([1], [[5]]), Generation([1], 2, labels=LabelTree())])
 def test_requests_for_anything_but_texts_are_refused(request_, llama):
     (target,) = find_targets([llama], llama / "out")
-    with pytest.raises(UserError, match="not for likelihoods or labels"):
+    with pytest.raises(UserError, match="not likelihoods or labels"):
         list(VllmModel(target, VLLM).answers([request_]))
 
 
 def test_without_vllm_it_is_one_sentence(llama, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="--engine vllm needs vLLM, which does not load here"):
+    with pytest.raises(UserError, match="--engine vllm needs vLLM, which cannot be imported"):
         evaluate([llama], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
 
 
@@ -116,6 +116,6 @@ def test_what_vllm_does_not_load_is_one_sentence(llama, monkeypatch):
 
     monkeypatch.setattr(stand_in_vllm, "LLM", refuse)
     (target,) = find_targets([llama], llama / "out")
-    with pytest.raises(UserError, match=r"vLLM does not load .*are not supported") as caught:
+    with pytest.raises(UserError, match=r"vLLM cannot load .*are not supported") as caught:
         list(VllmModel(target, VLLM).answers([Generation([1], 2)]))
     assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import judge as judges
-from diffmegatron.evaluation.document_datasets import TASKS, Passage, read_passages
+from diffmegatron.evaluation.document_datasets import DATASETS, Passage
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
@@ -156,34 +156,34 @@ def lines(out: Path) -> list[dict]:
     ],
 )
 def test_published_formats_are_read(name, expected, folder):
-    assert read_passages(name, folder, 5)[0] == Passage(*expected)
-    assert len(read_passages(name, folder, 1)) == 1
+    assert DATASETS[name].examples(folder, 5)[0] == Passage(*expected)
+    assert len(DATASETS[name].examples(folder, 1)) == 1
 
 
 def test_parquet_is_read_as_well(folder, tmp_path):
     rows = FILES["xsum_test"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "xsum_test.parquet")
-    assert read_passages("xsum", tmp_path, 9) == read_passages("xsum", folder, 9)
+    assert DATASETS["xsum"].examples(tmp_path, 9) == DATASETS["xsum"].examples(folder, 9)
     columns = pyarrow.Table.from_pylist([{"document": "a"}])
     pyarrow.parquet.write_table(columns, tmp_path / "xsum_test.parquet")
-    with pytest.raises(UserError, match=r"xsum_test\.parquet at line 1 has no usable column summa"):
-        read_passages("xsum", tmp_path, 1)
+    with pytest.raises(UserError, match=r"xsum_test\.parquet at line 1: key .summary. is missing"):
+        DATASETS["xsum"].examples(tmp_path, 1)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", DATASETS)
 def test_missing_and_foreign_files_are_one_sentence(name, tmp_path):
-    task = TASKS[name]
+    dataset = DATASETS[name]
     with pytest.raises(
-        UserError, match=rf"{task.file}\.jsonl does not exist .*; it is (rows|lines)"
+        UserError, match=rf"{dataset.file} does not exist .*; it must be (rows|lines)"
     ):
-        read_passages(name, tmp_path, 1)
-    path = tmp_path / f"{task.file}.jsonl"
+        DATASETS[name].examples(tmp_path, 1)
+    path = tmp_path / dataset.file
     path.write_text('{"text": "a"}\n')
     with pytest.raises(UserError, match="at line 1 is damaged and cannot be used"):
-        read_passages(name, tmp_path, 1)
+        DATASETS[name].examples(tmp_path, 1)
     path.write_text("")
-    with pytest.raises(UserError, match="has nothing in it"):
-        read_passages(name, tmp_path, 1)
+    with pytest.raises(UserError, match="is empty; it must be"):
+        DATASETS[name].examples(tmp_path, 1)
 
 
 # What is asked
@@ -344,7 +344,7 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     assert lines(tmp_path / "out") == written
 
     endpoint.reply = lambda q: "Conclusion: True" if len(endpoint.asked) == 1 else 500
-    with pytest.raises(UserError, match="answers with HTTP status 500; what was generated and jud"):
+    with pytest.raises(UserError, match="answers with HTTP status 500; all texts and verd"):
         measure(f"judge={endpoint.url}", "judge_model=m")
     assert len(endpoint.asked) == 1 + 3
     assert len(lines(tmp_path / "out")) == 4
@@ -362,7 +362,7 @@ def test_what_is_written_and_judged_is_kept_when_a_judge_fails(
     with pytest.raises(UserError, match="status 307"):
         measure(f"judge={endpoint.url}", "judge_model=m")
     endpoint.reply = lambda q: b"<html>"
-    with pytest.raises(UserError, match="answers with what is no chat completion"):
+    with pytest.raises(UserError, match="answers with something that is not a chat completion"):
         measure(f"judge={endpoint.url}", "judge_model=m")
     assert len(endpoint.asked) == 3  # what does not pass is asked once
     endpoint.reply = lambda q: "Conclusion: True"
@@ -401,18 +401,21 @@ def test_a_folder_judges(folder, measure, monkeypatch, tmp_path):
     open_judge.cache_clear()
     measure(f"judge={path}", "judge_tokens=7", out="chat")
     assert prompts[-1] == f"<user>{judge_question(lines(tmp_path / 'chat')[2])}!"
-    with pytest.raises(UserError, match="judge judge takes 4,096 tokens, and a question has"):
+    with pytest.raises(UserError, match="judge judge has a context of 4,096 tokens, and a"):
         measure(f"judge={path}", "judge_tokens=4000", out="long")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["judge=nowhere"], "nowhere is no model"),
-        (["judge=http://host/v1"], "give hallucination.judge_model too"),
+        (["judge=nowhere"], "nowhere is not a model"),
+        (["judge=http://host/v1"], "also give hallucination.judge_model"),
         (["judge=http://me:secret@host/v1", "judge_model=m"], "without a user and without a"),
         (["judge=http://host/v1?key=secret", "judge_model=m"], "without a user and without a"),
-        (["judge=http://h/v1", "judge_model=m", "judge_key=WRONG"], "variable WRONG has no key"),
+        (
+            ["judge=http://h/v1", "judge_model=m", "judge_key=WRONG"],
+            "variable WRONG is not printable",
+        ),
         (["tasks=[xsun]"], "task 'xsun' is unknown; give some of xsum"),
     ],
 )

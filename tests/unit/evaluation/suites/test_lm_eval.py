@@ -334,37 +334,42 @@ def test_what_cannot_be_shortened_is_left_out_and_counted(folder, tmp_path):
     ("task", "changes", "settings", "said"),
     [
         ("piqa", {}, ["tasks=[piqua]"], "lm-eval has no task, group or tag 'piqua'; did you mean"),
-        ("piqa", {}, ["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] name one twice"),
-        ("piqa", {}, ["tasks=[piqa, piqa]"], "lm-eval.tasks ['piqa', 'piqa'] contain 'piqa' twice"),
+        ("piqa", {}, ["tasks=[piqa]", "shots=[0, 0]"], "lm-eval.shots [0, 0] has a number twice"),
+        (
+            "piqa",
+            {},
+            ["tasks=[piqa, piqa]"],
+            "lm-eval.tasks ['piqa', 'piqa'] contain task 'piqa' twice",
+        ),
         (
             "piqa",
             {},
             ["tasks=[piqa]", "shots=[9]"],
-            "lm-eval does not build the prompts of task 'piqa' with 9 examples: ValueError: Sample",
+            "lm-eval cannot build the prompts of task 'piqa' with 9 examples: ValueError: Sample",
         ),
         (
             "piqa",
             {"dataset_kwargs": {"data_files": {"validation": "none.jsonl"}}},
             ["tasks=[piqa]"],
-            "lm-eval does not load task 'piqa': FileNotFoundError: Unable to find",
+            "lm-eval cannot load task 'piqa': FileNotFoundError: Unable to find",
         ),
         (
             "piqa",
             {"dataset_kwargs": {"data_files": {"validation": "bad.jsonl"}}},
             ["tasks=[piqa]"],
-            "lm-eval does not load task 'piqa': ",
+            "lm-eval cannot load task 'piqa': ",
         ),
         (
             "sums",
             {"num_fewshot": 0},
             ["tasks=[sums]", "shots=[1]"],
-            "task 'sums' has num_fewshot 0 in its config, which lm-eval keeps",
+            "task 'sums' has num_fewshot 0 in its configuration, which lm-eval never",
         ),
         (
             "sums",
             {"generation_kwargs": {"do_sample": True, "temperature": 1.0, "until": ["a"]}},
             ["tasks=[sums]"],
-            "task 'sums' of lm-eval draws tokens at random",
+            "task 'sums' of lm-eval samples tokens",
         ),
         ("sums", {"unsafe_code": True}, ["tasks=[sums]"], "runs code that the model writes"),
         ("piqa", {}, ["include_path=none"], "none is not a folder"),
@@ -389,9 +394,7 @@ def test_a_task_of_the_hub_out_of_reach_is_one_sentence(folder, tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     write_config(tmp_path, "piqa", dataset_path="baber/piqa", dataset_kwargs=None)
-    with pytest.raises(
-        UserError, match=r"does not load task 'piqa'.*must be on Hugging Face's hub"
-    ):
+    with pytest.raises(UserError, match=r"cannot load task 'piqa'.*must be on Hugging Face's hub"):
         measured(folder, tmp_path / "out", "tasks=[piqa]", f"include_path={tmp_path}")
 
 

@@ -77,5 +77,5 @@ def test_the_stride_is_half_of_the_context_unless_it_is_set(folder, tmp_path):
 
 
 def test_a_stride_past_the_context_is_refused(folder, tmp_path):
-    with pytest.raises(UserError, match=r"perplexity\.stride is 33 and perplexity\.context 32"):
+    with pytest.raises(UserError, match=r"perplexity\.stride 33 exceeds perplexity\.context 32"):
         measured(folder, tmp_path, "context=32", "stride=33")

@@ -1,0 +1,143 @@
+"""Published data sets in files under ``--data-dir``."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import AliasChoices, BaseModel
+
+from diffmegatron.data.prepare.corpus_readers import find_files, read_records
+from diffmegatron.errors import UserError
+from diffmegatron.files import clipped, parse_json, read_bytes, shown
+from diffmegatron.validation import validated
+
+Example = TypeVar("Example")
+Reader = Callable[[Path], Iterator[Example]]
+Named = TypeVar("Named")
+_LINES = ".jsonl"
+_OTHER_ENDINGS = (".jsonl.gz", ".jsonl.zst", ".parquet")
+_MAX_ROW_BYTES = 1 << 28
+_MAX_FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class DataSet(Generic[Example]):
+    """A data set in a file of its published format.
+
+    Attributes:
+        file: name under ``--data-dir``. JSON lines may be compressed, or Parquet, instead.
+        read: function that yields the examples of a file.
+        origin: name, format and source of the file, for error messages.
+    """
+
+    file: str
+    read: Reader[Example]
+    origin: str
+
+    def examples(self, data_dir: Path, count: int | None = None) -> list[Example]:
+        """Return the first ``count`` examples, or all.
+
+        Raises:
+            UserError: the file is missing, empty, or has another format.
+        """
+        path = self._path(data_dir)
+        found = list(islice(self.read(path), count))
+        if not found:
+            raise UserError(f"{shown(path)} is empty; it must be {self.origin}")
+        return found
+
+    def _path(self, data_dir: Path) -> Path:
+        path = data_dir / self.file
+        others = _OTHER_ENDINGS if self.file.endswith(_LINES) else ()
+        for each in (path, *(path.with_suffix(ending) for ending in others)):
+            if each.exists():
+                return each
+        tried = f" (nor with {', '.join(others)})" if others else ""
+        raise UserError(f"{shown(path)} does not exist{tried}; it must be {self.origin}")
+
+
+class Row(BaseModel, ABC):
+    """A row of a published file; the fields are the keys or columns that are used."""
+
+    @abstractmethod
+    def examples(self, name: str) -> Iterator[Any]:
+        """Yield the examples of the row.
+
+        Args:
+            name: name of the row in error messages.
+
+        Raises:
+            UserError: the row has no answer.
+        """
+
+
+def json_lines(row: type[Row]) -> Reader[Any]:
+    """Return a reader of JSON lines or Parquet whose rows are ``row``."""
+
+    def read(path: Path) -> Iterator[Any]:
+        (file,) = find_files([path], "*")
+        for record in read_records(file, tuple(_columns(row)), _MAX_ROW_BYTES):
+            name = f"{shown(path)} at line {record.line}"
+            if record.problem:
+                raise UserError(f"{name} cannot be read: {record.problem}")
+            if isinstance(record.payload, bytes):
+                found: Row = parse_json(record.payload, row, name)
+            else:
+                found = validated(row, record.payload, name)
+            yield from found.examples(name)
+
+    return read
+
+
+def json_list(row: type[Row]) -> Reader[Any]:
+    """Return a reader of a JSON file that is one list of ``row``."""
+
+    def read(path: Path) -> Iterator[Any]:
+        rows: list[Row] = _parsed(path, list[row])  # type: ignore[valid-type]
+        return _examples(enumerate(rows, start=1), path)
+
+    return read
+
+
+def json_table(row: type[Row]) -> Reader[Any]:
+    """Return a reader of a JSON file that is one object with a ``row`` per key."""
+
+    def read(path: Path) -> Iterator[Any]:
+        rows: dict[str, Row] = _parsed(path, dict[str, row])  # type: ignore[valid-type]
+        return _examples(rows.items(), path)
+
+    return read
+
+
+def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[Named]:
+    """Return the entries of ``known`` with these names; errors call an entry a ``kind``.
+
+    Raises:
+        UserError: a name is unknown.
+    """
+    found = []
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"{kind} {clipped(repr(name))} is unknown; give some of {', '.join(known)}"
+            )
+        found.append(known[name])
+    return found
+
+
+def _columns(row: type[Row]) -> Iterator[str]:
+    for name, field in row.model_fields.items():
+        alias = field.validation_alias
+        yield from map(str, alias.choices) if isinstance(alias, AliasChoices) else (name,)
+
+
+def _parsed(path: Path, schema: Any) -> Any:
+    return parse_json(read_bytes(path, max_bytes=_MAX_FILE_BYTES), schema, shown(path))
+
+
+def _examples(rows: Iterable[tuple[int | str, Row]], path: Path) -> Iterator[Any]:
+    for number, row in rows:
+        yield from row.examples(f"{shown(path)} at row {number}")

@@ -1,0 +1,105 @@
+"""The options of ``evaluate``, shared by the command line and Python.
+
+This module imports torch only where it must, so that ``--help`` stays fast.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from diffmegatron.errors import UserError
+
+if TYPE_CHECKING:
+    from diffmegatron.evaluation.targets import Target
+
+# Tokens of a batch by default. Scoring on a CPU is not faster in batches. Generation is, because a
+# batch reads the weights once for all of its new tokens. On a GPU, batches that do not fit into the
+# memory are halved.
+_CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Device, precision, batch size and engine of an evaluation.
+
+    Padding and tokens to generate count as tokens of a batch. A longer text is a batch of its own.
+
+    Raises:
+        UserError: ``device`` is a GPU, and there is none.
+    """
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of weights; auto: the files' dtype on a GPU, float32 on a CPU"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one")
+    ] = "auto"
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens of a batch  [default: auto]"),
+    ] = None
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="Library that computes; vllm only generates free text"),
+    ] = "transformers"
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise UserError(
+                    "--device cuda needs a GPU, and torch finds none; give --device cpu"
+                )
+
+    @property
+    def is_gpu(self) -> bool:
+        """True if networks are on a GPU."""
+        import torch
+
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+
+    def tokens(self, *, is_generation: bool) -> int:
+        """Return the largest number of tokens of a batch of generation or of scoring."""
+        on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
+        return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
+
+    def dtype_of(self, target: "Target") -> str:
+        """Return the name of the dtype of a target's weights in memory."""
+        import torch
+
+        if self.dtype != "auto":
+            return self.dtype
+        in_files = getattr(target.config, "dtype", None) or torch.float32
+        return str(in_files).removeprefix("torch.") if self.is_gpu else "float32"
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(Computing):
+    """All options of ``evaluate`` that are not specific to a suite."""
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]PATH",
+            help="Held-out text: JSONL, Parquet or text files, folders, or a prepared PREFIX",
+        ),
+    ] = None
+    haystack: Annotated[
+        Path | None, typer.Option(help="Text to hide needles in, in the same formats")
+    ] = None
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the files of published data sets")
+    ] = None
+
+    def suite_fields(self) -> dict[str, Any]:
+        """Return the values of the suites' fields ``data``, ``haystack`` and ``data_dir``."""
+        given = {
+            "data": tuple(self.data or ()) or None,
+            "haystack": self.haystack and Path(self.haystack),
+            "data_dir": self.data_dir and Path(self.data_dir),
+        }
+        return {name: value for name, value in given.items() if value is not None}
