@@ -25,7 +25,7 @@ GUARD = {"recent": {"loss": [2.0, 1.5]}, "in_a_row": 0, "skipped": 1, "spikes": 
 
 
 def write_checkpoint(run_dir: Path, step: int) -> Path:
-    """A checkpoint of two ranks: one holds the upper rows of a tensor, one the lower and a norm."""
+    """Write a checkpoint of two ranks, which share a tensor's rows; the second has a norm."""
     store = CheckpointStore(run_dir)
     directory = store.begin(step)
     matrix = Shard(NAMES[0], (6, 4), (0, 0), (3, 4), 0, True)
@@ -48,7 +48,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def norm() -> Shard:
-    """The second rank's second tensor, in its parameter after the first's 12 elements."""
+    """Return rank 1's second tensor, after 12 elements of the first in its parameter."""
     return Shard(NAMES[1], (4,), (0,), (4,), 12, True)
 
 

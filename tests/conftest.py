@@ -92,13 +92,13 @@ def prepare_corpus(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of a prepared corpus."""
+    """Prepare a corpus and return its prefix."""
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
 def tiny_recipe(corpus: Path, tmp_path: Path) -> Callable[..., Recipe]:
-    """Makes recipes of a tiny run from overrides; each run_dir is new unless given."""
+    """Return a maker of recipes of a tiny run from overrides; each run_dir is new unless given."""
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY.format(run_dir=tmp_path / "run", corpus=corpus))
 

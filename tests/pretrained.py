@@ -91,7 +91,7 @@ def write_pretrained(
     shard_size: str = "5GB",
     **changes: object,
 ) -> Path:
-    """A model of a family with nothing at a value that means nothing: no bias is zero."""
+    """Write a model of a family without trivial values, such as zero biases."""
     register()
     folder.mkdir()
     # Before config.json is there: its model_type would choose a class that normalises text.

@@ -68,7 +68,7 @@ def launch(
 
 
 def main() -> None:
-    """The process that :func:`launch` starts: import the module, fork, wait for every rank."""
+    """Import the module, fork the ranks and wait for them, in the process of :func:`launch`."""
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
     import_deepspeed()

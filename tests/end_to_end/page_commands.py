@@ -45,7 +45,7 @@ def commands_of(page: Path) -> Iterator[Command]:
 
 
 def _simple_commands(line: str) -> Iterator[list[str]]:
-    """What lies between ``&&``, ``|`` and the like; placeholders in place, comments left out."""
+    """Split a line at ``&&``, ``|`` and similar, without comments, with placeholders filled."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split = True
     try:
@@ -65,7 +65,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def _ours(page: str, words: list[str], line: str) -> Command | None:
-    """A command of ``diffmegatron``, ``python -m MODULE``, ``make`` or another with our paths."""
+    """Return whether a line runs ``diffmegatron``, ``python -m MODULE``, ``make``, or our paths."""
     while words and re.fullmatch(r"[A-Z_]+=\S*|\*(/\d+)?", words[0]):
         words = words[1:]
     if not words:

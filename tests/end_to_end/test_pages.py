@@ -58,7 +58,7 @@ class ParsedError(Exception):
 
 
 def parse(command: Any, name: str, words: list[str], parent: Any = None) -> tuple[list[str], dict]:
-    """The subcommands' names, and the values of the last one; raises as the program does."""
+    """Return names of subcommands and values of the last one, or raise click's errors."""
     context = command.make_context(name, list(words), parent=parent)
     if not hasattr(command, "resolve_command"):
         return [], context.params

@@ -14,7 +14,7 @@ from tools.benchmarks import study_corpus, study_recall, study_text
 
 
 def write_packages(folder):
-    """Packages of the form of the public ones."""
+    """Write packages in the form of the public ones."""
     folder.mkdir()
     pages = {
         "Oslo": {"title": "Oslo", "extract": "A city. " * 40},

@@ -114,7 +114,7 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
 
 
 def triton(*inputs, one_pass=False, norm=None, causal=True):
-    """The kernels with the backward's form chosen."""
+    """Run the kernels with a chosen form of the backward pass."""
     call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], norm, causal=causal)
     return DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
 

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def make_recipe(kind: str, **recompute: object) -> Recipe:
-    """A few layers of the 3B shape."""
+    """Return a recipe with a few layers of the 3B shape."""
     return Recipe.model_validate(
         {
             "run_dir": "unused",

@@ -120,7 +120,7 @@ def test_flex_tables_made_in_inference_serve_training():
 
 @pytest.fixture
 def flex_compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
-    """Counts how often FlexAttention is compiled, as for CUDA but to no code."""
+    """Count compilations of FlexAttention, with CUDA's settings but without code."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     compile_for = cache(flex._flex_attention.__wrapped__)

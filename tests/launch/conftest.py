@@ -42,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def stand_in(path: Path) -> None:
-    """The command line, but that ranks are ``tests/launch/rank.py``, which imports nothing."""
+    """Run the command line with ``tests/launch/rank.py`` as ranks, which import nothing."""
     path.write_text(
         "#!/bin/sh\n"
         f'[ -n "$RANK" ] && exec {sys.executable} -S {ROOT}/tests/launch/rank.py "$@"\n'
@@ -58,7 +58,7 @@ def ledger(tmp_path) -> Ledger:
 
 @pytest.fixture
 def attempt(ledger, tiny_recipe):
-    """Makes attempts whose ranks have ended with a status; None: the job is killed."""
+    """Return a maker of attempts whose ranks end with a status; None: the job is killed."""
 
     def make(status: int | None, save: int | None = None):
         begun = ledger.begin([tiny_recipe()], FACTS)

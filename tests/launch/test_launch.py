@@ -38,7 +38,7 @@ stages:
 
 @pytest.fixture
 def launched(corpus, tmp_path, monkeypatch):
-    """Prepares a launch on two nodes of two ranks, or what is given instead."""
+    """Return a maker of launches, by default on two nodes of two ranks."""
     (tmp_path / "four.yaml").write_text(FOUR.format(run_dir=tmp_path / "run", corpus=corpus))
     monkeypatch.chdir(tmp_path)
 
@@ -52,7 +52,7 @@ def launched(corpus, tmp_path, monkeypatch):
 
 @pytest.fixture
 def chained(launched, tmp_path):
-    """Prepares a chain of three stages likewise."""
+    """Return a maker of launches of a chain of three stages."""
     launched()  # the cluster's file
     file = tmp_path / "stages.yaml"
     file.write_text((tmp_path / "four.yaml").read_text() + STAGES)
@@ -66,7 +66,7 @@ def chained(launched, tmp_path):
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """Makes stand-ins for Slurm's commands; those that are not made are not there."""
+    """Return a maker of stand-ins for Slurm's commands; all other commands are missing."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

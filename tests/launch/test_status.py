@@ -19,7 +19,7 @@ from tests.launch.conftest import FACTS, checkpoint
 
 
 def metrics(run_dir: Path, times: dict[int, float]) -> None:
-    """A line for each step, and a line of another kind between them."""
+    """Write a line for each step, and lines of another kind between them."""
     with (run_dir / "metrics.jsonl").open("a") as stream:
         for step, when in times.items():
             entry = {"train/loss": 9.0 - step / 10, "perf/tokens_per_second": 1000.0 * step}
@@ -122,7 +122,7 @@ def test_a_job_whose_attempt_has_ended(statuses, exit_status, state, attempt, le
 
 @pytest.fixture
 def starts(ledger, tiny_recipe, tmp_path, monkeypatch):
-    """Starts job 18 with a recipe of these lines, on four ranks; fails as its script does."""
+    """Start job 18 with a recipe of these lines on four ranks, and fail as its script does."""
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "18")
 

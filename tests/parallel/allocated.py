@@ -54,7 +54,7 @@ class AllocatedTensors(TorchDispatchMode):
 
 
 def living_storages() -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors that Python knows of, and of gradients, by their identity."""
+    """Return the storages of all tensors in Python and of their gradients, by identity."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]

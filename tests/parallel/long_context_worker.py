@@ -49,7 +49,7 @@ def long_recipe(length: int, context: int, communication: str) -> Recipe:
 
 
 def measure(recipe: Recipe) -> dict[str, float]:
-    """The step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
+    """Return the step's loss and gradient norm over all ranks, and this rank's peak in MiB."""
     known = living_storages()
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         network = build_model(recipe, parallel_state)

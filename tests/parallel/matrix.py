@@ -107,7 +107,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def context(size: int, communication: str) -> tuple[str, ...]:
-    """The overrides of context parallelism."""
+    """Return the overrides of context parallelism."""
     return (f"parallel.context={size}", f"parallel.context_communication={communication}")
 
 
@@ -250,12 +250,12 @@ def call(recipe_file: Path, out: Path, layout: Layout) -> list[str]:
 
 
 def series(run_dir: Path, name: str) -> list[float]:
-    """What a run logged under a name, step by step."""
+    """Return the logged values of a metric, step by step."""
     return [entry[name] for entry in read_metrics(run_dir) if name in entry]
 
 
 def loss_difference(run: Path, reference: Path) -> float:
-    """The largest relative difference of a step's loss, over all steps."""
+    """Return the largest relative difference of a loss over all steps."""
     expected, actual = series(reference, "train/loss"), series(run, "train/loss")
     assert len(expected) == len(actual) == STEPS
     return max(abs(a - e) / e for a, e in zip(actual, expected, strict=True))
@@ -314,7 +314,7 @@ def measure(out: Path) -> list[dict[str, object]]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """The rows as docs/parallelism.md shows them."""
+    """Return the rows in the form of docs/parallelism.md."""
     lines = [
         "| layout | model | ranks | same start | loss, 10 steps | gradient | one parameter's |",
         "|---|---|---|---|---|---|---|",

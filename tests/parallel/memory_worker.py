@@ -43,7 +43,7 @@ def measure(recipe: Recipe) -> dict[str, int]:
 
 
 def microbatches(recipe: Recipe, parallel_state) -> list[Batch]:
-    """This rank's part of made-up microbatches, as many as a step has."""
+    """Return this rank's part of the generated microbatches of a step."""
     training = recipe.training
     size, length = training.micro_batch_size, training.seq_length // parallel_state.context_size
     tokens = torch.arange(size * length).reshape(size, length) % 300

@@ -49,7 +49,7 @@ def compare(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> dict[str, objec
 
 
 def _train(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> tuple[str, str]:
-    """The hash of this rank's weights after the steps, and the events of the last one."""
+    """Return the hash of this rank's weights after the steps, and the events of the last step."""
     events: list[str] = []
     all_reduce = distributed.all_reduce
 

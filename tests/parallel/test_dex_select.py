@@ -38,7 +38,7 @@ HEADS, LENGTH, SEQUENCES = 8, 64, 6
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the Transformer, with attention that is not uniform any more."""
+    """Train the Transformer until its attention is not uniform."""
     folder = tmp_path_factory.mktemp("dex")
     (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
     train(load_recipe(folder / "tiny.yaml", [SOFTMAX]))
@@ -47,7 +47,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def selected(run: Path, corpus: Path) -> dict[str, dict]:
-    """What one process selects, by method: the file of heads and that of scores."""
+    """Return the files of heads and of scores that one process writes, by method."""
     found = {}
     for method in METHODS:
         out = run.parent / f"one_{method}.yaml"
@@ -65,7 +65,7 @@ def read(out: Path) -> dict:
 
 
 def calibration_tokens(run: Path, corpus: Path) -> torch.Tensor:
-    """The first sequences of the training data [sequences, length + 1]."""
+    """Return the first sequences of the training data [sequences, length + 1]."""
     data = load_recipe(run / "recipe.yaml", ["data.validation_fraction=0"]).data
     samples = open_samples(data, LENGTH, 1234, "train")
     return torch.stack([torch.as_tensor(samples[n].tokens) for n in range(SEQUENCES)]).long()

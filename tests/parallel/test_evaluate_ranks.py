@@ -16,7 +16,7 @@ ITEMS = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, text, and what one process makes of them."""
+    """Write a model and text, and evaluate them in one process."""
     found = tmp_path_factory.mktemp("ranks")
     write_pretrained(found / "plain", "llama 2")
     lines = (json.dumps({"text": f"text {number} " * 9}) + "\n" for number in range(ITEMS))
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> Path:
-    """What two ranks make of them: from the beginning, and of what three were killed in."""
+    """Evaluate on two ranks: from the beginning, and after three ranks were killed."""
     left = folder / "left/loss"
     (left / "plain.ranks").mkdir(parents=True)
     header, *lines = (folder / "one/loss/plain.jsonl").read_text().splitlines(keepends=True)

@@ -73,14 +73,14 @@ def suites(folder: Path, corpus: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def within(suites: dict[str, dict]) -> str:
-    """The override that asks for all of them."""
+    """Return the override with all suites."""
     entries = [{"suite": name, "every": 2, **settings} for name, settings in suites.items()]
     return f"training.evaluate={json.dumps(entries)}"
 
 
 @pytest.fixture(scope="module")
 def run(folder: Path, within: str) -> Path:
-    """A run_dir of one process that has asked them at steps 0, 2 and 3."""
+    """Train in one process with the suites at steps 0, 2 and 3, and return its run_dir."""
     recipe = load_recipe(folder / "tiny.yaml", [*SHORT, within, f"run_dir={folder / 'run'}"])
     within_worker.train(recipe)
     return folder / "run"
@@ -124,7 +124,7 @@ def test_values_are_those_of_the_export(run, suites, folder, tmp_path):
 
 
 def written(run_dir: Path) -> list[str]:
-    """The answers of the suite ``needle``, two for each step that it was asked at."""
+    """Return the answers of the suite ``needle``, two for each step at which it ran."""
     found: list[str] = json.loads((run_dir / "answers.json").read_text())
     return found
 
@@ -166,7 +166,7 @@ def test_training_is_the_same_to_the_bit_without_them(run, folder):
 
 @pytest.fixture(scope="module")
 def layouts(folder: Path, within: str) -> Path:
-    """Runs of two ranks each, and of one process where the model is another."""
+    """Train on two ranks, and in one process if the model differs."""
     calls = [
         [str(folder / "tiny.yaml"), *SHORT, *ONE, within, *overrides, f"run_dir={folder / name}"]
         for name, overrides in LAYOUTS.items()

@@ -60,7 +60,7 @@ def reductions(run_dir: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the finished run of every single process."""
+    """Return the folder with the finished runs of single processes."""
     out = tmp_path_factory.mktemp("layouts")
     file = out / "tiny.yaml"
     file.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
@@ -70,7 +70,7 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path) -> Callable[[Layout], Path]:
-    """The folder with a layout's finished run; the first of its number of ranks launches all."""
+    """Return a layout's finished run; the first layout of a number of ranks launches all."""
 
     @cache
     def problem_of(ranks: int) -> str | None:

@@ -10,7 +10,7 @@ SHORT, LONG = 8192, 65536
 
 
 def measured(ranks: int, communication: str, *sequences: str) -> list[dict[str, float]]:
-    """What ``long_context_worker`` prints of each sequence."""
+    """Return the output of ``long_context_worker`` for each sequence."""
     output = launch(ranks, "tests.parallel.long_context_worker", [communication, *sequences])
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 

@@ -89,7 +89,7 @@ def make_recipe(name: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what every rank of every layout measured."""
+    """Return the folder with the measurements of every rank of every layout."""
     out = tmp_path_factory.mktemp("memory")
     for ranks in (1, 2):
         names = [name for name, (size, _) in LAYOUTS.items() if size == ranks]
@@ -99,7 +99,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch):
-    """Makes the memory of a rank as `plan` counts it."""
+    """Return a function that counts the memory of a rank with `plan`."""
     monkeypatch.setattr(memory, "REDUCE_BUCKET", BUCKET)
 
     def count(name: str, rank: int) -> StageMemory:

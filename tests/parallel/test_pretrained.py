@@ -59,7 +59,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 @pytest.fixture(scope="module")
 def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per model: what transformers wrote, its import, a recipe and one process's run."""
+    """Write a folder per model with its files, its import, a recipe and the run of one process."""
     out = tmp_path_factory.mktemp("pretrained")
     for name, (family, changes) in MODELS.items():
         folder = out / name
@@ -79,7 +79,7 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path) -> Callable[[str], Path]:
-    """The folder of a layout's finished run; the first of its number of ranks launches all."""
+    """Return a layout's finished run; the first layout of a number of ranks launches all."""
 
     @cache
     def launched(ranks: int) -> None:
@@ -98,7 +98,7 @@ def run(models: Path) -> Callable[[str], Path]:
 
 
 def first_step(recipe: Recipe) -> list:
-    """The microbatches of the first step."""
+    """Return the microbatches of the first step."""
     with (
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
         open_loader(recipe, parallel_state, "train") as loader,

@@ -62,7 +62,7 @@ def _hash(network: torch.nn.Module, parallel_state: ParallelState) -> str:
 
 @contextmanager
 def recorded() -> Iterator[list[list[Batch]]]:
-    """The microbatches that this rank trains on in the first steps."""
+    """Return this rank's microbatches in the first steps."""
     steps: list[list[Batch]] = []
     forward_backward = trainer.forward_backward
 

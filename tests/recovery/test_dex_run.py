@@ -27,14 +27,14 @@ OWN = ("dex_projection", "lambda_learn")
 
 @pytest.fixture
 def base(tiny_recipe, tmp_path) -> Path:
-    """A run of the Transformer."""
+    """Train the Transformer."""
     train(tiny_recipe(SOFTMAX, "training.steps=4", f"run_dir={tmp_path}/base"))
     return tmp_path / "base"
 
 
 @pytest.fixture
 def make(base, tiny_recipe):
-    """Makes recipes of DEX runs that start with it."""
+    """Return a maker of recipes of DEX runs that start from it."""
 
     def recipe(run_dir: Path, *overrides: str):
         own = (f"run_dir={run_dir}", f"checkpoint.start_from={base}")

@@ -27,7 +27,7 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
-    """The folder of a finished run of 12 steps with three checkpoints, and its recipe."""
+    """Train 12 steps with three checkpoints, and return the folder and the recipe."""
     from diffmegatron.config.load import load_recipe
     from tests.conftest import TINY
 
@@ -141,7 +141,7 @@ def replace_by_a_file(run: Path) -> None:
 
 
 def remove_and_make(run: Path) -> None:
-    """The new folder may get the number of the old one."""
+    """Test a new folder, which may get the inode of the old one."""
     shutil.rmtree(run)
     run.mkdir()
 

@@ -20,7 +20,7 @@ def a_signal_to_the_script(script: subprocess.Popen) -> None:
 
 
 def ctrl_c(script: subprocess.Popen) -> None:
-    """What a terminal does: every process of the job gets it."""
+    """Send a signal to every process of the job, as a terminal does."""
     os.killpg(script.pid, signal.SIGINT)
 
 

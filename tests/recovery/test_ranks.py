@@ -70,7 +70,7 @@ NANS = {
 
 @pytest.fixture(scope="module")
 def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with every run; and the outcomes of each rank."""
+    """Return the folder with every run, and the outcomes of each rank."""
     out = tmp_path_factory.mktemp("ranks")
     recipe = out / "tiny.yaml"
     sources = f"{corpus}}}, {{path: {prepare_digits(out)}, weight: 0.5"
@@ -123,7 +123,7 @@ def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare_digits(folder: Path) -> Path:
-    """The prefix of a second source."""
+    """Prepare a second source and return its prefix."""
     draw = random.Random(0)
     texts = ("".join(draw.choices("0123456789", k=draw.randint(1, 200))) for _ in range(100))
     (folder / "digits.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
@@ -132,7 +132,7 @@ def prepare_digits(folder: Path) -> Path:
 
 
 def start_from_damaged(out: Path) -> str:
-    """A start from a checkpoint with a flipped bit in the file that rank 1 verifies."""
+    """Start from a checkpoint with a flipped bit in the file that rank 1 verifies."""
     path = shutil.copytree(out / "data" / "checkpoints" / "step_00000020", out / "step_00000020")
     content = bytearray((path / "rank_00001.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
@@ -222,7 +222,7 @@ def test_the_event_names_the_rank_and_the_layer(out):
 
 @pytest.fixture(scope="module")
 def skipped(out: Path) -> list[float]:
-    """The losses of one process that skips its fifth step."""
+    """Return the losses of one process that skips its fifth step."""
     real, calls = trainer.forward_backward, []
 
     def broken(engine, *arguments, **options):

@@ -23,7 +23,7 @@ def losses(run_dir: Path) -> list[tuple[float, float, float]]:
 
 
 def stopped_at_10(finished: Path, run_dir: Path) -> None:
-    """The files that a run killed after its checkpoint at step 10 leaves behind."""
+    """Return the files of a run that was killed after its checkpoint at step 10."""
     shutil.copytree(finished, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step_00000020")
 

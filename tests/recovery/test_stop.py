@@ -34,7 +34,7 @@ def losses(run_dir: Path) -> list[tuple[str, float, float]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
-    """The losses of the run that nobody stopped: 12 steps, evaluated at 0, 6 and 12."""
+    """Return the losses of an undisturbed run of 12 steps, evaluated at 0, 6 and 12."""
     from diffmegatron.config.load import load_recipe
     from tests.conftest import TINY
 
@@ -48,7 +48,7 @@ def undisturbed(corpus, tmp_path_factory):
 
 
 def signalling(function, call: int, number: int):
-    """``function``, with a signal to this process during its ``call``-th call (from 1)."""
+    """Return ``function`` with a signal to this process during call ``call`` (from 1)."""
     count = [0]
 
     def wrapper(*arguments, **options):

@@ -71,19 +71,19 @@ def test_a_killed_run_changes_nothing(tmp_path, corpus):
 
 
 def start(folder, name):
-    """The command in a process group of its own."""
+    """Start the command in its own process group."""
     command = [sys.executable, "-m", "tools.benchmarks", "study", folder / "study.yaml"]
     command += [f"--work={folder / name}", f"--out={folder / name}.out"]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
 
 
 def metrics_of(run_dir):
-    """The whole lines of the metrics: a process that was killed may leave a part of one."""
+    """Return the complete lines of the metrics; a killed process may leave a part of a line."""
     return (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
 
 
 def read_line(folder, name):
-    """The one line of a study, without what depends on the time."""
+    """Return the one line of a study without the values that depend on time."""
     (text,) = (folder / f"{name}.out" / "study.jsonl").read_text().splitlines()
     line = json.loads(text)
     del line["measures"]["tokens per second"]

@@ -73,7 +73,7 @@ def failing(times: int) -> Callable[[Any], Any]:
 
 
 def signalled(call: int) -> Callable[[Any], Any]:
-    """This rank gets SIGTERM in its ``call``-th step (from 1)."""
+    """Send SIGTERM to this rank in step ``call`` (from 1)."""
 
     def make(forward_backward: Any) -> Any:
         calls = [0]

@@ -83,7 +83,7 @@ def fifo(place: Path, good: Path | None) -> str:
 
 
 def in_a_folder_of_fifos(place: Path, good: Path | None) -> str:
-    """What the command writes or reads there by names of its own."""
+    """Make FIFOs with the names that the command itself writes or reads."""
     (place / "fifos").mkdir()
     for name in OWN_NAMES:
         os.mkfifo(place / "fifos" / name)
@@ -124,7 +124,7 @@ def empty(place: Path, good: Path | None) -> str:
 
 
 def of_the_system(place: Path, good: Path | None) -> str:
-    """A folder in which nobody writes, root neither."""
+    """Make a folder that is read-only, also for root."""
     return "/proc"
 
 
@@ -141,7 +141,7 @@ OWN_NAMES = (
 
 
 def copy(good: Path | None, target: Path) -> Path:
-    """A good file, folder or prefix under another name; what is missing where there is none."""
+    """Return a copy of a good file, folder or prefix, or a missing path if there is none."""
     if good is None:
         return target
     if good.is_dir():
@@ -216,7 +216,7 @@ class Example:
         return self._paths.get(parameter.metavar)
 
     def word(self, parameter: Parameter) -> str:
-        """A value for a parameter that is not tried."""
+        """Return a value for a parameter that is not tested."""
         name = parameter.metavar
         if name in self._new:
             return str(self._given / name.lower())
@@ -236,13 +236,13 @@ class Place(NamedTuple):
         return f"{' '.join(self.command.words)}: {name}"
 
     def good(self, example: Example, made: Path, corpus: Path) -> Path | None:
-        """A path that would be right there; None where it is to be written."""
+        """Return a valid path for a parameter; None for an output."""
         if self.parameter is not None:
             return example.path(self.parameter)
         return {"data.sources": corpus, "checkpoint.start_from": made / "run"}.get(self.key)
 
     def words(self, example: Example, path: str) -> list[str]:
-        """The command line with a path there, and nothing else that is not needed."""
+        """Return the command line with a path for the parameter and only necessary arguments."""
         options, places = [], []
         for each in self.command.parameters:
             if each == self.parameter or each.is_required or each.metavar == "[NAME=]PATH":
@@ -345,7 +345,7 @@ class _Stream(io.TextIOWrapper):
 
 
 def run(words: list[str]) -> tuple[object, str, str]:
-    """A command in this process, for which permission bits hold.
+    """Run a command in this process, to which permission bits apply.
 
     Returns:
         Its exit status, or the end of its traceback, and what it wrote.

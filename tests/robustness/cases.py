@@ -52,7 +52,7 @@ def limits() -> Iterator[None]:
 
 
 def run(*arguments: str) -> int:
-    """The exit status of a command in this process, which is 0, or 2 with one sentence."""
+    """Return the exit status of a command in this process: 0, or 2 with one sentence."""
     out, err = io.StringIO(), io.StringIO()
     command = mock.patch.object(sys, "argv", ["diffmegatron", *arguments])
     with command, redirect_stdout(out), redirect_stderr(err):

@@ -29,7 +29,7 @@ class Parameter(NamedTuple):
     is_required: bool
 
     def words(self, value: str) -> list[str]:
-        """The words of the command line that give it a value."""
+        """Return the words of the command line that set a value."""
         return [self.option, value] if self.option else [value]
 
 

@@ -29,7 +29,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def sections(annotation: object) -> list[type[BaseModel]]:
-    """What may stand under a key that is a section: of attention, one of each kind."""
+    """Return valid sections for a key; for attention, one of each kind."""
     if annotation is Variant:
         return list(VARIANTS.values())
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -104,7 +104,7 @@ stages = st.lists(st.dictionaries(name | st.just("name"), value, max_size=3), ma
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy with other values under dotted keys; sections that are missing are made."""
+    """Return a copy with other values under dotted keys, and with missing sections."""
     copy: dict[str, Any] = json.loads(json.dumps(values))
     for dots, new in changes.items():
         section, parts = copy, dots.split(".")

@@ -89,7 +89,7 @@ def any_json(folder: Path) -> tuple[Path, Read]:
 
 
 def checkpoint(name: str) -> Reader:
-    """A file of a checkpoint; one beside the manifest has the checksum that the manifest says."""
+    """Return the case of a file of a checkpoint; all but the manifest keep their checksum."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         directory = write_checkpoint(folder, 7)
@@ -113,7 +113,7 @@ def checkpoint(name: str) -> Reader:
 
 
 def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
-    """A file of a prepared corpus, opened and checked, and read to its end."""
+    """Return the case of a file of a prepared corpus, which is read to its end."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         content = [{"text": text, "prompt": text, "response": text[:9]} for text in TEXTS]
@@ -145,7 +145,7 @@ def corpus(layout: Any, suffix: str, parts: int = 0) -> Reader:
 
 
 def unmerged_part(suffix: str) -> Reader:
-    """A file of a part, as ``merge`` reads it."""
+    """Return the case of a file of a part that ``merge`` reads."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         (folder / "in.jsonl").write_bytes(LINES)
@@ -163,7 +163,7 @@ def unmerged_part(suffix: str) -> Reader:
 
 
 def archive(suffix: str, pack: Callable[[Path], bytes]) -> Reader:
-    """A file that ``prepare`` reads: documents and rejects."""
+    """Return the case of a file that ``prepare`` reads, with documents and rejects."""
     settings = PrepareSettings("bytes", id_field="id", deduplicate=True)
 
     def make(folder: Path) -> tuple[Path, Read]:
@@ -214,7 +214,7 @@ def cache(folder: Path) -> tuple[Path, Read]:
 
 
 def resealed(folder: Path, path: Path, read: Read) -> tuple[Path, Read]:
-    """What stands in a sealed file, by itself; sealed before it is read."""
+    """Return the case of the content of a sealed file, which is sealed before it is read."""
     content = folder / "content"
     content.write_bytes(path.read_bytes().split(b"\n")[0])
 
@@ -240,7 +240,7 @@ def metrics(folder: Path) -> tuple[Path, Read]:
 
 
 def tiktoken_file(suffix: str) -> Reader:
-    """A file of ranks, and the description beside it."""
+    """Return the case of a file of ranks with its description."""
     ranks = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
     ranks += [b"%s %d\n" % (base64.b64encode(b"word"), 256)]
     description = {"pat_str": r"\w+|\s+|\W", "special_tokens": {END_OF_TEXT: 257, "<|a|>": 258}}
@@ -255,7 +255,7 @@ def tiktoken_file(suffix: str) -> Reader:
 
 
 def tokenizer_folder(name: str) -> Reader:
-    """A file of a Hugging Face tokenizer."""
+    """Return the case of a file of a Hugging Face tokenizer."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         convert(load_tokenizer("bytes").encoding).save(str(folder / "tokenizer.json"))
@@ -272,7 +272,7 @@ def use(tokenizer: Path) -> None:
 
 
 def pretrained(name: str) -> Reader:
-    """A file of a model to import, the weights beside it read by its headers and whole."""
+    """Return the case of a file of an imported model; weights are read by header and whole."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         write_pretrained(folder / "hf", "qwen3")
@@ -293,7 +293,7 @@ def pretrained(name: str) -> Reader:
 
 
 def records(folder: Path) -> tuple[Path, Read]:
-    """The results of an evaluation, which a restart goes on from."""
+    """Return the case of the results of an evaluation, from which a restart resumes."""
     path, header = folder / "records.jsonl", {"suite": "loss", "items": "0f1e"}
     with RecordFile(path, header) as file:
         for number in range(5):
@@ -307,7 +307,7 @@ def records(folder: Path) -> tuple[Path, Read]:
 
 
 def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
-    """A file of a published data set."""
+    """Return the case of a file of a published data set."""
 
     def make(folder: Path) -> tuple[Path, Read]:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -318,7 +318,7 @@ def data_set(file: str, content: str, read: Callable[[Path], object]) -> Reader:
 
 
 def target(folder: Path) -> tuple[Path, Read]:
-    """The configuration of anybody's model."""
+    """Return the case of the configuration of any model."""
     write_pretrained(folder / "hf", "diffllama")
 
     def read() -> None:
@@ -415,7 +415,7 @@ READERS = [
 
 
 def damaged(example: bytes) -> st.SearchStrategy[bytes]:
-    """The example with runs of bytes replaced, left out or repeated."""
+    """Return the example with ranges of bytes replaced, removed or repeated."""
     pieces = [b"", b"[", b"{", b"- ", b": ", b"&a ", b"*a", b"!", b"\0", b"\xff", b"null", b"{}"]
     pieces += [b"-", b"9" * 100]
     other = st.sampled_from(pieces) | st.binary(max_size=8)

@@ -72,7 +72,7 @@ def install() -> None:
 
 
 def _without_device(profile: Callable[..., Any]) -> Callable[..., Any]:
-    """The profiler without the device's activity, for which its C++ code calls CUDA."""
+    """Return the profiler without the device's activity, for which its C++ code calls CUDA."""
     return lambda activities: profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
@@ -229,7 +229,7 @@ def _wait(kind: str) -> None:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """An address that is the storage's own and a multiple of any alignment."""
+    """Return a unique address of the storage that is a multiple of any alignment."""
     return storage._cdata << 36
 
 

@@ -91,7 +91,7 @@ def _columns() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
 
 
 def _difference(smaller: Recording, larger: Recording) -> Work:
-    """Launches and bytes of a layer, by pass and kernel."""
+    """Return launches and bytes of a layer, by pass and kernel."""
     counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for sign, recording in ((1, larger), (-1, smaller)):
         for each in recording.launches:
@@ -109,7 +109,7 @@ def _difference(smaller: Recording, larger: Recording) -> Work:
 
 
 def outside(work: Work, *passes: str) -> tuple[int, int]:
-    """Launches and bytes outside of attention in some passes."""
+    """Return launches and bytes outside of attention in some passes."""
     chosen = [each for key, each in work.items() if key[0] in passes and key[1] not in ATTENTION]
     return sum(count for count, _ in chosen), sum(size for _, size in chosen)
 
@@ -164,7 +164,7 @@ def _ratio(own: tuple[int, int], other: tuple[int, int]) -> str:
 
 
 def _change(own: tuple[int, int] | None, other: tuple[int, int] | None) -> str:
-    """Launches and MiB more than the Transformer's; empty where the launches are as many."""
+    """Return launches and MiB beyond the Transformer's; empty if the launches are equal."""
     count, size = ((own or (0, 0))[i] - (other or (0, 0))[i] for i in (0, 1))
     return f"{count:+d}, {size / 2**20:+.0f}" if count else ""
 

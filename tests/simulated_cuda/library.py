@@ -21,7 +21,7 @@ class UnavailableError(Exception):
 
 @cache
 def library() -> Path:
-    """The compiled library, built into ``build/`` of the checkout if it is not there.
+    """Return the compiled library, built into ``build/`` of the checkout if it is missing.
 
     Raises:
         UnavailableError: torch is of another version or has CUDA, there is no g++, or it fails.

@@ -56,20 +56,20 @@ def main() -> None:
 
 
 def _place(row: dict[str, Any]) -> tuple[int, str, int, int]:
-    """The place of a row in the results: recipes at scale first, a rank after the one before."""
+    """Return the sort key of a row: recipes at scale first, then by rank."""
     folder = (ROOT / row["recipe"]).parent
     number = [CONFIGS / each for each in FOLDERS].index(folder)
     return number, row["recipe"], row.get("stage", 0), row.get("rank", 0)
 
 
 def recipes() -> Iterator[Path]:
-    """The recipes of ``configs/`` that train something, those at scale first."""
+    """Return the recipes of ``configs/`` that train something, with recipes at scale first."""
     for folder in FOLDERS:
         yield from sorted((CONFIGS / folder).glob("*.yaml"))
 
 
 def cases_of(path: Path) -> Iterator[Case]:
-    """The ranks to run of a recipe, of every stage that it trains one after the other.
+    """Return the ranks to simulate for a recipe, in each of its stages.
 
     Raises:
         UserError: the recipe cannot be read, or does not fit the number of GPUs.
@@ -88,7 +88,7 @@ def cases_of(path: Path) -> Iterator[Case]:
 
 
 def selected(recipe: Recipe) -> tuple[str, ...]:
-    """The override with as many heads of DEX as ``dex select`` chooses by default."""
+    """Return the override with the number of DEX heads that ``dex select`` chooses by default."""
     attention = recipe.model.attention
     if not isinstance(attention, Dex):
         return ()
@@ -105,7 +105,7 @@ def fits(recipe: Recipe, gpus: int) -> bool:
 
 
 def row(case: Case, result: Recording | SimulationError) -> dict[str, object]:
-    """What the results say of a case."""
+    """Return the results of a case."""
     head = {"recipe": case.recipe, "gpus": case.world_size, "rank": case.rank}
     head |= {"stage": case.stage} if case.stage else {}
     if isinstance(result, SimulationError):

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
 
     def recording(self, outcome: Any = None) -> Recording:
-        """What has been recorded."""
+        """Return the recording."""
         gc.collect()
         return Recording(
             held=_memory(self._alive.values()),
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         return self._now["cuda"]
 
     def wait(self, kind: str) -> str:
-        """The host waits for the device; returns the place.
+        """Record that the host waits for the device, and return the place.
 
         Raises:
             SimulatedCudaError: in a step, at a place that :mod:`waits` does not name.
@@ -176,12 +176,12 @@ class Recorder(TorchDispatchMode):
         return place
 
     def read(self, tensor: Tensor, kind: str) -> Any:
-        """The host reads a tensor's values."""
+        """Record that the host reads a tensor's values."""
         place = self.wait(kind) if tensor.is_cuda else _place()
         return answer(place, tuple(tensor.shape), tensor.dtype)
 
     def launch(self, kernel: str, tensors: Iterable[Tensor]) -> None:
-        """A kernel that is not one of torch's operations.
+        """Record a kernel that is not an operation of torch.
 
         Raises:
             SimulatedCudaError: one of its tensors is not on the device.
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         self._count_launch(kernel, tensors)
 
     def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as ``torch.compile`` runs it: one kernel, of which outputs alone remain."""
+        """Run a function as one kernel of ``torch.compile``, which keeps only its outputs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._fused:
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _values(self, tensor: Tensor, kwargs: Any) -> Tensor:
-        """The values that a simulated tensor does not have, of a real tensor of the host."""
+        """Return values for a simulated tensor from a real tensor of the host."""
         values = answer(_place(), tuple(tensor.shape), tensor.dtype)
         with unset_fake_temporarily():
             return torch.tensor(values, dtype=kwargs.get("dtype") or tensor.dtype)

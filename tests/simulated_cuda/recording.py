@@ -159,7 +159,7 @@ class Recording:
         return sum(each.sent for each in self.collectives if each.group == group)
 
     def count(self, **values: object) -> int:
-        """Number of collectives whose attributes have these values."""
+        """Return the number of collectives whose attributes have these values."""
         return sum(
             each.count
             for each in self.collectives
@@ -178,7 +178,7 @@ class Recording:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Recording":
-        """The inverse of :meth:`to_plain`."""
+        """Invert :meth:`to_plain`."""
         return cls(
             held=_memory(plain["held"]),
             peaks={phase: _memory(each) for phase, each in plain["peaks"].items()},

@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(run_dir, corpus) -> list[Recording | SimulationError]:
-    """A run of four steps, and its resumption to six."""
+    """Train four steps, and resume to six."""
     recipe = run_dir.parent / "tiny.yaml"
     recipe.write_text(TINY.format(run_dir=run_dir, corpus=corpus))
     text = run_dir.parent / "text.txt"

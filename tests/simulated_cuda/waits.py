@@ -62,7 +62,7 @@ PERMITTED = {
 
 
 def answer(place: str, shape: Sequence[int], dtype: Any) -> Any:
-    """The value that a read at ``place`` gets: a number, or nested lists of ``shape``."""
+    """Return the value of a read at ``place``: a number, or nested lists of ``shape``."""
     known = PERMITTED.get(place)
     if known is not None and known.value is not None:
         return known.value(shape)

@@ -97,7 +97,7 @@ def find(recipe: Recipe) -> dict[str, Any]:
 
 
 def _places(network: Network) -> dict[str, tuple[torch.nn.Parameter, Shard]]:
-    """The parameter and the shard of each name that a checkpoint has."""
+    """Return parameter and shard for each name in a checkpoint."""
     table = parameter_shards(network)
     return {shard.name: (p, shard) for p, shards in table.items() for shard in shards}
 

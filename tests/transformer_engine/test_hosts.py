@@ -60,7 +60,7 @@ def run(module: str, *arguments: object, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def networks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What ``networks.py`` finds in a process of each host, by network and precision."""
+    """Return the results of ``networks.py`` in a process of each host, by network and precision."""
     out = tmp_path_factory.mktemp("networks")
     worker = "tests.transformer_engine.networks"
     run(worker, corpus, out / "local.pt")
@@ -129,7 +129,7 @@ def test_less_is_kept_by_what_an_unfused_norm_keeps(name, precision, networks):
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the runs of both hosts: one local process, and two ranks of the other.
+    """Return the runs of both hosts: one local process, and two ranks of Transformer Engine.
 
     ``then_other`` is begun by one local process and resumed by two tensor-parallel ranks in
     Transformer Engine's layers, ``then_local`` the other way round.

@@ -71,7 +71,7 @@ def imports(path: Path) -> set[str]:
 
 
 def imported_by(node: ast.AST, path: Path) -> set[str]:
-    """What a statement of a file imports; none if it is another statement."""
+    """Return the imports of a statement; none if it is another statement."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -84,7 +84,7 @@ def imported_by(node: ast.AST, path: Path) -> set[str]:
 
 
 def package_of(parts: tuple[str, ...]) -> str:
-    """The innermost package of a module, given the parts of its name."""
+    """Return the innermost package of a module, given the parts of its name."""
     inner = ".".join(parts[:2])
     return inner if inner in LAYER_OF else parts[0]
 
@@ -180,7 +180,7 @@ def name_of(path: Path) -> list[str]:
 
 
 def imports_at_once(path: Path) -> set[str]:
-    """What is imported as soon as a file is, or as its types are checked."""
+    """Return the imports at the top level of a file, or for its types."""
     names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse((PACKAGE / path).read_text())]
     while nodes:

@@ -32,7 +32,7 @@ def diffmegatron(*arguments: str, **environment: str) -> subprocess.CompletedPro
 
 
 def refused(*arguments: str, status: int = 2, **environment: str) -> str:
-    """The one sentence a mistake ends in."""
+    """Return the one sentence of an error."""
     result = diffmegatron(*arguments, **environment)
     assert result.returncode == status, result.stdout + result.stderr
     return the_sentence(result.stderr)

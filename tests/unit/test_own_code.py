@@ -24,7 +24,7 @@ KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 @pytest.fixture
 def process():
-    """Makes this process one that has imported nothing; called again, another one."""
+    """Return a function that removes all imports of own code from this process."""
     kinds, modules = dict(VARIANTS), set(sys.modules)
 
     def forget() -> None:
@@ -49,7 +49,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def command(*words: object) -> str:
-    """What a command that ends well writes."""
+    """Return the output of a successful command."""
     status, out, err = run([str(word) for word in words])
     assert status == 0, f"{status} {err}"
     return out

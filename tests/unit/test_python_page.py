@@ -92,7 +92,7 @@ def test_megatron_is_imported_and_set_up_without_its_warnings(monkeypatch):
 
 
 def warnings_of_megatron() -> set[str]:
-    """The first sentences of what passes the package's filters."""
+    """Return the first sentences of the messages that pass the package's filters."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.resetwarnings()
         importlib.reload(diffmegatron)

@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_not_hidden(bad):
 
 
 def reduction_with(statistics):
-    """An all-reduce whose only other rank has these."""
+    """Return an all-reduce with one other rank, which has these values."""
     largest, total, of_label = statistics
     found = []
 

@@ -9,7 +9,7 @@ GONE = "connection closed by peer"
 
 
 def ended(*statuses: int | None, at: tuple[float, ...] = (), reasons=()) -> dict[int, End]:
-    """Ends of ranks, two per host; None: the rank left none."""
+    """Return ends of ranks with two ranks per host; None: a rank without a record."""
     return {
         rank: End(
             status=status,

@@ -26,7 +26,7 @@ HIDDEN = 256
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
-    """What the blocks of the page leave, run one after the other."""
+    """Run the code blocks of the page in order, and return their variables."""
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), names)

@@ -9,7 +9,7 @@ LENGTH, BATCH, HEADS, D = 5, 2, 3, 8
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries of two groups, keys, angles."""
+    """Return queries of two groups, keys and angles."""
     generator = torch.Generator().manual_seed(0)
     query, key = (
         torch.randn(LENGTH, BATCH, *heads, D, generator=generator, dtype=torch.float64)

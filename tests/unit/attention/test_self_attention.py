@@ -70,7 +70,7 @@ def single_process():
 
 @pytest.fixture
 def build(single_process, tiny_recipe):
-    """A layer's self-attention with random weights, in float64 throughout or as it is built."""
+    """Return a layer's self-attention with random weights, in float64 or as it is built."""
 
     def make(section: dict, dtype: torch.dtype = torch.float64, backend: str = "reference"):
         keys = {"num_kv_heads": 0} | section | {"head_dim": D}
@@ -98,7 +98,7 @@ def rotary_angles() -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """A head [s, d] turned by its positions, halves of channels as pairs."""
+    """Rotate a head [s, d] by its positions; channels i and i + d / 2 are a pair."""
     angles = rotary_angles()[:, 0, 0]
     first, second = x.chunk(2, -1)
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
@@ -123,7 +123,7 @@ def normed(head: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tens
 
 
 def extended(section: dict, weights: dict, number: int, head: torch.Tensor) -> torch.Tensor:
-    """A head [s, d] with DEX's term, where the layer selects its number."""
+    """Return a head [s, d] with DEX's term if the layer selects its number."""
     if section["kind"] != "dex" or number not in section["selected_heads"][LAYER - 1]:
         return head
     passed = STEP / section["annealing_steps"]

@@ -18,7 +18,7 @@ def place(shape: tuple, offset: tuple, part: tuple, start: int, numel: int) -> P
 
 @st.composite
 def grids(draw: st.DrawFn) -> list[Place]:
-    """A tensor of up to three axes, cut unevenly into boxes and those into runs."""
+    """Draw a tensor of up to three axes, cut unevenly into boxes, and the boxes into runs."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     edges = [[0, *sorted(draw(st.sets(st.integers(1, n - 1))) if n > 1 else []), n] for n in shape]
     places = []
@@ -35,7 +35,7 @@ def grids(draw: st.DrawFn) -> list[Place]:
 
 
 def elements(each: Place) -> list[tuple[int, ...]]:
-    """The indices of a place's elements in the whole tensor."""
+    """Return the indices of a place's elements in the whole tensor."""
     box = list(product(*(range(o, o + n) for o, n in zip(each.offset, each.shape, strict=True))))
     return box[each.start : each.start + each.numel]
 

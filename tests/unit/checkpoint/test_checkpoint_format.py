@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(saved: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy to be damaged."""
     return shutil.copytree(saved, tmp_path / saved.name)
 
 

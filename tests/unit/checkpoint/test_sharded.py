@@ -24,7 +24,7 @@ NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def row_shards(rows: int, columns: int, cuts: list[int]) -> list[Shard]:
-    """The boxes of a [rows, columns] tensor cut by rows, each a parameter of its own."""
+    """Return the boxes of a [rows, columns] tensor cut by rows; each is a parameter."""
     edges = [0, *cuts, rows]
     return [
         Shard(NAME, (rows, columns), (first, 0), (last - first, columns), 0, True)

@@ -62,7 +62,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> str:
-    """The kind of attention that a recipe's name promises."""
+    """Return the kind of attention in the name of a recipe."""
     folder, _, stem = name.rpartition("/")
     if folder == "dex":
         return "dex"

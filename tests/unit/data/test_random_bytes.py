@@ -30,7 +30,7 @@ TEXTS = [f"document {number} " * (1 + number % 7) for number in range(60)]
 
 
 def damaged(good: bytes, pick: random.Random) -> bytes:
-    """A few bytes changed, a part cut out, put in, zeroed or doubled, or nothing left of it."""
+    """Return bytes with changes, or a part removed, inserted, zeroed or doubled, or none."""
     if pick.random() < 0.1:
         return pick.randbytes(pick.randrange(200))
     content = bytearray(good)

@@ -189,7 +189,7 @@ def test_unknown_name() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small byte-level BPE as ``AutoTokenizer.save_pretrained`` leaves it."""
+    """Write a small byte-level BPE in the form of ``AutoTokenizer.save_pretrained``."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary["he"] = len(vocabulary)
     built = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[("h", "e")]))

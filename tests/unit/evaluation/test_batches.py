@@ -105,7 +105,7 @@ def test_likelihoods_are_those_of_single_texts(folder):
 
 
 def naive_greedy(network, request: Generation, decode) -> list[int]:
-    """The likeliest token of a forward pass over the whole text, each time."""
+    """Decode greedily with a forward pass over the whole text for each token."""
     found: list[int] = []
     while len(found) < request.limit:
         with torch.no_grad():

@@ -106,7 +106,7 @@ def values_of_heads(layer: Layer, heads: int) -> torch.Tensor:
 
 
 def output_of(layer: Layer, maps: torch.Tensor) -> torch.Tensor:
-    """The layer's output from its maps."""
+    """Return the layer's output, computed from its maps."""
     module = layer.module
     heads = (maps @ values_of_heads(layer, len(maps))).transpose(0, 1)
     if hasattr(module, "groupnorm"):

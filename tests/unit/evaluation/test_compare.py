@@ -19,7 +19,7 @@ STEPS = 40
 def write_run(
     run_dir: Path, lambdas: int = 0, start_from: Path | None = None, batch: int = 8
 ) -> list[dict[str, float]]:
-    """A run of 40 steps of 8 x 64 tokens that has recorded every second one; its entries."""
+    """Write a run of 40 steps of 8 x 64 tokens with a record of every second step."""
     draw = random.Random(str(run_dir))
     kind = "diff_v1" if lambdas else "softmax"
     text = TINY.format(run_dir=run_dir, corpus="corpus").replace("kind: diff_v1", f"kind: {kind}")

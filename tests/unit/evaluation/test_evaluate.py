@@ -46,7 +46,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair of models with one tokenizer of bytes, and held-out text."""
+    """Write two models with one tokenizer of bytes, and held-out text."""
     found = tmp_path_factory.mktemp("evaluate")
     write_pretrained(found / "diff", "diffllama")
     write_pretrained(found / "plain", "llama 2")
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def measure(folder: Path, tmp_path: Path) -> Callable[..., dict]:
-    """Runs the suite ``loss`` on targets by name; gives its part of results.json."""
+    """Return a function that runs the suite ``loss``, and returns its part of results.json."""
 
     def run(
         *targets: str,
@@ -398,7 +398,7 @@ def test_items_beyond_the_context_are_left_out_by_name(measure):
 
 
 def other_tokenizer(source: Path, out: Path) -> Path:
-    """The same model whose tokenizer reads "a" as "b" and "b" as "a"."""
+    """Write the same model with a tokenizer that exchanges "a" and "b"."""
     shutil.copytree(source, out)
     path = out / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -44,7 +44,7 @@ def tiktoken_file(folder: Path) -> str:
 
 
 def hugging_face_folder(folder: Path, *, has_chat_tokens: bool, normalizer: Any = None) -> str:
-    """A byte-level tokenizer with the merges above and a template of its own."""
+    """Write a byte-level tokenizer with the merges above and a template."""
     letters = dict(enumerate(_letters()))
     spelled = ["".join(letters[byte] for byte in token) for token in MERGED if len(token) == 2]
     vocabulary = {letter: byte for byte, letter in letters.items()}
@@ -78,7 +78,7 @@ def as_messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def prepared(folder: Path, tokenizer: str, copies: int = 1) -> list[list[int]]:
-    """The documents that training reads."""
+    """Return the documents that training reads."""
     chats = [json.dumps({"messages": as_messages(chat)}) for chat in CHATS]
     (folder / "chats.jsonl").write_text("\n".join(chats * copies))
     manifest = prepare(

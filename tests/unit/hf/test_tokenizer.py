@@ -47,7 +47,7 @@ TEXT = st.lists(st.one_of(PIECES, st.characters(exclude_categories=["Cs"])), max
 
 @pytest.fixture(scope="module")
 def small() -> TiktokenTokenizer:
-    """A few merges behind cl100k_base's pattern, special tokens after gaps."""
+    """Write a tokenizer with cl100k_base's pattern, a few merges, and special tokens after gaps."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     ranks |= {token: 256 + rank for rank, token in enumerate(MERGED)}
     encoding = tiktoken.Encoding(

@@ -73,7 +73,7 @@ def make_recipe(model=None, training=None, parallel=None, attention=None) -> Rec
 
 
 def part_of(name: str) -> str:
-    """The part of the network that a parameter belongs to, by the name that a checkpoint has."""
+    """Return the part of the network that a parameter belongs to, by its name in a checkpoint."""
     parts = {
         "word_embeddings": "embedding",
         "linear_qkv": "attention",
@@ -259,7 +259,7 @@ def test_deepspeed_allocates_what_is_counted(precision, zero_stage, monkeypatch)
 
 
 def with_bucket(elements: int):
-    """The engine's configuration with a small bucket: the real one would hide what is held."""
+    """Return the engine's configuration with a small bucket; a large one hides other memory."""
 
     def config(recipe: Recipe):
         config = engine_config(recipe)

@@ -64,7 +64,7 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
 
 @pytest.fixture
 def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
-    """The MLP of a local layer in float32; Transformer Engine's contains the norm before it."""
+    """Return a local layer's MLP in float32; Transformer Engine's contains the norm."""
     monkeypatch.setattr(build, "available_host", lambda _: "local")
     recipe = tiny_recipe("training.precision=fp32")
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -73,7 +73,7 @@ def mlp(tiny_recipe, monkeypatch) -> Iterator[MLP]:
 
 
 def value_and_gradients(mlp: MLP, tokens: Tensor) -> tuple[list[Tensor], int]:
-    """[result, gradients of tokens and weights], and the bytes kept beside these two."""
+    """Return [result, gradients of tokens and weights], and the bytes saved beside these two."""
     weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     given = {x.untyped_storage().data_ptr() for x in (tokens, *weights)}
     kept: dict[int, int] = {}

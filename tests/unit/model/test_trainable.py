@@ -80,7 +80,7 @@ def test_the_names_and_shapes_are_those_of_the_built_network(overrides, tiny_rec
 
 
 def reference(recipe) -> dict[str, Tensor]:
-    """The recipe's run by torch's AdamW over the trained rows alone, each tensor's a leaf.
+    """Train with torch's AdamW over the trained rows alone; each tensor's rows are a leaf.
 
     Of a network that has gradients for everything.
     """

@@ -30,7 +30,7 @@ def test_a_start_does_not_load_the_compiler():
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What ``torch.compile`` is called with, which compiles nothing."""
+    """Return the arguments of calls of ``torch.compile``, which compiles nothing."""
     calls: list[object] = []
 
     def compile_(model: object, **options: object) -> object:

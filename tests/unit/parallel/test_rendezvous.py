@@ -29,7 +29,7 @@ def launch(port: int, rank: int = 0, ranks: int = 2, host: str = "localhost") ->
 
 
 def outcomes(launches: list[LaunchEnvironment], seconds: float, delay: float = 0.0) -> list[str]:
-    """What each of several ranks, one after the other, gets from the others, or its sentence."""
+    """Return the message that each of several ranks receives, or its error."""
     there = threading.Barrier(len(launches))
 
     def arrive(number: int) -> str:

@@ -30,7 +30,7 @@ def a_batch() -> Batch:
 
 
 def run(recipe, *, offload: bool = False) -> tuple[float, dict[str, torch.Tensor], int]:
-    """The loss, the gradients and the bytes that autograd kept beside the weights."""
+    """Return the loss, the gradients, and the bytes that autograd saved beside the weights."""
     kept: dict[int, int] = {}
 
     def count(saved: torch.Tensor) -> torch.Tensor:

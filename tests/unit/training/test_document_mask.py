@@ -21,7 +21,7 @@ BEST_FIT = ["data.packing=best_fit", "training.eval_batches=0"]
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """The prefix of 60 conversations, of which a sequence of 256 tokens holds several."""
+    """Prepare 60 conversations; a sequence of 256 tokens contains several."""
     folder = tmp_path_factory.mktemp("chats")
     conversations = [
         [{"role": "user", "content": "ab"[n % 2]}, {"role": "assistant", "content": str(n)}]

@@ -33,7 +33,7 @@ def number_files_from_0(monkeypatch):
 
 @pytest.fixture
 def recorded(tmp_path) -> Path:
-    """A run_dir with five entries."""
+    """Write a run_dir with five entries."""
     with MetricsWriter(tmp_path, -1) as metrics:
         for step in STEPS:
             metrics.write(step, {"train/loss": 1 / step, "of/one": float("nan")})
@@ -45,7 +45,7 @@ def steps(run_dir: Path) -> list[float]:
 
 
 def on_the_board(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
-    """What TensorBoard shows, read by TensorBoard."""
+    """Return TensorBoard's values, read by TensorBoard."""
     board = EventAccumulator(str(run_dir / TENSORBOARD), {"scalars": 0}).Reload()
     if name not in board.Tags()["scalars"]:
         return []
@@ -156,7 +156,7 @@ def test_what_is_no_file_is_set_aside(make, said, tmp_path, caplog):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 64 KiB, and what fills it and frees it again."""
+    """Mount a file system of 64 KiB, with functions that fill and empty it."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]

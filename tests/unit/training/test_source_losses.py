@@ -81,13 +81,13 @@ class Documents:
 
 
 def split(row: list[int]) -> list[list[int]]:
-    """The documents of a row with the tokens that end them, where any label is theirs."""
+    """Return the documents of a row that contain a label, with the tokens that end them."""
     starts = [0, *(place + 1 for place, token in enumerate(row) if token == END), len(row)]
     return [row[start:end] for start, end in pairwise(starts) if end - start > 1]
 
 
 def recorded(recipe: Recipe) -> dict[int, dict[str, float]]:
-    """What the entries of steps say of sources."""
+    """Return the values of sources in the entries of steps."""
     return {
         entry["step"]: {name: value for name, value in entry.items() if name.count("/") == 2}
         for entry in read_metrics(Path(recipe.run_dir))

@@ -37,7 +37,7 @@ class FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A package of that name; ``runs`` are those begun."""
+    """Replace the package; ``runs`` has the started runs."""
     fake = ModuleType("wandb")
     fake.__spec__, fake.runs, fake.fails_at = ModuleSpec("wandb", None), [], None
 

@@ -72,7 +72,7 @@ def test_without_annealing_lambda_is_what_is_learned():
 
 @pytest.fixture
 def heads_file(tmp_path: Path):
-    """Writes a file of heads, of a model of 3 layers of 6 heads unless something is changed."""
+    """Return a writer of files of heads, by default for a model of 3 layers of 6 heads."""
 
     def write(old: str = "", new: str = "") -> str:
         text = (
@@ -146,7 +146,7 @@ QUICKSTART = CONFIGS / "quickstart.yaml"
 
 
 def extended(heads: object) -> str:
-    """Overrides the quickstart's attention; it has 4 layers."""
+    """Return overrides of the attention of the quickstart, which has 4 layers."""
     return (
         f"model.attention={{kind: dex, num_heads: 8, annealing_steps: 9, selected_heads: {heads}}}"
     )

@@ -191,7 +191,7 @@ def test_interleaved_stages_have_their_layers(pattern_recipe):
 
 @pytest.fixture(scope="module")
 def exported(corpus, tmp_path_factory) -> tuple[Path, Path]:
-    """A run of four steps, and its export, whose logits the export has compared."""
+    """Train four steps, and export with a comparison of logits."""
     folder = tmp_path_factory.mktemp("pattern")
     (folder / "tiny.yaml").write_text(TINY.format(run_dir=folder / "run", corpus=corpus))
     train(load_recipe(folder / "tiny.yaml", [FOUR, LIST, "training.steps=4"]))

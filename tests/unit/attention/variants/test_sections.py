@@ -26,7 +26,7 @@ optimizer: {lr: 1.0e-3}
 
 @pytest.fixture
 def load(tmp_path: Path):
-    """Loads a recipe of six heads of a kind, with overrides of its section."""
+    """Load a recipe with six heads of a kind and overrides of its section."""
 
     def load_kind(kind: str, *overrides: str):
         file = tmp_path / "recipe.yaml"

@@ -15,7 +15,7 @@ DOCUMENTS, LENGTH = 100_000_000, 1000
 
 
 def write_sparse_corpus(prefix: Path, parts: int) -> None:
-    """A hundred billion tokens: only the header and the last entry of each array are written."""
+    """Write an index of 100 billion tokens with only the header and each array's last entry."""
     tokenizer = load_tokenizer("bytes")
     size = 2 * DOCUMENTS * LENGTH
     names = [f"{number:05}-of-{parts:05}.bin" for number in range(1, parts + 1)] if parts else []

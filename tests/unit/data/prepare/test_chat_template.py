@@ -65,7 +65,7 @@ LEARNED = {
 
 
 def write_folder(folder: Path, template: str | None) -> str:
-    """A byte-level tokenizer that merges a space and an H, with a template."""
+    """Write a byte-level tokenizer that merges a space and an H, with a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate([*alphabet, "ĠH", "ĊĊ"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "H"), ("Ċ", "Ċ")]))

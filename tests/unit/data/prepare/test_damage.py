@@ -400,7 +400,7 @@ def test_a_manifest_of_other_numbers_is_refused(source: Path, tmp_path: Path) ->
 def unfinished(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, dict[str, bytes]]:
-    """A prefix where all is tokenised and nothing finished, and the files that it becomes."""
+    """Return a prefix that is tokenised but not finished, and the files of the finished one."""
     run(source, tmp_path / "good")
     good = {end: (tmp_path / f"good{end}").read_bytes() for end in (".bin", ".idx")}
     with monkeypatch.context() as patch:

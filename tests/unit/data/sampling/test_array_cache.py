@@ -41,7 +41,7 @@ def refuse() -> Arrays:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The one folder of a cache that was filled."""
+    """Return the only folder of a filled cache."""
     check(Cache(tmp_path / "cache").open(KEY, build))
     (found,) = (tmp_path / "cache").iterdir()
     return found

@@ -25,7 +25,7 @@ from diffmegatron.errors import UserError
 
 
 def make(folder: Path, name: str, sizes: list[int], **options: Any) -> str:
-    """A corpus of documents of so many letters, each document of one letter of its own."""
+    """Prepare documents of given lengths; each repeats its own letter."""
     path = folder / f"{name}.jsonl"
     first = ord(name[0]) * 7
     texts = [chr(33 + (first + number) % 90) * size for number, size in enumerate(sizes)]

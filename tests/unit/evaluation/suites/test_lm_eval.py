@@ -72,7 +72,7 @@ TEMPLATE = (
 
 
 def row(task: str, number: int) -> dict:
-    """A row of a task's columns, and of one more."""
+    """Return a row with a task's columns and one more."""
     one, two, three, four = (WORDS[(number * step + step) % len(WORDS)] for step in (1, 2, 3, 5))
     four = "a longer choice of " + four
     labels = ["A", "B", "C", "D"] if number % 2 else ["1", "2", "3", "4"]
@@ -128,7 +128,7 @@ def write_rows(path: Path, task: str, numbers: range) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose context many prompts with examples exceed, and all tasks with their data."""
+    """Write a model with a context shorter than many prompts, and all tasks with their data."""
     found = tmp_path_factory.mktemp("lm_eval")
     write_pretrained(found / "diff", "diffllama", max_position_embeddings=180)
     (found / "diff/chat_template.jinja").write_text(TEMPLATE)

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last number of a text in the place of the library."""
+    """Replace the library by a comparison of the last numbers of two texts."""
 
     def last(text: str) -> list[float]:
         return [float(each.replace(",", "")) for each in re.findall(r"\d[\d,.]*\b", text)][-1:]

@@ -38,7 +38,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, held-out text and a prepared corpus of its tokenizer."""
+    """Write a model, held-out text, and a corpus that its tokenizer prepared."""
     found = tmp_path_factory.mktemp("suites")
     write_pretrained(found / "plain", "llama 2")
     lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)

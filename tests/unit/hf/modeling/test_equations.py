@@ -94,7 +94,7 @@ def rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def rotated(x: Tensor, position: int) -> Tensor:
-    """The d channels of a head at a position; channel i turns with channel i + d / 2."""
+    """Rotate the d channels of a head at a position; channels i and i + d / 2 are a pair."""
     half = len(x) // 2
     out = x.clone()
     for i in range(half):
@@ -213,7 +213,7 @@ class Rope64(nn.Module):
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in float64, also where Llama's own parts round to float32: RoPE and the norms."""
+    """Return the model in float64, including RoPE and norms, which Llama rounds to float32."""
     model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
