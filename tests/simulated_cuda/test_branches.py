@@ -3,6 +3,8 @@
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "diffmegatron"
@@ -11,9 +13,10 @@ TRAINER = "test_trainer.py: the trainer on a simulated GPU"
 HARDWARE = "a GPU only: it measures or describes the device, or computes values"
 CUDNN = "a GPU only: it calls the library cuDNN"
 
-# By file and function of a test for CUDA, a device type or a tensor's device, or of a call of
-# `torch.cuda`.
+# Keys are a file and a function of it, or a file alone for what is outside functions.
 ENTERED = {
+    "attention/kernels/choose_backend.py:": STEP + ", which choose from the table of a device",
+    "attention/kernels/registry.py:": STEP + ", which choose by the devices of a backend",
     "attention/kernels/resolve_backend.py:_complaint": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
@@ -41,19 +44,25 @@ ENTERED = {
     "attention/kernels/wrappers/flex.py:_flex_attention": "test_kinds.py",
 }
 NOT_ENTERED = {
+    "config/attention_backend.py:planned_backend": "computes for `plan`, on no device",
     "attention/kernels/resolve_backend.py:backend_table": "prints; the CPU's table is tested",
     "attention/kernels/wrappers/cudnn_graphs.py:_handle": CUDNN,
     "attention/kernels/wrappers/cudnn_graphs.py:_handle_on_stream": CUDNN,
+    "doctor.py:_attention_choices": HARDWARE,
     "doctor.py:_gpus": HARDWARE,
     "doctor.py:_missing": HARDWARE,
     "doctor.py:_communication": HARDWARE,
     "evaluation/evaluate_settings.py:Computing.__post_init__": HARDWARE,
+    "evaluation/evaluate_settings.py:Computing.dtype_of": HARDWARE,
     "evaluation/evaluate_settings.py:Computing.is_gpu": HARDWARE,
+    "evaluation/evaluate_settings.py:Computing.tokens": HARDWARE,
     "evaluation/model.py:Model._answers_of": HARDWARE,
+    "evaluation/model.py:Model.network": HARDWARE,
     "evaluation/results.py:_made": HARDWARE,
     "evaluation/run_report.py:write_report": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,
+    "operations/preflight.py:": HARDWARE,
     "operations/preflight.py:_check_this_machine": HARDWARE,
     "operations/preflight.py:_product_seconds": HARDWARE,
     "operations/preflight.py:_seconds": HARDWARE,
@@ -63,38 +72,68 @@ NOT_ENTERED = {
 }
 
 
+NOT_A_BRANCH = """
+def draw(device: Literal["cpu", "cuda"]) -> str:
+    "Draw on cuda."
+    return device
+"""
+BRANCHES = {
+    "device = 'cuda'": "",
+    "def a(x):\n    return x.is_cuda": "a",
+    "def a(x):\n    return x.device.type != 'cpu'": "a",
+    "class A:\n    def b(self):\n        torch.cuda.synchronize()": "A.b",
+    "def a(x):\n    return x.cuda()": "a",
+    "def a():\n    return {'nccl': 1, 'gloo': 2}": "a",
+    "def a(computing):\n    return computing.is_gpu": "a",
+    "def a():\n    from torch import cuda": "a",
+}
+
+
 def test_every_branch_for_cuda_is_listed():
     found = {f"{path}:{function}" for path, function in branches()}
     listed = ENTERED.keys() | NOT_ENTERED.keys()
-    assert sorted(found - listed) == [], "say how it is entered, or why it is not"
-    assert sorted(listed - found) == [], "it is there no more"
+    assert sorted(found - listed) == [], "list how it is entered, or why it is not"
+    assert sorted(listed - found) == [], "remove what the package has no more"
     assert ENTERED.keys().isdisjoint(NOT_ENTERED)
 
 
+@pytest.mark.parametrize("source", BRANCHES)
+def test_a_branch_is_found(source):
+    assert list(_functions(ast.parse(source), "")) == [BRANCHES[source]]
+
+
+def test_an_annotation_and_a_docstring_are_no_branches():
+    assert list(_functions(ast.parse(NOT_A_BRANCH), "")) == []
+
+
 def branches() -> Iterator[tuple[str, str]]:
-    """Files of the package, and functions in them that ask for CUDA."""
+    """Yield files of the package and functions in them whose code depends on CUDA."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for function in _functions(ast.parse(path.read_text()), ""):
             yield str(path.relative_to(PACKAGE)), function
 
 
 def _functions(node: ast.AST, name: str) -> Iterator[str]:
+    """Yield the name of the function around each node that depends on CUDA."""
     for child in ast.iter_child_nodes(node):
         inner = name
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             inner = f"{name}.{child.name}".lstrip(".")
-        if _asks_for_cuda(child):
+        if isinstance(child, ast.Subscript) and ast.unparse(child.value) == "Literal":
+            continue
+        if _depends_on_cuda(child):
             yield name
         yield from _functions(child, inner)
 
 
-def _asks_for_cuda(node: ast.AST) -> bool:
-    """Return whether a node compares a device's name, tests a tensor's, or uses ``torch.cuda``."""
+def _depends_on_cuda(node: ast.AST) -> bool:
+    """Return whether a node names CUDA or NCCL, or compares the type of a device."""
     if isinstance(node, ast.Compare):
         values = (node.left, *node.comparators)
         is_type = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in values)
-        devices = ("cuda", "cpu") if is_type else ("cuda",)
-        return any(isinstance(x, ast.Constant) and x.value in devices for x in values)
-    return isinstance(node, ast.Attribute) and (
-        node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda"
-    )
+        return is_type and any(isinstance(x, ast.Constant) and x.value == "cpu" for x in values)
+    if isinstance(node, ast.Constant):
+        return node.value in ("cuda", "nccl")
+    if isinstance(node, ast.alias):
+        return node.name == "cuda"
+    return isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "is_gpu")
