@@ -1,11 +1,11 @@
-"""A GPU run without a GPU: the real training step on tensors that have a device but no values.
+"""Simulated GPUs, which run the real training step on tensors with a device and no values.
 
 The code of the package, of Megatron-core and of DeepSpeed runs as one rank of any number of GPUs:
 device ``cuda``, bf16, Triton's launchers, NCCL's process groups. Tensors are torch's fake tensors,
-so that a step of a 3B model takes seconds on a laptop; numbers are not computed. What is recorded:
-every allocation with the component it belongs to, every collective, every kernel launch, every
-place that waits for the device. What is refused: what a GPU or NCCL would refuse and torch's fake
-tensors let pass (:mod:`tests.simulated_cuda.checks`), and a step that waits for the device where
+so that a step of a 3B model takes seconds on a laptop; numbers are not computed. The simulation
+records every allocation with its component, every collective, every kernel launch and every place
+that waits for the device. It refuses calls that a GPU or NCCL would refuse and torch's fake tensors
+accept (:mod:`tests.simulated_cuda.checks`), and a step that waits for the device where
 :mod:`tests.simulated_cuda.waits` names no reason.
 
 How to use it::

@@ -1,4 +1,4 @@
-"""Print what one rank of a recipe does: ``python -m tests.simulated_cuda RECIPE --gpus N``."""
+"""Print what one rank does: ``python -m tests.simulated_cuda RECIPE --gpus N``."""
 
 import argparse
 

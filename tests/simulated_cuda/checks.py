@@ -1,4 +1,4 @@
-"""What a GPU, cuBLAS or NCCL refuses and torch's fake tensors let pass."""
+"""Checks for calls that a GPU, cuBLAS or NCCL refuses and torch's fake tensors accept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class SimulatedCudaError(RuntimeError):
-    """The code would fail, or wait without a reason, on a GPU."""
+    """Raised for code that would fail, or wait without a reason, on a GPU."""
 
 
 # Operations that multiply matrices: cuBLAS takes one dtype for all operands.
@@ -22,8 +22,8 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_backward,
 }  # fmt: skip
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-# torch refuses them on CUDA under use_deterministic_algorithms (torch.use_deterministic_algorithms
-# lists them); those of the list that a network of this package might call.
+# Operations that torch refuses on CUDA under use_deterministic_algorithms, as far as a network of
+# this package might call them.
 NOT_DETERMINISTIC = {aten.cumsum, aten.cumsum_, aten.bincount, aten.histc, aten.kthvalue, aten.put_}
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention,
@@ -44,7 +44,7 @@ def check_operation(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -
         if packet in FUSED_ATTENTION:
             dtypes = {each.dtype for each in tensors if each.dim() == 4}
             if not dtypes <= {torch.bfloat16, torch.float16}:
-                raise SimulatedCudaError(f"{func} takes bf16 or fp16, it is given {_names(dtypes)}")
+                raise SimulatedCudaError(f"{func} takes bf16 or fp16, got {_names(dtypes)}")
         if len(dtypes) > 1:
             raise SimulatedCudaError(f"{func} multiplies tensors of {_names(dtypes)}")
     elif packet in INDEXING:
@@ -65,7 +65,7 @@ def check_operation(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -
 
 @dataclass(frozen=True)
 class Payload:
-    """What a collective moves: its name in ``recording.py``, its tensors and their bytes."""
+    """Payload of a collective: its name in ``recording.py``, its tensors and their bytes."""
 
     operation: str
     tensors: Sequence[Tensor]
@@ -107,7 +107,7 @@ def check_collective(name: str, args: Sequence[Any], size: int) -> Payload:
 def _described(
     name: str, args: Sequence[Any], size: int
 ) -> tuple[str, list[Tensor], list[Tensor], list[tuple[int, int]]]:
-    """Name, tensors of the payload, all tensors, and pairs of whole and share in elements."""
+    """Return the name, the payload, all tensors, and pairs of whole and share in elements."""
     first = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
     if name in _ALIKE:
         return _ALIKE[name], first, first, []

@@ -13,7 +13,7 @@ MIB = 1 << 20
 # Relative differences that are allowed of each component of memory, and of what is sent.
 MEMORY, SENT = 0.01, 0.001
 
-# Components that are held between steps, and what `plan` calls them.
+# Components that are held between steps, with the names that `plan` has for them.
 HELD = {
     "weights": "weights",
     "gradients": "gradients",
@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Planned over executed, less 1; 1.0 where a plan has what is not executed at all."""
+        """Planned over executed bytes, less 1; 1.0 if bytes are planned and none executed."""
         if not self.executed:
             return 1.0 if self.planned else 0.0
         return self.planned / self.executed - 1
@@ -86,10 +86,10 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
-    """Compare what is held, the peak of the passes by what it consists of, and of the update."""
+    """Compare the held memory, the components at the peak of the passes, and the update."""
     passes, update = (recording.peaks[phase] for phase in ("forward_backward", "update"))
     now, then = passes.components, update.components
-    # The first forward pass makes the rotary angles for all, in no layer. Of `plan` they are
+    # The first forward pass makes the rotary angles outside of layers; `plan` has them among the
     # activations.
     activations = now["activations"] + recording.held.components["loss"]
     beside = passes.total - sum(now[name] for name in HELD) - activations

@@ -1,6 +1,6 @@
-"""Replacements for what only a GPU has: ``torch.cuda``, NCCL, Triton's launches, the compiler.
+"""Replacements for ``torch.cuda``, NCCL, Triton's launches and the compiler.
 
-They are made once, before anything of the package is imported, in a process that does nothing
+They are installed once, before anything of the package is imported, in a process that does nothing
 else. Each replaces a call that fails without CUDA; the list is what a run of the package,
 Megatron-core 0.16 or 0.19 and DeepSpeed 0.19.8 calls under torch 2.13. A new version may call
 more: the error then names the function of ``torch.cuda``.
@@ -25,7 +25,7 @@ from tests.simulated_cuda.recorder import Recorder
 
 GIB = 1 << 30
 DEVICES = 8
-# Of a CUDA generator's state: its seed and its offset.
+# A CUDA generator's state consists of its seed and its offset.
 RANDOM_STATE_BYTES = 16
 PROPERTIES = types.SimpleNamespace(
     name="simulated NVIDIA H100 80GB HBM3",
@@ -43,7 +43,7 @@ _recorder: Recorder | None = None
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Set the recorder that the replacements report to; None: they report to none."""
+    """Set the recorder that the replacements report to; with None they do not report."""
     global _recorder
     _recorder = recorder
 
@@ -213,7 +213,7 @@ def _torch_cuda() -> dict[str, Any]:
 
 
 def _replace_tensor() -> None:
-    """``torch.tensor`` makes its copy on CUDA itself in threads that have no fake mode."""
+    """Make ``torch.tensor`` create on the host, because threads without a fake mode call it."""
     original = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **keywords: Any) -> Tensor:
@@ -234,8 +234,8 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 def _make_fake_tensors_usable() -> None:
-    """Give fake tensors what code around a network asks of tensors."""
-    # Else torch initialises CUDA for a fake tensor on it.
+    """Add the methods to fake tensors that the code around a network calls."""
+    # Otherwise torch initialises CUDA for a fake tensor on it.
     FakeTensorMode.avoid_device_init = property(lambda _: True)
     FakeTensor.data_ptr = lambda tensor: (
         _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
@@ -251,7 +251,7 @@ def _read(tensor: Tensor, kind: str) -> Any:
 
 
 def _numpy(tensor: Tensor, **_: Any) -> np.ndarray:
-    """Zeros, of a tensor of the host."""
+    """Return zeros for a tensor of the host."""
     if tensor.is_cuda:
         raise TypeError("can't convert a cuda tensor to numpy")
     name = str(tensor.dtype).removeprefix("torch.")
@@ -261,7 +261,7 @@ def _numpy(tensor: Tensor, **_: Any) -> np.ndarray:
 def _module_apply(
     module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """``nn.Module._apply``, which cannot change a fake parameter in place.
+    """Replace ``nn.Module._apply``, which cannot change a fake parameter in place.
 
     A parameter that changes is replaced, with the attributes that Megatron-core has set on it.
     """
@@ -304,7 +304,7 @@ def _replace_triton() -> None:
 
 
 def _compile(model: Any = None, **_: Any) -> Any:
-    """``torch.compile``: one kernel that keeps nothing but its outputs."""
+    """Return a function as ``torch.compile`` does: one kernel that keeps only its outputs."""
     if model is None:
         return _compile
     if not callable(model) or isinstance(model, torch.nn.Module):
@@ -319,7 +319,7 @@ def _compile(model: Any = None, **_: Any) -> Any:
 
 
 def _replace_process_groups() -> None:
-    """NCCL's groups as torch's fake ones, whose collectives finish at once and change nothing."""
+    """Replace NCCL's groups by torch's fake ones, whose collectives change nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start, new = distributed.init_process_group, distributed.new_group
@@ -339,13 +339,13 @@ def _replace_process_groups() -> None:
 
     distributed.init_process_group = init_process_group
     distributed.new_group = new_group
-    # Every rank has what this one has.
+    # Every rank has the same objects as this one.
     distributed.all_gather_object = all_gather_object
     distributed.broadcast_object_list = lambda *_, **__: None
 
 
 def join_as(rank: int, world_size: int) -> None:
-    """Set the launcher's environment of a rank, and let it meet nobody.
+    """Set the launcher's environment of a rank, and skip its rendezvous.
 
     Each rank has a machine of its own: fake tensors made on ``cuda`` without a number are on 0.
     """
@@ -363,7 +363,7 @@ def join_as(rank: int, world_size: int) -> None:
 
 
 def _let_deepspeed_agree() -> None:
-    """DeepSpeed compares lists of numbers over the ranks, by values that nobody has here."""
+    """Skip DeepSpeed's comparisons of numbers over the ranks, which need values."""
     for name in ("parameter_offload", "partition_parameters", "stage3", "utils",
                  "partitioned_param_coordinator"):  # fmt: skip
         module = importlib.import_module(f"deepspeed.runtime.zero.{name}")
@@ -373,7 +373,7 @@ def _let_deepspeed_agree() -> None:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's kernel, whose name on a CPU stands for a row of small operations."""
+    """CUDA's fused kernel; on a CPU torch computes several small operations in its place."""
 
     @staticmethod
     def forward(

@@ -24,7 +24,7 @@ RECIPES = {
     "grouped": "configs/at_scale/grouped_3b_64gpus.yaml",
 }
 BASELINE = "Transformer"
-# A recipe's backend is one of differential attention: V2 and the Transformer take torch's kernels.
+# A recipe's backend is one of differential attention. V2 and the Transformer use torch's kernels.
 BACKENDS = {
     "diff_v1": ("triton", "sdpa_4call"),
     "diff_v2": (None,),
@@ -37,7 +37,7 @@ ATTENTION = {
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_backward",
 }  # fmt: skip
-# The sum of gradients over ranks then runs in the phase "update", as all that runs once per step.
+# Without overlap the gradients are summed over ranks in the phase "update", once per step.
 SETTINGS = ("parallel.overlap_gradients=false",)
 
 Work = dict[tuple[str, str], tuple[int, int]]
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _columns() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
-    """Recipe and overrides of each column of the table, by its name."""
+    """Yield the name of each column of the table with its recipe and overrides."""
     for kind, recipe in RECIPES.items():
         for backend in BACKENDS[kind]:
             if backend is None:
@@ -115,7 +115,7 @@ def outside(work: Work, *passes: str) -> tuple[int, int]:
 
 
 def markdown(works: dict[str, Work]) -> str:
-    """Two tables: sums outside of attention, and the kernels of which a kind has others."""
+    """Return two tables: sums outside of attention, and kernels whose launches differ."""
     names = [name for name in works if not name.startswith(BASELINE)]
     baselines = {name: f"{BASELINE} of {name.split(',')[0]}" for name in names}
     lines = [

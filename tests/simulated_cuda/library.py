@@ -11,12 +11,12 @@ from pathlib import Path
 from tests.paths import ROOT
 
 SOURCE = Path(__file__).with_name("device_library.cpp")
-# Versions under which this package was run; others change what it replaces.
+# Versions of torch with which the replacements were run; other versions may need other ones.
 TORCH = ("2.13",)
 
 
 class UnavailableError(Exception):
-    """The simulation cannot run on this machine; the message gives the reason."""
+    """Raised where the simulation cannot run; the message contains the reason."""
 
 
 @cache

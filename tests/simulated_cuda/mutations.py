@@ -1,4 +1,4 @@
-"""Mistakes of the kinds that the simulation must refuse, made in the code that a case runs."""
+"""Deliberate mistakes in the code of a case, each of a kind that the simulation must refuse."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def reduce_on_the_host() -> None:
 
 
 def gather_too_little() -> None:
-    """Let this rank give one row less to the all-gather of sequence parallelism."""
+    """Pass one row less of this rank to the all-gather of sequence parallelism."""
     original = mappings.dist_all_gather_func
 
     def gather(output: torch.Tensor, own: torch.Tensor, **keywords: Any) -> Any:
@@ -41,7 +41,7 @@ def gather_too_little() -> None:
 
 
 def gather_another_dtype() -> None:
-    """Give float32 to an all-gather into bf16."""
+    """Pass float32 to an all-gather into bf16."""
     original = mappings.dist_all_gather_func
 
     def gather(output: torch.Tensor, own: torch.Tensor, **keywords: Any) -> Any:
@@ -64,7 +64,7 @@ def multiply_by_float32() -> None:
 
 
 def index_by_the_host() -> None:
-    """Look up something on the device by numbers in the host's memory."""
+    """Index a tensor on the device by a tensor in the host's memory."""
     original = compute_step._masked_sum
 
     def masked_sum(batch: Any, losses: torch.Tensor, observe: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ def read_the_loss() -> None:
 
 
 def count_by_nonzero() -> None:
-    """Make a tensor of as many elements as tokens count."""
+    """Create a tensor whose size depends on the values of the loss mask."""
     original = compute_step._masked_sum
 
     def masked_sum(batch: Any, losses: torch.Tensor, observe: Any) -> torch.Tensor:
@@ -108,7 +108,7 @@ def synchronize() -> None:
 
 
 def launch_on_the_host() -> None:
-    """Give a Triton kernel a tensor of the host."""
+    """Pass a tensor of the host to a Triton kernel."""
     from diffmegatron.model import network
 
     original = network.cross_entropy

@@ -1,10 +1,11 @@
 """Run every recipe of ``configs/`` at its true depth: ``python -m tests.simulated_cuda.recipes``.
 
-Two steps of one microbatch (in a pipeline as many as it has stages), as the first rank and, in a
-pipeline, as ranks of a stage in the middle and of the last. Writes what each took, beside what
-``diffmegatron plan`` counts for it, to ``docs/results/simulated_cuda.json``, and prints the
-components where the two differ by more than :mod:`.comparison` allows; takes some ten minutes of a
-core. DEX extends half of each layer's heads, since nothing has selected any.
+Each recipe runs two steps of one microbatch (in a pipeline of as many as it has stages), as the
+first rank and, in a pipeline, as a rank of a stage in the middle and of the last one. The memory,
+collectives and kernels of each are written to ``docs/results/simulated_cuda.json``, beside the
+counts of ``diffmegatron plan``. Components where the two differ by more than :mod:`.comparison`
+allows are printed. All recipes take about ten minutes of a core. DEX extends half of each layer's
+heads, because no heads are selected.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from tests.simulated_cuda.comparison import compare, recipe_of
 from tests.simulated_cuda.simulate import Case, Recording, SimulationError, try_simulate
 
 JSON = RESULTS / "simulated_cuda.json"
-# Where the name of a recipe gives no number of GPUs.
+# Number of GPUs for a recipe whose name contains none.
 GPUS = 64
-# Cases of one process, after which the results are written.
+# Number of cases per process; the results are written after each process.
 TOGETHER = 6
 FOLDERS = ("at_scale", ".", "scaling", "dex")
 

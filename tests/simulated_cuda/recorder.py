@@ -1,4 +1,4 @@
-"""Sees every operation of a case: counts it, or refuses it."""
+"""Recorder that counts or refuses every operation of a case."""
 
 import gc
 import sys
@@ -33,9 +33,9 @@ from tests.simulated_cuda.recording import (
 from tests.simulated_cuda.waits import PERMITTED, answer
 
 aten = torch.ops.aten
-# CUDA's allocator gives out multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp).
+# Granularity of CUDA's allocator in bytes (c10/cuda/CUDACachingAllocator.cpp).
 _BLOCK = 512
-# Tensors of the host up to so many elements are real: ends of documents, random states, batches.
+# Most elements of a real tensor of the host, such as ends of documents, random states, batches.
 _REAL_ELEMENTS = 1 << 20
 _SIZED_BY_VALUES = {
     aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim,
@@ -55,7 +55,7 @@ _NO_PLACES = ("torch.", "tests.simulated_cuda.", "deepspeed.accelerator.", "deep
 
 @dataclass
 class _Allocation:
-    """A storage that is alive, or was."""
+    """Record of one storage on the device or the host."""
 
     bytes: int
     device: str
@@ -71,10 +71,10 @@ class _Allocation:
 class Recorder(TorchDispatchMode):
     """Record what runs while it is active, and refuse what :mod:`checks` and :mod:`waits` refuse.
 
-    To be entered inside a ``FakeTensorMode``. Small tensors of the host stay real.
+    Enter it inside a ``FakeTensorMode``. Small tensors of the host stay real.
     """
 
-    # Of flex attention, which is one.
+    # Flex attention is a higher-order operator.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ class Recorder(TorchDispatchMode):
         self._has_modules = False
         self._fused = 0
 
-    # What a case calls.
+    # Methods that a case calls.
 
     @contextmanager
     def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
-        """Around a part of a case; a later phase of the same name replaces the earlier one.
+        """Open a phase of a case, which replaces an earlier phase of the same name.
 
         Args:
             name: of the phase.
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         self._peaks[name] = _peak(held, self._changes)
 
     def label(self, component: str, tensors: Iterable[Tensor]) -> None:
-        """Say which component the storages of some tensors belong to."""
+        """Assign the storages of some tensors to a component."""
         for tensor in tensors:
             allocation = self._alive.get(tensor.untyped_storage()._cdata)
             if allocation is not None:
@@ -156,10 +156,10 @@ class Recorder(TorchDispatchMode):
             outcome=outcome,
         )
 
-    # What the replacements in device.py call.
+    # Methods that the replacements in device.py call.
 
     def allocated(self) -> int:
-        """Bytes alive on the device."""
+        """Return the bytes alive on the device."""
         return self._now["cuda"]
 
     def wait(self, kind: str) -> str:
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
 
         return call
 
-    # What torch calls.
+    # Methods that torch calls.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _check_wait(self, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-        """Count what waits for the device beside the reading of one number."""
+        """Count an operation that waits for the device, other than reading one number."""
         if packet in _SIZED_BY_VALUES and any(x.is_cuda for x in tensors):
             place = self.wait(str(packet))
             raise SimulatedCudaError(f"{place} makes a tensor whose size depends on values")
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):
         self._launch_bytes[key] += sum(whole.values())
 
     def _see(self, tensor: Tensor, operation: str, is_pinned: bool = False) -> None:
-        """Count a storage that has not been seen."""
+        """Count the storage of a tensor unless it is known."""
         if self._fused or not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -393,7 +393,7 @@ class Recorder(TorchDispatchMode):
         self._modules.pop()
 
     def _forget(self, phase: str) -> None:
-        """Drop what an earlier phase of this name has left."""
+        """Drop the records of an earlier phase of this name."""
         self._peaks.pop(phase, None)
         for counter in (
             self._collectives, self._collective_bytes, self._launches, self._launch_bytes
@@ -432,9 +432,9 @@ def _size(tensor: Tensor) -> int:
 
 
 def _place() -> str:
-    """Return ``module.function`` of the first one outside torch, its wrappers and this package.
+    """Return ``module.function`` of the first frame outside torch, its wrappers and this package.
 
-    ``NO_PLACE`` where there is none: on a thread of autograd, whose engine itself calls.
+    Return ``NO_PLACE`` if there is none, which is so if autograd's engine itself calls.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -446,7 +446,7 @@ def _place() -> str:
 
 
 def _peak(held: Iterable[_Allocation], changes: Iterable[tuple[int, _Allocation]]) -> Memory:
-    """Memory at the moment with most of it, from what was held first and what came and went."""
+    """Return the memory at its peak, from the allocations held first and all changes since."""
     alive = {id(each): each for each in held if each.device == "cuda"}
     now = most = sum(each.bytes for each in alive.values())
     changes = list(changes)

@@ -1,12 +1,13 @@
-"""Cases to simulate and what is recorded of them: plain data, without torch."""
+"""Cases to simulate and their recordings: plain data, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Of memory. The first four are held between steps; `plan` has the same ones under other names.
+# Components of memory. The first four are held between steps; `plan` has the same ones under other
+# names.
 #   weights      parameters of the network
-#   gradients    what the engine accumulates gradients in between microbatches
+#   gradients    tensors in which the engine accumulates gradients between microbatches
 #   optimizer    float32 master weights and Adam's moments
 #   buffers      everything else that is made before the first step: buckets, rotary tables
 #   activations  made in a forward pass, by a layer, an embedding or a communication between stages
@@ -128,7 +129,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one case did. All numbers are those of its last step unless said otherwise.
+    """Record of one case; all numbers are those of its last step unless noted otherwise.
 
     Attributes:
         held: memory after the last step.
@@ -155,7 +156,7 @@ class Recording:
     outcome: Any = None
 
     def sent(self, group: str) -> float:
-        """Bytes of a step that this rank sends to the other ranks of a group."""
+        """Return the bytes of a step that this rank sends to the other ranks of a group."""
         return sum(each.sent for each in self.collectives if each.group == group)
 
     def count(self, **values: object) -> int:
@@ -168,12 +169,12 @@ class Recording:
 
     @property
     def peak(self) -> Memory:
-        """The most memory of a step."""
+        """Memory at the peak of a step."""
         steps = (memory for phase, memory in self.peaks.items() if phase not in BEFORE_STEPS)
         return max(steps, key=lambda memory: memory.total)
 
     def to_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     @classmethod

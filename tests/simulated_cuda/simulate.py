@@ -18,15 +18,15 @@ __all__ = ["Case", "Recording", "SimulationError", "simulate", "try_simulate"]
 
 
 class SimulationError(AssertionError):
-    """A case failed; the message ends with its traceback."""
+    """Raised if a case fails; the message ends with its traceback."""
 
 
 def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
     """Run cases one after the other, each in a fork of one process that has imported everything.
 
     Args:
-        cases: what to run.
-        timeout: of all together, in seconds.
+        cases: cases to run.
+        timeout: limit for all together, in seconds.
 
     Raises:
         SimulationError: a case failed, or the process did.
@@ -40,14 +40,14 @@ def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
 
 
 def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording | SimulationError]:
-    """As :func:`simulate`, with the error of each case that failed in its place."""
+    """Run cases like :func:`simulate`, and return an error in the place of each failed case."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.mkdir()
         Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulated_cuda.worker", str(library()), folder],
-            # Tests that train in this process have told DeepSpeed that there is a CPU alone.
+            # Tests that train in this process have set DeepSpeed's accelerator to a CPU.
             env=_environment() | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Training steps of a recipe on made-up microbatches."""
+"""Training steps of a recipe on generated microbatches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +53,7 @@ def run_steps(recipe: Recipe, case: Case, recorder: Recorder) -> dict[str, Any]:
 def train_step(
     recipe: Recipe, case: Case, recorder: Recorder, engine: ZeroEngine, state: ParallelState
 ) -> bool:
-    """One step as :func:`diffmegatron.training.trainer.train_step` does it."""
+    """Run one step like :func:`diffmegatron.training.trainer.train_step`."""
     count = case.microbatches or recipe.num_microbatches(case.world_size)
     microbatches = on_this_rank([batch(recipe)] * count, state)
     with recorder.phase("forward_backward", is_step=True):
@@ -73,7 +73,7 @@ def train_step(
 
 
 def group_names(state: ParallelState) -> dict[str, str]:
-    """Our names of the process groups, by torch's."""
+    """Return the names of the process groups in recordings, by torch's names."""
     names = {
         torch.distributed.group.WORLD.group_name: "world",
         ModelParallelUnit().get_model_parallel_group().group_name: "model",
@@ -92,20 +92,20 @@ def _group(state: ParallelState, name: str) -> Any:
 
 
 def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:
-    """Tell the recorder what the engine holds between steps."""
+    """Label the tensors that the engine holds between steps by their component."""
     optimizer = engine._optimizer
     recorder.label("gradients", _tensors(vars(optimizer).get("fp32_groups_gradients_flat", [])))
     if engine._reduction is not None:
         groups = engine._reduction._gradients.groups
         recorder.label("gradients", [group.flat for group in groups])
     averaged = torch.utils._pytree.tree_leaves(getattr(optimizer, "averaged_gradients", {}))
-    # Some are views of one tensor, in an object that rebuilds them.
+    # Some of them are views of one tensor, in an object that creates the views.
     recorder.label("gradients", _tensors([getattr(x, "flat_partition", x) for x in averaged]))
     # With an offloaded optimizer, ZeRO 1 accumulates gradients on the parameters.
     recorder.label("gradients", _tensors([vars(p).get("grad_accum") for p in network.parameters()]))
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         recorder.label("buffers", _tensors(bucket.buffer))
-    # Of ZeRO 3.
+    # ZeRO 3 accumulates gradients in one buffer.
     recorder.label("gradients", _tensors(vars(optimizer).get("grad_partitions_flat_buffer", None)))
     recorder.label("weights", _weights(network))
     for flat, state in optimizer.optimizer.state.items():
@@ -124,7 +124,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def batch(recipe: Recipe) -> Batch:
-    """One microbatch of whole sequences in the host's memory, of documents if the recipe has."""
+    """Return a microbatch in the host's memory, with documents if the recipe masks them."""
     rows, length = recipe.training.micro_batch_size, recipe.training.seq_length
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     documents = None

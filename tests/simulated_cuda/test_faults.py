@@ -1,4 +1,4 @@
-"""Faults that the simulation of CUDA has shown, each with what it cost."""
+"""Faults that the simulation of CUDA has shown, each with its cost."""
 
 import pytest
 
@@ -9,7 +9,7 @@ LAYERS = 2
 SMALL = (f"model.num_layers={LAYERS}", "training.seq_length=512")
 DOCUMENTS = ("data.reset_attention_mask=true", "data.reset_position_ids=true")
 CASES = {
-    # Whole, as the fault was one of bytes.
+    # The whole sequence, because the test compares bytes.
     "fallback": Case("configs/at_scale/diff_3b_64gpus.yaml", 64, SMALL[:1]),
     "tensor": Case("configs/at_scale/diff_3b_256gpus.yaml", 256, SMALL),
     "pipeline": Case(
@@ -83,7 +83,7 @@ def test_shared_gradients_are_summed_once_per_step(recorded):
         if (each.operation, each.group, each.dtype) == ("all_reduce", "tensor", "float32")
     ]
     in_microbatches = sum(each.count for each in sums if each.phase == "forward_backward")
-    # Of the loss over a vocabulary that ranks share.
+    # The loss over a sharded vocabulary sums over the ranks.
     assert in_microbatches <= 3
     assert sum(each.count for each in sums if each.phase == "update") == 1
     # Lambda's four vectors and its norm in each layer, the layers' two norms, the last one.

@@ -1,4 +1,4 @@
-"""Kinds of attention, layouts and settings whose steps run on a simulated GPU, two layers each."""
+"""Steps of every kind of attention, layout and setting on a simulated GPU, with few layers."""
 
 import json
 from collections import Counter

@@ -5,7 +5,7 @@ import pytest
 from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
 
-# name of a mutation: what the refusal says
+# Part of the error for each mutation.
 REFUSALS = {
     "reduce_on_the_host": "all_reduce of NCCL takes a tensor on cpu",
     "gather_too_little": "all_gather over 2 ranks takes a whole of",

@@ -1,4 +1,4 @@
-"""The places where a training step may wait for the device, and what they read there.
+"""Places where a training step may wait for the device, with the values that they read.
 
 A step that reads a value of the device (``.item()``, ``.tolist()``, ``bool(tensor)``, a copy to
 ordinary host memory), makes a tensor whose size depends on values (``nonzero``) or calls a
@@ -16,16 +16,16 @@ class Wait:
     """A place that may wait in a step.
 
     Attributes:
-        reason: why it does.
-        value: given in place of the value that a simulated tensor does not have, from its shape;
-            None: 1 of numbers, false of booleans.
+        reason: reason for waiting.
+        value: function that returns a value for a simulated tensor of a shape; without it numbers
+            are 1 and booleans false.
     """
 
     reason: str
     value: Callable[[Sequence[int]], Any] | None = None
 
 
-# In steps. Outside of them anything may wait.
+# Any code may wait outside of steps.
 PERMITTED = {
     "diffmegatron.training.compute.agreement.agree": Wait(
         "The one wait of a step: loss, gradient norm and two flags, for the guard and the log.",

@@ -1,4 +1,4 @@
-"""The process that :func:`tests.simulated_cuda.simulate.simulate` starts: ``LIBRARY FOLDER``.
+"""Process that :func:`tests.simulated_cuda.simulate.simulate` starts with ``LIBRARY FOLDER``.
 
 It reads ``cases.json`` of the folder and writes each case's recording or error into ``results/``.
 """
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def import_everything(library: Path) -> None:
-    """Pretend a GPU, then import what cases run, once for all of them."""
-    # Before torch, which looks for CUDA's hooks once.
+    """Install the simulated GPU, then import the modules that all cases need."""
+    # Load the library before torch, which looks for CUDA's hooks once.
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from tests.simulated_cuda import device
 
@@ -48,7 +48,7 @@ def import_everything(library: Path) -> None:
         "deepspeed.compile.backend",
     ):
         importlib.import_module(module)
-    # The modules stay, so that the collections of a case look at the objects of the case alone.
+    # Exclude the modules' objects, so that garbage collection in a case is fast.
     gc.freeze()
 
 
@@ -63,7 +63,7 @@ def write(case: Case, file: Path) -> None:
 
 
 def run(case: Case) -> Any:
-    """Run a case in this process, which can run no other one."""
+    """Run a case in this process, which cannot run another one after it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from diffmegatron.config.load import load_stages

@@ -30,6 +30,6 @@ def environment() -> dict[str, str]:
     """
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (HOOK, ROOT, os.environ[FOLDER]))),
-        # Keeps transformer_engine.common from loading CUDA libraries.
+        # With it transformer_engine.common loads no CUDA libraries.
         "NVTE_PROJECT_BUILDING": "1",
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As far as transformer_engine/pytorch/constants.py compares them.
+# Numbers of dtypes that transformer_engine/pytorch/constants.py compares.
 DTYPES = {
     "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
     "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
@@ -39,7 +39,7 @@ class Unsupported(ModuleType):
 
 
 class _Numbers(type):
-    """The class of classes with any attribute, each a number of its own."""
+    """Metaclass of classes with any attribute, each a different number."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -169,7 +169,7 @@ def rmsnorm_bwd(
 
 
 class _Cuda:
-    """``torch.cuda`` where a device seems to be."""
+    """``torch.cuda`` with a device that seems available."""
 
     is_available = staticmethod(lambda: True)
     device = staticmethod(lambda _: nullcontext())
@@ -188,7 +188,7 @@ class TorchWithCuda:
         return getattr(torch, name)
 
     def empty(self, *size: Any, device: object = None, **keywords: Any) -> Tensor:
-        """``torch.empty`` on the CPU."""
+        """Return ``torch.empty`` on the CPU."""
         return torch.empty(*size, **keywords)
 
 
@@ -197,7 +197,7 @@ def accept_cpu_tensors() -> None:
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module import base, layernorm_linear, linear
 
-    # Versions before 2.10 have it in base.
+    # Versions before 2.10 define the function in base.
     for module in (gemm, base):
         module.get_cublas_workspace_size_bytes = lambda: 1
     for module in (base, layernorm_linear, linear):

@@ -14,7 +14,7 @@ Execute = Callable[[ModuleType], None]
 
 
 class Hook(MetaPathFinder):
-    """Finds the modules of ``AROUND`` as Python does, and runs a function of it to execute each."""
+    """Finder for the modules of ``AROUND``, which executes each by its function there."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,7 +29,7 @@ class Hook(MetaPathFinder):
 
 
 class _Around(Loader):
-    """Creates a module as its loader does, and executes it within a function."""
+    """Loader that creates a module as another loader does, and executes it by a function."""
 
     def __init__(self, loader: Loader, around: Callable[[ModuleType, Execute], None]) -> None:
         self._loader, self._around = loader, around

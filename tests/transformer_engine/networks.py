@@ -103,7 +103,7 @@ def _places(network: Network) -> dict[str, tuple[torch.nn.Parameter, Shard]]:
 
 
 def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
-    """Give the norms' weights values of their own, as swapped ones would not show at 1."""
+    """Set the norms' weights to different values, because a swap would not show at 1."""
     for name, (parameter, shard) in places.items():
         if "norm" in name:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))

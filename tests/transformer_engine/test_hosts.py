@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_the_same(key, networks):
         assert (expected is None) == (found is None) == (not parameter["requires_grad"]), name
         if expected is None:
             continue
-        # Of a lambda vector large terms cancel, which enlarges rounding a hundred times.
+        # In a lambda vector's gradient large terms cancel, which enlarges rounding a hundred times.
         allowed = tolerance * (100 if ".lambda_" in name else 1)
         difference, norm = (x.float().norm().item() for x in (found - expected, expected))
         assert difference <= allowed * norm, f"{name}: {difference} of {norm}"
