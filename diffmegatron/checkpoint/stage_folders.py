@@ -73,10 +73,10 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the only stage from which no other one of ``folders`` has started.
+    """Return the last stage: the only one that is not the start of another stage.
 
     Raises:
-        UserError: there are several.
+        UserError: several stages are last.
     """
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]

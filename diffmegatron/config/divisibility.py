@@ -116,7 +116,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Require that ranks can hold one chunk of each half of the sequence, sharded over tensor."""
+    """Require two equal zigzag parts of the sequence on every rank, sharded over tensor."""
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return

@@ -1,4 +1,4 @@
-"""The attention variants by kind, and how a recipe's section becomes one."""
+"""The attention variants by kind, and the reader of a recipe's section."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ VARIANTS: dict[str, type[Variant]] = {}
 
 
 def register(variant: type[Variant]) -> type[Variant]:
-    """Register a kind of attention under the default of its ``kind``; may decorate it.
+    """Register a kind of attention under the default of its ``kind``; usable as a decorator.
 
     Raises:
-        ValueError: the kind is another class's already, or the class has a method of an earlier
+        ValueError: another class has the same kind, or the class has a method of an earlier
             interface that no layer calls.
     """
     if "attend" in vars(variant):
@@ -41,12 +41,12 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the kind that reads a model type of Hugging Face; None if there is none."""
+    """Return the kind that reads a model type of Hugging Face, or None."""
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 
 def model_types() -> list[str]:
-    """Return the model types of Hugging Face that some kind reads."""
+    """Return all model types of Hugging Face that a kind reads."""
     return [name for kind in _readable() for name in kind.model_types]
 
 
@@ -58,7 +58,7 @@ def read_variant(section: object) -> Variant:
     """Return the variant of a recipe's section ``model.attention``.
 
     Raises:
-        ValueError: it is no mapping or has no kind, or an unknown one.
+        ValueError: the section is not a mapping, or its kind is missing or unknown.
         ValidationError: a key or value does not fit the kind.
     """
     if isinstance(section, Variant):

@@ -1,10 +1,11 @@
-"""The base of all attention variants: the interface that the rest of the system uses.
+"""The base class of all attention variants.
 
-A variant is one class in one file of this package: a section of the recipe with its heads, the
-parameters beside the two projections, costs, the forward of a layer, and the Hugging Face mapping.
-No other module depends on a kind of attention by name.
+A variant is one class in one file of this package. It defines the section of the recipe with its
+heads, the parameters beside the two projections, costs, the forward pass of a layer, and the
+Hugging Face mapping. No other module depends on the name of a kind.
 
-These files are imported with the recipe, before torch: functions that compute import torch inside.
+These files are imported with the recipe, before torch. Functions that compute therefore import
+torch themselves.
 """
 
 import math
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT32 = 4
-# The methods of a kind that decide what its layers compute, and those that map it to Hugging Face.
+# Methods that define the computation of a layer, and methods that map it to Hugging Face.
 COMPUTATION = ("normalised", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# The one parameter that a projection holds itself, by the name that a variant declares it under.
+# Name of the only declared parameter that belongs to a projection.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
@@ -41,12 +42,12 @@ Layers = tuple[range, ...]
 
 
 def overlap(some: range, others: range) -> int:
-    """Return how many numbers two ranges share."""
+    """Return the number of common elements of two ranges."""
     return max(0, min(some.stop, others.stop) - max(some.start, others.start))
 
 
 class Constant(NamedTuple):
-    """Initial values that are all one number."""
+    """Equal initial values."""
 
     value: float
 
@@ -62,14 +63,14 @@ class Parameter:
     """A parameter of a layer's attention beside the matrices of the two projections.
 
     Attributes:
-        name: under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
+        name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
         shape: shape of the whole parameter.
-        initial: standard deviation of normal initial values; values that are not random; or
-            ``matrix``, for the recipe's initial values of weight matrices.
-        role: group that determines weight decay and where the parameter is counted.
+        initial: standard deviation of normal initial values; fixed initial values; or ``matrix``,
+            for the recipe's initial values of weight matrices.
+        role: group for weight decay and for counting parameters.
         float32: whether it is stored and used in float32 in every precision of a run.
-        sharded: tensor-parallel ranks share its first axis as they share the blocks of heads;
-            otherwise each holds it whole.
+        sharded: whether tensor-parallel ranks share its first axis like the blocks of heads;
+            otherwise each rank holds the whole parameter.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Kernels:
 
     Attributes:
         element: bytes of a number in the run's precision.
-        device: operations on a CPU keep tensors that the fused ones of a GPU do not.
+        device: device of the operations; a CPU's save tensors that a GPU's fused ones do not.
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: how the context-parallel ranks communicate; None for one rank.
         context: number of context-parallel ranks.
@@ -108,16 +109,18 @@ class Kernels:
 
     @property
     def keys_per_query(self) -> float:
-        """Keys that a rank's calls of attention are given together, over its queries."""
+        """Number of keys in all attention calls of a rank, divided by its number of queries."""
         if self.communication != "all_gather":
             return 1.0
-        # Up to the end of either chunk of the queries, a chunk from each half of the sequence.
+        # A rank has a chunk of queries from each half of the sequence. The keys of each call end
+        # where its chunk ends.
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
-        """Return the bytes per token of the keys and values that ordinary attention keeps.
+        """Return the bytes per token of the keys and values that softmax attention saves.
 
-        Under a mask torch's kernels take no groups of queries: each query head has a copy then.
+        With a mask, torch's kernels do not support groups of queries, so each query head has a
+        copy of its keys and values.
         """
         if self.has_mask and backend.keeps_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
@@ -128,8 +131,17 @@ class Kernels:
 class Variant(Section, ABC):
     """A kind of attention and its sizes: the section ``model.attention`` of a recipe.
 
-    ``num_heads`` and ``num_kv_heads`` are heads of that kind. Of ``num_heads`` and ``head_dim`` one
-    may be left out; the heads' outputs then fill ``hidden_size``.
+    ``num_heads`` and ``num_kv_heads`` count heads of that kind. If either ``num_heads`` or
+    ``head_dim`` is missing, it is chosen so that the heads' outputs fill ``hidden_size``.
+
+    Attributes:
+        title: name of a network of this kind, for reports.
+        output_width: width of a head's output in widths of a query.
+        operation: attention function: with two maps and values twice as wide, or softmax attention.
+        reads_hidden: whether the kind itself reads the layer's normalised input.
+        model_types: model types that :meth:`from_hugging_face` reads.
+        mixes: whether other layers of the network may have another kind.
+        free_keys: keys that a run may change when it starts from existing weights.
     """
 
     kind: str
@@ -137,19 +149,12 @@ class Variant(Section, ABC):
     num_kv_heads: SizeOrZero = Field(default=0, description="0: the most that the kind allows")
     head_dim: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
 
-    # What people call a network of it.
     title: ClassVar[str]
-    # How wide the output of one of num_heads is, in widths of a query.
     output_width: ClassVar[int] = 1
-    # What computes it: two maps over values twice as wide, or ordinary attention.
     operation: ClassVar[Literal["differential", "softmax"]] = "softmax"
-    # Whether it reads the layer's normalised input itself.
     reads_hidden: ClassVar[bool] = False
-    # The model types of Hugging Face whose configurations from_hugging_face reads.
     model_types: ClassVar[tuple[str, ...]] = ()
-    # Whether other layers of the network may be of another kind.
     mixes: ClassVar[bool] = True
-    # Its keys that say nothing of weights which exist: a run may start with those of other values.
     free_keys: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -159,12 +164,11 @@ class Variant(Section, ABC):
         """Return a recipe's section with the content of the files that its keys name.
 
         Args:
-            section: as the recipe says it.
-            may_be_missing: a file that is not there yet is no mistake; :attr:`assumption` says
-                what is taken in its place.
+            section: section of the recipe.
+            may_be_missing: accept a file that does not exist yet, and use :attr:`assumption`.
 
         Raises:
-            UserError: one cannot be read, or is of another kind.
+            UserError: a file cannot be read, or has another content.
         """
         return section
 
@@ -172,7 +176,7 @@ class Variant(Section, ABC):
         """Return the section with every size filled in.
 
         Raises:
-            ValueError: naming the key, its value and what would be right.
+            ValueError: a size does not fit.
         """
         sizes = {"num_heads": self.num_heads, "head_dim": self.head_dim}
         given = {name: size for name, size in sizes.items() if size}
@@ -187,7 +191,7 @@ class Variant(Section, ABC):
                     f"model.attention.{name} {size}; give one that divides it, or {missing} too"
                 )
             sizes[missing] = hidden_size // (self.output_width * size)
-        # No group of signal heads with their noise head lies across two key-value heads.
+        # A group of signal heads and its noise head must share a key-value head.
         kv_heads = self.num_kv_heads or max(1, sizes["num_heads"] // self.ratio)
         sized = self.model_copy(update=sizes | {"num_kv_heads": kv_heads})
         sized.check()
@@ -195,19 +199,19 @@ class Variant(Section, ABC):
 
     @property
     def ratio(self) -> int:
-        """r, signal heads that share a noise head; 1 also where no head is noise."""
+        """Number r of signal heads per noise head; 1 if there are no noise heads."""
         return 1
 
     def check(self) -> None:
-        """Check sizes that are all there.
+        """Check the sizes of a section that has all of them.
 
         Raises:
-            ValueError: naming the key, its value and what would be right.
+            ValueError: a size does not fit.
         """
         if self.head_dim % 2:
             raise ValueError(
-                f"model.attention.head_dim {self.head_dim} is odd; rotary embeddings turn pairs of "
-                "channels"
+                f"model.attention.head_dim {self.head_dim} is odd; rotary embeddings rotate pairs "
+                "of channels, so give an even number"
             )
         if self.num_heads % self.ratio:
             raise ValueError(
@@ -227,17 +231,17 @@ class Variant(Section, ABC):
         return self
 
     def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, Layers], ...]":
-        """Return every kind of the network's layers with the layers that are of it."""
+        """Return every kind in the network with its layers."""
         return ((self, (range(num_layers),)),)
 
     @property
     def beside_others(self) -> "Variant":
-        """The kind that computes the same in an export whose layers are of several kinds."""
+        """The equivalent kind for an export with layers of several kinds."""
         return self
 
     @property
     def heads_in_words(self) -> str:
-        """The number of heads and their width, as ``plan`` prints them."""
+        """Number and width of the heads, as ``plan`` prints them."""
         kv = self.num_kv_heads
         key_values = "" if kv == self.num_heads else f", {kv} key-value heads"
         return f"{self.num_heads} heads of {self.head_dim}{key_values}"
@@ -247,10 +251,10 @@ class Variant(Section, ABC):
         return self.model_dump()
 
     def check_layers(self, num_layers: int) -> None:
-        """Check what the section says layer by layer against the number of layers.
+        """Check settings of single layers against the number of layers.
 
         Raises:
-            ValueError: naming the key, its value and what would be right.
+            ValueError: a setting does not fit.
         """
         return
 
@@ -259,30 +263,30 @@ class Variant(Section, ABC):
         return self.model_copy(update=dict(sizes))
 
     def foundation(self) -> "Variant | None":
-        """Return the other kind whose weights a run may start from, or None.
+        """Return another kind whose weights a run may start from, or None.
 
-        Parameters that it declares and the other does not start as they do in a new run.
+        Parameters that only this kind declares have the initial values of a new run.
         """
         return None
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the weights that the section was made for; those of its foundation must have it."""
+        """Fingerprint of the only weights that a run with this section may start from, or None."""
         return None
 
     @property
     def assumption(self) -> str | None:
-        """What a plan takes instead of a file that is not written yet, in a sentence."""
+        """Sentence about the values that a plan assumes for a missing file, or None."""
         return None
 
     @property
     @abstractmethod
     def heads(self) -> Heads:
-        """How the heads lie in the projections."""
+        """Layout of the heads in the projections."""
 
     @abstractmethod
     def baseline(self) -> "Variant":
-        """Return the Transformer to compare with: as wide, and with as many keys and values."""
+        """Return the Transformer to compare with, which has the same width, keys and values."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return a layer's parameters beside the two projections; by default none."""
@@ -297,39 +301,40 @@ class Variant(Section, ABC):
     def products(self) -> int:
         """Return the multiply-adds of a layer's forward pass per (query, key) pair.
 
-        They are the fewest that the equations need; a backward pass needs twice as many.
+        This is the minimum for the equations. A backward pass needs twice as many.
         """
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
-        """Return the multiply-adds that a backend does per pair of a query and a visible key.
+        """Return the multiply-adds of a backend per pair of a query and a visible key.
 
         Args:
-            backend: a name of the registry for :attr:`operation`.
-            deterministic: whether the backend adds up gradients in a fixed order.
+            backend: name of a backend for :attr:`operation` in the registry.
+            deterministic: whether the backend sums gradients in a fixed order.
 
         Returns:
-            Those of the forward and of the backward pass, which computes the scores again.
+            Multiply-adds of the forward pass, and of the backward pass, which computes the scores
+            again.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
         return BACKENDS[self.operation][backend].work(sizes)
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the sizes that the costs of :attr:`operation` depend on, all heads together.
+        """Return the sizes of all heads that determine the costs of :attr:`operation`.
 
         Args:
             element: bytes of a number of q, k and v.
-            keys: number of keys that a query is multiplied with.
+            keys: number of keys per query.
         """
         heads = self.heads
         return Sizes(element, self.head_dim, heads.queries, 0, heads.keys, keys)
 
     @abstractmethod
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes per token that a layer keeps for the backward pass, all heads together.
+        """Return the bytes per token that all heads of a layer save for the backward pass.
 
         Returns:
-            q, k, v and the input of the output projection; and what is kept from q, k and v on,
-            which is computed again under selective recomputation.
+            Bytes of q, k, v and the input of the output projection, and bytes of all tensors in
+            between, which selective recomputation computes again.
         """
 
     def kv_cache_bytes(self, element: int) -> int:
@@ -337,14 +342,14 @@ class Variant(Section, ABC):
         return 2 * self.heads.key_channels * element
 
     def normalised(self, layer: Layer, query: "Tensor", key: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Return queries and keys [s, b, ..., d] normalised for rotation; by default as given."""
+        """Normalise queries and keys [s, b, ..., d] before their rotation, if the kind does so."""
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """Return what :meth:`forward` needs of the normalised input [s, b, hidden].
+        """Compute the part of :meth:`forward` that reads the normalised input [s, b, hidden].
 
         Returns:
-            [s, b, ...], or None if q, k and v are enough.
+            A tensor [s, b, ...], or None if :meth:`forward` needs only q, k and v.
         """
         return None
 
@@ -358,20 +363,20 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Compute the heads' outputs [b, s, ...], :attr:`Heads.output_channels` of them per token.
+        """Compute the heads' outputs [b, s, ...] with :attr:`Heads.output_channels` per token.
 
         Args:
-            layer: its parameters.
+            layer: layer with its parameters.
             context: attention to the whole sequence.
-            query: [b, s, queries, d] of this rank, rotated.
-            key, value: [b, s, keys, d] of this rank, the keys rotated.
+            query: rotated queries of this rank, [b, s, queries, d].
+            key, value: rotated keys and values of this rank, [b, s, keys, d].
             gate: result of :meth:`gate`, [b, s, ...].
         """
 
     def current_lambda(self, layer: Layer) -> "Tensor | None":
-        """Return lambda of a layer for the log, a 0-dim float32 tensor, or None.
+        """Return lambda of a layer for the log as a 0-dim float32 tensor, or None.
 
-        One that depends on the token is given to :meth:`Layer.observe` in passing.
+        If lambda depends on the token, :meth:`forward` passes it to :meth:`Layer.observe` instead.
         """
         return None
 
@@ -380,15 +385,15 @@ class Variant(Section, ABC):
         """Return the class of Hugging Face that computes the kind.
 
         Raises:
-            UserError: there is none for these settings; naming the key and its value.
+            UserError: no class computes these settings.
         """
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
-        """Return the kind of a configuration, the inverse of :meth:`hugging_face`.
+        """Return the kind that a configuration describes, the inverse of :meth:`hugging_face`.
 
         Raises:
-            ValidationError: a value that the section cannot have.
+            ValidationError: a value is not valid for the section.
         """
         # Not abstract: a kind without ``model_types`` is never read from a configuration.
         raise NotImplementedError
@@ -397,21 +402,21 @@ class Variant(Section, ABC):
         """Return the maps that multiply the values in a layer of :meth:`hugging_face`'s class.
 
         Args:
-            attention: the layer's module of attention.
-            maps: float32 [queries, rows, keys], the softmax of every query head, in the order of
-                ``q_proj``'s rows.
-            hidden: what the attention reads at these rows, [rows, hidden_size].
+            attention: attention module of the layer.
+            maps: softmax of every query head in the order of ``q_proj``'s rows, float32
+                [queries, rows, keys].
+            hidden: input of the attention at these rows, [rows, hidden_size].
 
         Returns:
-            float32 [num_heads, rows, keys].
+            Maps as float32 [num_heads, rows, keys].
         """
         return maps
 
     @property
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """The query heads, as :meth:`subtracted_maps` has them, of each head's two maps.
+        """Numbers of the query heads of each head's signal and noise map.
 
-        Signal and noise; by default none, for a head has one map.
+        They refer to ``maps`` of :meth:`subtracted_maps`. Kinds with one map per head have none.
         """
         return ()
 
@@ -421,7 +426,7 @@ class Variant(Section, ABC):
 
     @property
     def inherited_export(self) -> str | None:
-        """The kind whose ``hugging_face`` or ``weight_rules`` this one has taken over, if any."""
+        """Kind from which this one inherits ``hugging_face`` or ``weight_rules``, or None."""
         rules = "layer_rules" if "layer_rules" in vars(type(self)) else "weight_rules"
         for name in (rules, "hugging_face"):
             owner = next(each for each in type(self).__mro__ if name in vars(each))
@@ -434,7 +439,7 @@ class Variant(Section, ABC):
         """Refuse an export mapping that was written for the computation of a parent class.
 
         Raises:
-            UserError: a class overrides the computation and inherits the mapping; with its name.
+            UserError: a class overrides the computation and inherits the mapping.
         """
         computing, exporting = (
             next(each for each in type(self).__mro__ if not vars(each).keys().isdisjoint(names))
@@ -452,13 +457,13 @@ class Variant(Section, ABC):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[WeightRule]:
-        """Return :meth:`weight_rules` of one layer at one step; most kinds have one for all.
+        """Return the :meth:`weight_rules` of one layer at one step.
 
         Args:
-            ours, theirs: the attention's name on either side.
-            hidden_size: of the network.
-            layer: its global number, from 1.
-            step: optimizer steps that the weights have behind them.
+            ours, theirs: prefixes of the attention's weights here and at Hugging Face.
+            hidden_size: hidden size of the network.
+            layer: global number of the layer, from 1.
+            step: number of optimizer steps of the weights.
         """
         return self.weight_rules(ours, theirs, hidden_size)
 
@@ -466,8 +471,8 @@ class Variant(Section, ABC):
         """Yield warnings about doubtful settings, one sentence each.
 
         Args:
-            hidden_size: of the network.
-            parameters: of the network without embeddings.
+            hidden_size: hidden size of the network.
+            parameters: number of parameters of the network without embeddings.
             lr: peak learning rate.
         """
         return iter(())

@@ -1,12 +1,12 @@
 """DEX: differential extension of a pretrained softmax attention (Kong, Jang, Kwak, NeurIPS 2025).
 
-arXiv 2505.16333, figure 9. With O a head's output [d] of a token, of the selected heads of layer l
+arXiv 2505.16333, figure 9. O is a head's output [d] for a token. In the selected heads of layer l
 
     O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
 
-a = min(1, t / T), lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)); O' = O for the others. W_D [d, d] and
-lambda_learn belong to the layer. t is the number of optimizer steps done. Since O' is linear in O,
-a checkpoint of any step is an ordinary Transformer: (I - lambda W_D) goes into the rows of W_O.
+with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). O' = O in other heads. A
+layer has one W_D [d, d] and one lambda_learn. t is the number of optimizer steps. O' is linear in
+O, so a checkpoint of any step is a Transformer whose rows of W_O contain (I - lambda W_D).
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION, LAMBDA_LEARN = "dex_projection", "lambda_learn"
-# Of each layer's heads: what ``dex select`` chooses unless told, and a plan made before it assumes.
+# Default share of each layer's heads for ``dex select``, and for plans without its file.
 SHARE = 0.5
 Heads = tuple[tuple[int, ...], ...]
 
@@ -104,7 +104,7 @@ class ProjectionInit(Section):
 
     @property
     def values(self) -> float | Constant | Identity:
-        """As a parameter's initial values."""
+        """Return the initial values in the form of :class:`Parameter`."""
         if self.scale is None:
             return Constant(0.0)
         return self.scale if self.kind == "normal" else Identity(self.scale)
@@ -113,12 +113,12 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
-    ``selected_heads`` are query heads by layer, numbered from 0 as Hugging Face does, or a file of
-    ``diffmegatron dex select``: the resolved recipe has its numbers. A plan may be made before that
-    file is, and counts ``SHARE`` of every layer's heads. ``annealing_steps`` is T; null
-    takes lambda_learn from the first step on, as for going on with a model that has been through
-    it. lambda_learn starts at ``lambda_learn_init``: with W_D at zero, both at zero would move by
-    the annealed term alone.
+    ``selected_heads`` are query heads by layer, numbered from 0 as at Hugging Face, or a file of
+    ``diffmegatron dex select``, whose numbers the resolved recipe contains. If the file is missing,
+    ``plan`` counts ``SHARE`` of every layer's heads. ``annealing_steps`` is T. With null, lambda is
+    lambda_learn from the first step, for example to continue after the annealing. lambda_learn
+    starts at ``lambda_learn_init``. If it and W_D were both zero, only the annealed term could
+    change them.
     """
 
     mixes: ClassVar[bool] = False
@@ -130,7 +130,7 @@ class Dex(Softmax):
     lambda_learn_init: float = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # Exported it is softmax, and read back as that.
+    # An export is softmax attention, and is imported as such.
     model_types: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[frozenset[str]] = frozenset(
         {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
@@ -198,12 +198,12 @@ class Dex(Softmax):
         return Softmax.model_construct(**shared)
 
     def foundation(self) -> Variant:
-        """Return the pretrained Transformer: W_D and lambda_learn start new on its weights."""
+        """Return the pretrained Transformer; a run adds new W_D and lambda_learn to its weights."""
         return self.baseline()
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the weights that the heads were selected on."""
+        """Fingerprint of the weights on which the heads were selected."""
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
@@ -217,7 +217,7 @@ class Dex(Softmax):
 
     @property
     def assumption(self) -> str | None:
-        """That heads are counted which nobody has selected yet."""
+        """Sentence about the assumed heads, if none are selected yet."""
         if not isinstance(self.selected_heads, Unselected):
             return None
         return (
@@ -230,7 +230,7 @@ class Dex(Softmax):
         """Return the selected heads of a layer, by its global number, from 1.
 
         Raises:
-            UserError: the file that will have them is not written yet.
+            UserError: the file of the heads does not exist yet.
         """
         if isinstance(self.selected_heads, Unselected):
             raise _not_selected(self.selected_heads.file)
@@ -247,9 +247,10 @@ class Dex(Softmax):
         return self._selected_per_layer * self.head_dim**2
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return softmax's bytes, the selected heads' outputs, and all heads' with the term.
+        """Return the bytes of softmax attention, of selected outputs, and of all final outputs.
 
-        Without it the output projection reads what the kernel, or the norm, keeps anyway.
+        Without the term the output projection reads a tensor that the kernel or the norm saves
+        anyway.
         """
         projected, core = super().kept_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
@@ -267,9 +268,9 @@ class Dex(Softmax):
     ) -> "Tensor":
         """Return O' = O - lambda O W_D of the selected heads, and O of the others.
 
-        The heads are cut into runs instead of gathered by an index, which would have to be copied
-        to the device in every layer. A rank without a selected head takes part with none: its share
-        of the gradient of W_D is zero, and the others wait for it.
+        The heads are split into runs, because gathering by an index would copy the index to the
+        device in every layer. A rank without selected heads computes the term for no heads: its
+        share of W_D's gradient is zero, and the other ranks wait for it.
 
         Returns:
             [b, s, num_heads, d].
@@ -278,7 +279,7 @@ class Dex(Softmax):
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # [s, b, ...]: the gradient of W_D is a sum over the tokens in the sequence's order.
+        # Use [s, b, ...], because the gradient of W_D sums tokens in the sequence's order.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -313,8 +314,8 @@ class Dex(Softmax):
         """Return softmax's rules with the term folded into W_O, computed in float64.
 
         ``linear_proj.weight`` [hidden, heads * d] is W_O transposed: the columns of a selected head
-        are multiplied from the right by (I - lambda W_D) transposed. The way back leaves W_O as it
-        is, and W_D and lambda_learn at zero.
+        are multiplied from the right by (I - lambda W_D) transposed. The inverse keeps W_O, and
+        sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)
@@ -349,7 +350,7 @@ def _is_missing(path: str) -> bool:
         Path(path).stat()
     except FileNotFoundError:
         return True
-    except (OSError, ValueError):  # which reading it says in a sentence
+    except (OSError, ValueError):  # Reading the file reports these errors.
         return False
     return False
 
@@ -366,7 +367,7 @@ def _read_heads(path: Path) -> HeadsFile:
     """Read a file of ``dex select``.
 
     Raises:
-        UserError: it cannot be read, or is not such a file.
+        UserError: the file cannot be read, or has another format.
     """
     from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 

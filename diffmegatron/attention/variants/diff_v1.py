@@ -67,11 +67,11 @@ class LambdaInit(Section):
 
 
 class DiffV1(Variant):
-    """Differential heads: each of ``num_heads`` h has two maps and an output of 2d.
+    """Differential heads; each of ``num_heads`` h heads has two maps and an output of 2d.
 
-    h is half of the Transformer's: nobody halves anything by hand, the baseline doubles it. Each of
-    ``num_kv_heads`` has two keys and one value of 2d. The four lambda vectors of d, one set for a
-    layer, start at N(0, ``lambda_std``), the reference code's value. ``headwise_norm`` is the
+    h is half of the Transformer's number of heads, and :meth:`baseline` doubles it. Each of
+    ``num_kv_heads`` has two keys and one value of 2d. A layer has four lambda vectors of d, whose
+    initial values are N(0, ``lambda_std``), as in the reference code. ``headwise_norm`` is the
     RMSNorm over each head's output, whose weight all heads share.
     """
 
@@ -88,14 +88,15 @@ class DiffV1(Variant):
 
     @property
     def noise_heads(self) -> int:
-        """Heads of the second map."""
+        """Number of heads of the second map."""
         return self.num_heads // self.ratio
 
     @property
     def heads(self) -> Heads:
-        """A block: signal queries, k1 and half of the value; noise queries, k2 and the other half.
+        """Layout of the heads.
 
-        With one noise head per signal head these are two of Megatron-core's groups.
+        A block has signal queries, k1 and half of the value, then noise queries, k2 and the other
+        half. With one noise head per signal head these are two groups of Megatron-core.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -113,7 +114,7 @@ class DiffV1(Variant):
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return the lambda vectors and the norm's weight, whole on every rank and in float32.
 
-        Rounding the vectors to bf16 would move lambda by 1e-3 to 5e-3.
+        Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
         """
         vectors = [
             Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
@@ -142,16 +143,17 @@ class DiffV1(Variant):
             fuses_norm = backend.fuses_norm and not sizes.is_grouped
             core += kernels.element * outputs if backend.keeps_result else 0
         if self.headwise_norm and not fuses_norm:
-            # Its float32 input and one float32 per head; on a CPU the normalised input as well.
+            # The norm saves its float32 input and one float32 per head, and on a CPU its normalised
+            # input.
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
-            # The values are a view of the fused projection, all of which stays.
+            # The values are a view of the fused projection, which stays in memory as a whole.
             projected += kernels.element * (heads.query_channels + 2 * heads.key_channels)
         return projected + self._keys_bytes(kernels, backend), core
 
     def _keys_bytes(self, kernels: Kernels, backend: Backend) -> float:
-        """Return the bytes per token of the keys and values that are kept."""
+        """Return the bytes per token of the saved keys and values."""
         keys = kernels.element * self.heads.key_channels
         if kernels.communication == "ring":
             return 2 * keys
@@ -159,12 +161,12 @@ class DiffV1(Variant):
         if backend.keeps_values:
             return 2 * keys * whole
         if kernels.has_mask and backend.keeps_bias and self.num_heads > self.num_kv_heads:
-            # Under a mask torch's kernels take no groups of queries: in each of the four calls
-            # every query head has a copy of its key and its half of the value.
+            # With a mask, torch's kernels do not support groups of queries. In each of the four
+            # calls every query head has a copy of its key and its half of the value.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # Copies of the values, one of which the backend counts. What has come from other ranks is
-        # one tensor with the keys, all of which stays.
+        # The backend counts one of the copies of the values. Values from other ranks share a
+        # tensor with the keys, which stays in memory as a whole.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -175,7 +177,7 @@ class DiffV1(Variant):
         )
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Warn where sizes suggest heads halved twice, or are outside of what the paper tried."""
+        """Warn if the heads seem to be halved twice, or if sizes exceed the paper's."""
         heads = f"model.attention.num_heads {self.num_heads}"
         if self.num_heads < 8:
             yield (
@@ -246,7 +248,7 @@ class DiffV1(Variant):
         q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
         q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
         if self.ratio > 1:
-            # A view of the noise heads would keep the signal heads, of which q1 is a copy.
+            # A view of the noise heads would keep the signal heads in memory. q1 is a copy.
             q2 = q2.contiguous()
         k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
         v = value.unflatten(2, (blocks, 2)).flatten(3)
@@ -256,7 +258,7 @@ class DiffV1(Variant):
         """Return DiffLlama.
 
         Raises:
-            UserError: lambda_init is not the paper's, or there is no headwise norm.
+            UserError: lambda_init differs from the paper's, or there is no headwise norm.
         """
         if self.lambda_init.policy != "exponential":
             raise UserError(
@@ -282,7 +284,7 @@ class DiffV1(Variant):
 
     @property
     def beside_others(self) -> Variant:
-        """Grouped heads of which each noise head serves one signal head."""
+        """Grouped heads with one noise head per signal head."""
         from diffmegatron.attention.variants.grouped import Grouped
 
         return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
@@ -299,11 +301,11 @@ class DiffV1(Variant):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return the rules to DiffLlama, which has all heads and values of the first map first.
+        """Return the rules for DiffLlama, where all heads and values of the first map come first.
 
-        Its headwise norm has no weight. The norm's output is the input of the output projection, so
-        the weight of channel c multiplies the columns that read channel c, in fp32. Rounding the
-        lambda vectors to bf16 would move lambda itself by up to 5e-3.
+        DiffLlama's headwise norm has no weight. The norm's output is the input of the output
+        projection, so the weight of channel c multiplies the columns that read channel c, in fp32.
+        Rounding the lambda vectors to bf16 would change lambda by up to 5e-3.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

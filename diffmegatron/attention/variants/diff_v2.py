@@ -1,12 +1,13 @@
-"""DIFF V2 (Ye et al., January 2026): one ordinary attention call, lambda per token and head.
+"""DIFF V2 (Ye et al., January 2026): one call of softmax attention, and lambda per token and head.
 
-With A the heads of ordinary attention, lambda = sigmoid(x W_lambda) from the layer's input x:
+With A the heads of softmax attention, and lambda = sigmoid(x W_lambda) from the layer's input x:
 
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-No headwise norm and no lambda_init. The heads of a group, r signal heads and then their noise head,
-lie side by side in one key-value head: cut in two halves instead, pairs would have different keys.
-r = 1 is the authors' form; more is Motif-3's arrangement, its latent attention left out.
+There is no headwise norm and no lambda_init. A group of r signal heads and then their noise head
+shares a key-value head. If all signal heads preceded all noise heads, a group would have different
+keys. r = 1 is the authors' form, and larger r is Motif-3's arrangement without its latent
+attention.
 """
 
 from collections.abc import Mapping
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 
 
 class DiffV2(Variant):
-    """``num_heads`` h outputs of d, from h signal heads and h / ``signal_per_noise`` noise heads.
+    """Heads with h = ``num_heads`` outputs of d, from h signal and h / r noise heads.
 
-    ``num_kv_heads`` are ordinary key-value heads: the cache is that of the baseline.
+    r is ``signal_per_noise``. ``num_kv_heads`` are key-value heads of softmax attention, so the
+    cache equals the baseline's.
     """
 
     kind: Literal["diff_v2"] = "diff_v2"
@@ -47,17 +49,17 @@ class DiffV2(Variant):
 
     @property
     def ratio(self) -> int:
-        """Signal heads that share a noise head."""
+        """Number of signal heads per noise head."""
         return self.signal_per_noise
 
     @property
     def noise_heads(self) -> int:
-        """h / r."""
+        """Number of noise heads, h / r."""
         return self.num_heads // self.signal_per_noise
 
     @property
     def heads(self) -> Heads:
-        """A block is a key-value head and its groups."""
+        """Layout of the heads; a block is a key-value head and its groups."""
         signal = self.num_heads // self.num_kv_heads
         queries = signal + self.noise_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
@@ -75,14 +77,14 @@ class DiffV2(Variant):
         return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
 
     def products(self) -> int:
-        """Return the multiply-adds of ordinary attention with all the heads."""
+        """Return the multiply-adds of softmax attention with all signal and noise heads."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of ordinary attention, and of the signal less the noise.
+        """Return the bytes of softmax attention, and of the subtraction.
 
-        On one rank the values are a view of the fused projection, all of which stays beside rotated
-        q and k.
+        On one rank the values are a view of the fused projection, which stays in memory as a whole
+        beside rotated q and k.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
@@ -92,7 +94,7 @@ class DiffV2(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output, of which the heads are a copy.
+            # The kernel's output stays, because the heads are a copy of it.
             core += queries
         return projected, core
 
@@ -127,7 +129,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return our own class, which the export carries."""
+        """Return the class of this package whose code is part of the export."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",

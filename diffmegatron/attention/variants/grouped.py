@@ -15,9 +15,9 @@ from diffmegatron.section import Size
 
 
 class Grouped(DiffV1):
-    """``signal_per_noise`` r of the ``num_heads`` signal heads share a noise head.
+    """Differential heads with one noise head for r = ``signal_per_noise`` signal heads.
 
-    r = 1 is DIFF V1; the paper finds 3 and 4 best at equal FLOPs.
+    r = 1 is DIFF V1. The paper finds 3 and 4 best at equal FLOPs.
     """
 
     kind: Literal["grouped"] = "grouped"  # type: ignore[assignment]
@@ -28,7 +28,7 @@ class Grouped(DiffV1):
 
     @property
     def ratio(self) -> int:
-        """Signal heads that share a noise head."""
+        """Number of signal heads per noise head."""
         return self.signal_per_noise
 
     @override
@@ -42,7 +42,7 @@ class Grouped(DiffV1):
         return self
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return our own class, which the export carries."""
+        """Return the class of this package whose code is part of the export."""
         return hf.HuggingFace(
             "grouped_diff",
             "GroupedDiffForCausalLM",
@@ -75,7 +75,7 @@ class Grouped(DiffV1):
         )
 
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        """Return rules with all signal heads and keys first; a head's value of 2d stays whole."""
+        """Return the rules; all signal heads and keys come first, and values of 2d stay whole."""
         vectors = [
             hf.same(f"{ours}.{name}", f"{theirs}.{name}", (self.head_dim,), keep_fp32=True)
             for name in LAMBDA_VECTORS

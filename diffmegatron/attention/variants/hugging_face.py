@@ -1,4 +1,4 @@
-"""The weights of a variant on both sides of an export, and the class that reads them."""
+"""Rules between a variant's weights and Hugging Face's, and the class that reads them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,10 +43,10 @@ class HuggingFace:
     Attributes:
         model_type: model type of its configuration.
         architecture: name of the class.
-        config: keys of the configuration that the variant decides.
-        fixed: keys of a new configuration beside them, which the classes in ``also`` do without.
+        config: keys of the configuration that depend on the variant.
+        fixed: further keys of a new configuration, which the classes in ``also`` do not have.
         also: other model types whose classes compute the same from the keys in ``config``.
-        remote_code: transformers has no such class, so that the export brings it along.
+        remote_code: whether the export contains the code, because transformers lacks the class.
     """
 
     model_type: str
@@ -58,16 +58,16 @@ class HuggingFace:
 
 
 def same(ours: str, theirs: str, shape: tuple[int, ...], *, keep_fp32: bool = False) -> WeightRule:
-    """Return the rule of a weight that is the same on both sides."""
+    """Return the rule of a weight that is copied without changes."""
     return WeightRule({ours: shape}, {theirs: shape}, _unchanged, _unchanged, keep_fp32)
 
 
 def qkv(
     ours: str, theirs: str, heads: "Heads", hidden_size: int, *, paired_values: bool = False
 ) -> WeightRule:
-    """Return the rule of ``linear_qkv`` as three projections, ordered by rows, then blocks.
+    """Return the rule that splits ``linear_qkv`` into three projections, by rows, then blocks.
 
-    With ``paired_values`` a block's values stay side by side instead.
+    With ``paired_values`` the values of a block stay adjacent.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
@@ -133,7 +133,7 @@ def qkv_bias(ours: str, theirs: str, heads: "Heads") -> WeightRule:
 
 
 def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRule:
-    """Return the rule of the output projection, which is the same on both sides."""
+    """Return the rule of the output projection, which is copied without changes."""
     shape = (hidden_size, heads.output_channels)
     return same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", shape)
 

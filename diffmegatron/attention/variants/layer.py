@@ -13,20 +13,20 @@ class Layer(Protocol):
 
     layer_number: int
     norm_eps: float
-    # Optimizer steps that the network's weights have behind them.
+    # Number of optimizer steps of the network's weights.
     step: int
 
     def share(self, count: int) -> range:
         """Return the index range of ``count`` items owned by this tensor-parallel rank."""
 
     def parameter(self, name: str) -> "Tensor":
-        """Return a declared parameter as this rank's heads use it: whole, or its shard."""
+        """Return this rank's shard of a declared parameter, or the whole if it is not sharded."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply with a sharded matrix: the whole sequence's [s, b, rows of this rank]."""
+        """Multiply the whole sequence by a sharded matrix; return [s, b, rows of this rank]."""
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Keep a number of this forward pass for the log: its mean is taken over this rank."""
+        """Store values of this forward pass for the log, which has their mean over this rank."""
 
 
 class Context(Protocol):

@@ -1,4 +1,4 @@
-"""Layers of several kinds: ``model.attention`` as a list, of which each entry names its layers."""
+"""Layers of several kinds: ``model.attention`` as a list whose entries name their layers."""
 
 import math
 import re
@@ -32,7 +32,7 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
 class Pattern(Variant):
-    """A kind of attention for each layer; no layer runs this one itself.
+    """A list of kinds of attention with the layers of each; no layer has this kind itself.
 
     A recipe gives the kinds as a list, each with its layers::
 
@@ -41,12 +41,12 @@ class Pattern(Variant):
             - {kind: diff_v1, num_heads: 4, layers: 5-8}
             - {kind: softmax, num_heads: 8}
 
-    ``layers`` are numbers from 1, alone or as first-last, with commas between; the entry without it
-    has all layers that no other names.
+    ``layers`` are numbers from 1 and ranges, with commas between them. The entry without ``layers``
+    has all remaining layers.
 
     Attributes:
-        kinds: of the entries, in order.
-        layers: of the entries, as the recipe has them; None for the rest.
+        kinds: kinds of the entries, in order.
+        layers: layers of the entries as in the recipe; None for the remaining layers.
     """
 
     kind: Literal["pattern"] = "pattern"
@@ -62,14 +62,14 @@ class Pattern(Variant):
         """Read the list of a recipe.
 
         Args:
-            entries: mappings, each a section of its kind with ``layers`` beside.
-            read: the section of a kind.
+            entries: sections of kinds, each with a key ``layers``.
+            read: function that reads the section of a kind.
 
         Returns:
-            The pattern, or the kind of a list of one.
+            The pattern, or for a single entry its kind.
 
         Raises:
-            ValueError: an entry cannot be one of several, or its layers are no numbers.
+            ValueError: a kind cannot be combined with others, or layers are not numbers.
         """
         kinds, layers = [], []
         for entry in entries:
@@ -103,7 +103,7 @@ class Pattern(Variant):
 
     @property
     def heads_in_words(self) -> str:
-        """As :class:`Variant` says, of every kind."""
+        """Heads of every kind, as ``plan`` prints them."""
         return "; ".join(
             f"{each.kind} in {'the rest' if layers is None else f'layers {layers}'}: "
             f"{each.heads_in_words}"
@@ -112,7 +112,7 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """What the signal heads of every kind are a multiple of."""
+        """Number that divides the signal heads of every kind."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Pattern(Variant):
         )
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse layers that are not there, that two entries name, or that none names."""
+        """Refuse layers that do not exist, that two entries name, or that no entry names."""
         taken: list[range] = []
         for text in self.layers:
             for each in () if text is None else _ranges(text):
@@ -179,7 +179,7 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Return layers of every kind in turn, as many as fit."""
+        """Return the pattern for another number of layers, with the kinds in turn."""
         kinds = [each.resized(num_layers, sizes) for each in self.kinds]
         if num_layers < len(kinds):
             return kinds[-1]
@@ -189,11 +189,11 @@ class Pattern(Variant):
 
     @property
     def heads(self) -> Heads:
-        """Of the first kind: Megatron-core takes the width of a head alone from it."""
+        """Layout of the first kind's heads, from which Megatron-core reads only a head's width."""
         return self.kinds[0].heads
 
     def baseline(self) -> Variant:
-        """Return the Transformers of all kinds, or one where they are the same."""
+        """Return the Transformers of all kinds, or a single one if they are equal."""
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):
             return baselines[0]
@@ -205,7 +205,7 @@ class Pattern(Variant):
         return iter(dict.fromkeys(sentences))
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return our own class, which the export carries.
+        """Return the class of this package whose code is part of the export.
 
         Raises:
             UserError: the class cannot compute a kind.

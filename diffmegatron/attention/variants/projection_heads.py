@@ -1,4 +1,4 @@
-"""How the heads of a layer lie in its projections."""
+"""The layout of a layer's heads in its projections."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one layer, as the rows of ``linear_qkv`` hold them.
+    """The heads of one layer in the order of the rows of ``linear_qkv``.
 
     A block is a key-value head of the variant with all queries that attend to it. Ranks of tensor
-    parallelism and of Ulysses hold whole blocks: a contiguous share of the heads is some blocks.
+    parallelism and of Ulysses hold a contiguous range of whole blocks.
 
     Attributes:
         head_dim: d, channels of a query, of a key and of one head of the values.
@@ -35,9 +35,9 @@ class Heads:
         return self.blocks * self.per_block(kind) * self.head_dim
 
     def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
-        """Yield the query heads of each key head, for a share of the blocks with ``keys`` keys.
+        """Yield the query heads of each key head, for a range of blocks with ``keys`` keys.
 
-        Within a block, the queries of a row meet the key that follows them.
+        Within a block, queries attend to the key that follows them in the rows.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0
@@ -48,37 +48,37 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """The fewest rows that a block repeats: the same heads in the same order, side by side."""
+        """Shortest sequence of rows that a block repeats."""
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]
 
     @property
     def queries(self) -> int:
-        """Query heads of the layer."""
+        """Number of query heads of the layer."""
         return self.blocks * self.per_block("q")
 
     @property
     def keys(self) -> int:
-        """Key heads of the layer, as many as value heads."""
+        """Number of key heads of the layer, which equals the number of value heads."""
         return self.blocks * self.per_block("k")
 
     @property
     def query_channels(self) -> int:
-        """Channels of all queries of a token."""
+        """Number of channels of all queries of a token."""
         return self.queries * self.head_dim
 
     @property
     def key_channels(self) -> int:
-        """Channels of all keys of a token, as many as of its values."""
+        """Number of channels of all keys of a token, which equals the number for its values."""
         return self.keys * self.head_dim
 
     @property
     def qkv_channels(self) -> int:
-        """Rows of ``linear_qkv``."""
+        """Number of rows of ``linear_qkv``."""
         return self.query_channels + 2 * self.key_channels
 
     @property
     def output_channels(self) -> int:
-        """Channels of the attention's output, which ``linear_proj`` reads."""
+        """Number of channels of the attention's output, which ``linear_proj`` reads."""
         return self.blocks * self.outputs * self.head_dim

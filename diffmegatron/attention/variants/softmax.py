@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QK_NORMS = ("q_norm", "k_norm")
-# SeedOss has dropouts that are not off where its configuration does not name them.
+# SeedOss has dropouts that are on by default.
 _SEED_OSS = {
     "attention_bias": True,
     "attention_out_bias": False,
@@ -34,11 +34,11 @@ _SEED_OSS = {
 
 
 class Softmax(Variant):
-    """Heads of ``head_dim``, of which ``num_heads / num_kv_heads`` share keys and values.
+    """Heads of ``head_dim``; ``num_heads / num_kv_heads`` heads share keys and values.
 
-    ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5; ``qk_norm`` puts
-    an RMSNorm over each query and each key before they turn, as in Qwen3. ``headwise_norm`` is the
-    ablation of Ye et al. (table 6): an RMSNorm over each head's output.
+    ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5. ``qk_norm``
+    applies an RMSNorm to each query and each key before their rotation, as in Qwen3.
+    ``headwise_norm`` is an ablation of Ye et al. (table 6): an RMSNorm over each head's output.
     """
 
     kind: Literal["softmax"] = "softmax"
@@ -51,7 +51,7 @@ class Softmax(Variant):
 
     @property
     def heads(self) -> Heads:
-        """A block is a key-value head and its queries, as in Megatron-core."""
+        """Layout of the heads; a block is a key-value head and its queries, as in Megatron-core."""
         queries = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
@@ -73,15 +73,14 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """Return the multiply-adds of scores and values, of d each per head."""
+        """Return the multiply-adds of scores and values, d per head for each."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """As :class:`Variant` says.
+        """Return the bytes of q, keys, values and the input of the output projection.
 
-        q, the input of the output projection, keys and values. On one rank the values are a view of
-        the fused projection, all of which stays beside rotated q and k, and the kernel's output is
-        the output projection's input.
+        On one rank the values are a view of the fused projection, which stays in memory as a whole
+        beside rotated q and k. The kernel's output is the output projection's input.
         """
         heads, element, backend = self.heads, kernels.element, SOFTMAX[kernels.backend]
         queries = element * heads.query_channels
@@ -91,7 +90,7 @@ class Softmax(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output, of which the result is a copy.
+            # The kernel's output stays, because the result is a copy of it.
             core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)
@@ -100,9 +99,10 @@ class Softmax(Variant):
         return projected, core
 
     def _qk_norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes of a float32 per query and key, which are views of the projection.
+        """Return the bytes that the norms of queries and keys save.
 
-        Unfused also float32 of the normalised ones, and in bf16 of the input.
+        They save a float32 per query and key. Unfused norms also save their normalised input in
+        float32, and in bf16 runs a float32 copy of their input.
         """
         heads = self.heads
         kept = FLOAT32 * (heads.queries + heads.keys)
@@ -112,10 +112,10 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes of the norm's float32 input and statistics; on a CPU of its output too.
+        """Return the bytes of the norm's float32 input and statistics, and on a CPU of its output.
 
-        The kernel keeps its own output, which in float32 is that input, so that the output
-        projection's becomes another tensor.
+        The attention kernel saves its own output, which in float32 is the norm's input. The output
+        projection's input is therefore another tensor.
         """
         channels = self.heads.query_channels
         copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
@@ -154,17 +154,17 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # [s, b, ...]: the gradient of the weight is a sum over the tokens in the sequence's order.
+        # Use [s, b, ...], because the gradient of the weight sums tokens in the sequence's order.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
         """Return the class that computes these settings: Qwen3, SeedOss, Mistral, or Llama.
 
-        Qwen2 has biases as SeedOss does, but transformers 5 builds a tokenizer of Qwen's beside it
-        whatever the folder holds, which gives other ids; and its heads fill the hidden size.
+        Qwen2 has the same biases as SeedOss, but transformers 5 always builds Qwen's tokenizer for
+        it, which gives other ids. Its heads also have to fill the hidden size.
 
         Raises:
-            UserError: none has it.
+            UserError: no class computes these settings.
         """
         if self.headwise_norm:
             raise UserError(
@@ -182,7 +182,7 @@ class Softmax(Variant):
         }
         own = {"head_dim": self.head_dim}
         if self.qkv_bias:
-            # Qwen2's configuration has no such key, and its class reads it where it is.
+            # Qwen2's configuration class does not define this key, but its model reads it.
             if self.num_heads * self.head_dim != hidden_size:
                 config |= own
             return hf.HuggingFace(
@@ -192,7 +192,7 @@ class Softmax(Variant):
         if self.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
         if hidden_size % self.num_heads:
-            # Llama's configuration wants a multiple of the heads; Mistral is Llama without that.
+            # Llama's configuration, unlike Mistral's, requires that heads divide the hidden size.
             whole = {"sliding_window": None}
             return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
+# Parameters of kernels are values of the compiler and have no Python types.
 """Functions that the Triton kernels share: tiles, products, and visible intervals.
 
 Tensors are `[batch, length, heads, width]` with any strides but a last one of 1. A *source* is a
 pointer, or with TMA a host-side tensor descriptor over `[batch, heads, length, width]` of block
-`[1, 1, ROWS, WIDTH]`; the kernels read both through `load_tile`. The ones must lead: only then does
-the compiler fold the reshape into the load and leave the tile in shared memory; as
-`[1, ROWS, 1, WIDTH]` it goes through registers, which then spill. WIDTH is a power of 2; columns
-past `width` read as zero.
+`[1, 1, ROWS, WIDTH]`. The kernels read both through `load_tile`. The dimensions of size one come
+first, because only then the compiler folds the reshape into the load and keeps the tile in shared
+memory. A tile `[1, ROWS, 1, WIDTH]` would pass through registers, which then spill. WIDTH is a
+power of 2, and columns past `width` are read as zero.
 """
 
 import triton
@@ -84,9 +84,12 @@ def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.
 
 @triton.jit
 def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Multiply in the accumulator's dtype; fp32 as tf32, as ieee and tf32x3 spill kilobytes."""
+    """Multiply with the accumulator's dtype.
+
+    fp32 is multiplied as tf32, because ieee and tf32x3 would spill kilobytes of registers.
+    """
     if INTERPRETED:
-        # The interpreter's dot on bf16 operands is garbage (triton 3.6 to 3.9).
+        # The interpreter's dot of bf16 operands is wrong (triton 3.6 to 3.9).
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
     else:
         product = tl.dot(a, b, out_dtype=ACCUMULATE, input_precision="tf32")
@@ -95,10 +98,10 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def opaque(x, INTERPRETED: tl.constexpr):
-    """Return the integer x, opaque to the compiler, which recomputes all that depends on it.
+    """Return the integer x so that the compiler recomputes all values that depend on it.
 
-    Else the addresses of two accesses to the same rows are computed once and kept in registers
-    across the loops between them, which costs the forward at d = 128 its last registers.
+    Otherwise the compiler computes the addresses of two accesses to the same rows once, and keeps
+    them in registers across the loops in between. The forward at d = 128 has no registers for them.
     """
     if INTERPRETED:
         copy = x
@@ -122,8 +125,8 @@ def keys_of_rows(
 ):
     """Return the key interval [start, stop) that each query row sees.
 
-    `shift` is the first query's position minus the first key's. With DOCUMENTS the intervals are
-    read from `[query_length]` tables, causality included.
+    `shift` is the first query's position minus the first key's. With DOCUMENTS the intervals,
+    which include causality, are read from `[query_length]` tables.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)

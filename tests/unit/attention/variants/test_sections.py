@@ -132,7 +132,7 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
         ("diff_v2", ["num_heads=7"], "hidden_size 96 is no multiple of model.attention.num_heads"),
         ("diff_v1", ["num_heads=0"], "has neither num_heads nor head_dim; give one of them"),
         ("diff_v1", ["num_heads=0", "head_dim=7"], "2 x model.attention.head_dim 7; give one that"),
-        ("softmax", ["head_dim=15"], "model.attention.head_dim 15 is odd; rotary embeddings turn"),
+        ("softmax", ["head_dim=15"], "model.attention.head_dim 15 is odd; rotary embeddings rot"),
         ("diff_v2", ["num_heads=-1"], "model.attention.num_heads is -1: input should be greater"),
         # A ratio that does not divide.
         ("diff_v2", ["signal_per_noise=4"], "signal_per_noise 4 does not divide num_heads 6, the"),
