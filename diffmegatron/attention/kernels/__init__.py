@@ -1,4 +1,5 @@
-"""Differential attention behind a few functions, with several backends; without Megatron.
+"""Functions for differential attention with several backends, without Megatron.
 
-`api` has the public functions. Nothing is imported here, so that `registry` loads without torch.
+`api` has the public functions. Nothing is imported here, so that importing `registry` does not
+import torch.
 """

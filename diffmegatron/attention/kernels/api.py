@@ -1,4 +1,4 @@
-"""The attention functions, their options and results, and the table of what can run here."""
+"""The attention functions, their options and results, and the table of available backends."""
 
 from typing import Unpack
 
@@ -46,27 +46,28 @@ def diff_attention(
 ) -> Tensor:
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
-    Grouped (arXiv 2510.06949), the second map has h / r heads: signal head n, of the first, has
-    noise head `n // r`, of the second, which is computed once. Head n has kv head
-    `n // (h / h_kv)`, and so do all that share a noise head. A query row that sees no key gets
-    zeros. Under autocast q, k and v are cast to autocast's dtype.
+    In grouped attention (arXiv 2510.06949) the second map has h / r heads. Signal head n of the
+    first map shares noise head `n // r` of the second map, which is computed once. Head n has kv
+    head `n // (h / h_kv)`, and all heads that share a noise head share their kv head. The output of
+    a query row without visible keys is zero. Under autocast q, k and v are cast to autocast's
+    dtype.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
-        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 is the ungrouped kind.
-        k1, k2: `[b, t, h_kv, d]`, likewise; h_kv divides h / r.
-        v: `[b, t, h_kv, 2d]`, likewise.
-        lambda_: 0-dim floating-point tensor on the same device (fp32 beside bf16 is usual). One
-            per head, or per token and head, is `diff_attention_v2`'s.
+        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 without groups.
+        k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
+        v: `[b, t, h_kv, 2d]`, same dtype and device.
+        lambda_: 0-dim floating-point tensor on the same device, usually fp32 also with bf16 inputs.
+            For a lambda per token and head, use `diff_attention_v2`.
         causal: hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
-            documents in global positions, the same for every batch row; attention stays within a
-            document. Fold the batch into one row when the rows differ. Best kept on the CPU: its
+            documents in global positions, the same for every batch row. Attention stays within a
+            document. If rows differ, fold the batch into one row. Keep it on the CPU, because its
             values are read.
-        query_offset: global position of the first query. By default the last query is at
-            the position of the last key: a shorter s is the end of the sequence (decoding).
+        query_offset: global position of the first query. By default the last query has the
+            position of the last key, so a shorter s is the end of the sequence (decoding).
         key_offset: global position of the first key.
         norm: headwise RMSNorm to apply to the result; the Triton backend does it in its epilogue.
 
@@ -126,8 +127,9 @@ def diff_attention_v2(
 ) -> Tensor:
     """Return DIFF V2: plain attention, then `signal - lambda noise` per token and head.
 
-    Query heads come in groups of r signal heads and then their noise head; r = 1 are the pairs
-    (2i, 2i + 1). Query head n has kv head `n // ((h + h / r) / h_kv)`, a group never two.
+    A group of query heads is r signal heads and then their noise head; with r = 1 the groups are
+    the pairs (2i, 2i + 1). Query head n has kv head `n // ((h + h / r) / h_kv)`, and all heads of a
+    group share their kv head.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
@@ -150,7 +152,7 @@ def diff_attention_v2(
 def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
     """Return `signal - lambda noise` of every signal head, the last step of DIFF V2.
 
-    Computed in fp32 at least; heads and lambda_ are all that the backward pass keeps.
+    It is computed in fp32 or wider. The backward pass saves only heads and lambda_.
 
     Args:
         heads: `[b, s, h + h / r, d]` in groups of r signal heads and then their noise head.

@@ -1,4 +1,4 @@
-"""One call of attention, checked: the argument of every backend."""
+"""A checked call of attention, the argument of every backend."""
 
 from dataclasses import dataclass, replace
 from typing import TypedDict
@@ -76,10 +76,10 @@ class AttentionCall:
 
     @property
     def op(self) -> Op:
-        """The operation, by the number of maps."""
+        """Operation for the number of maps."""
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":
-        """Return the call with queries, keys and values in autocast's dtype, where it is on."""
+        """Return the call with queries, keys and values in autocast's dtype, if autocast is on."""
         dtype = autocast_dtype(self.maps.v)
         return replace(self, maps=QKV.of(*(x.to(dtype) for x in self.maps.arguments())))

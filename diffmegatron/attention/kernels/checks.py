@@ -31,7 +31,7 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Check the second map's queries, of which r of the first map's share one."""
+    """Check the second map's queries, each of which r queries of the first map share."""
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(
@@ -88,7 +88,7 @@ def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int 
 
 
 def check_lambda(lambda_: Tensor, like: Tensor) -> None:
-    """Raise ValueError unless it is one floating-point number where the queries are."""
+    """Raise ValueError unless lambda is a floating-point number on the queries' device."""
     check_tensors(lambda_=lambda_)
     if lambda_.dim() != 0 or not lambda_.is_floating_point():
         raise ValueError(
@@ -101,7 +101,7 @@ def check_lambda(lambda_: Tensor, like: Tensor) -> None:
 
 
 def check_tensors(**arguments: object) -> None:
-    """Raise ValueError unless all are tensors."""
+    """Raise ValueError unless all arguments are tensors."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is of type {type(x).__name__}; it must be a tensor")
@@ -111,8 +111,8 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Return the factor of the scores, 1/sqrt(d) by default.
 
     Raises:
-        ValueError: it is not a finite number above 0: torch's kernels hide scores by -inf before
-            they multiply, which a 0 or a negative factor makes NaN or +inf.
+        ValueError: the factor is not a finite number above 0. torch's kernels set hidden scores to
+            -inf before they multiply, so a factor of 0 or below would give NaN or +inf.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -160,14 +160,15 @@ def _check_same_kind(**tensors: Tensor) -> None:
 
 
 def shape_of(x: Tensor) -> list[int]:
-    """Return the shape as messages print it."""
+    """Return the shape as text for messages."""
     return list(x.shape)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which attention inputs like `x` are computed: autocast's when it is on.
+    """Return the dtype in which attention computes inputs like `x`.
 
-    As `scaled_dot_product_attention`, which autocast lowers too; float64 is left alone.
+    It is autocast's dtype if autocast is on, as for `scaled_dot_product_attention`. float64 does
+    not change.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):

@@ -1,6 +1,6 @@
 """The choice of a backend: the order of `auto`, and the reasons against a backend.
 
-Loads no torch; :mod:`.resolve_backend` adds what is installed on this machine.
+This module does not import torch. :mod:`.resolve_backend` adds the installed libraries.
 """
 
 import os
@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from .registry import BACKENDS, FEATURES, Call, Op
 
-# By operation and device: the first that can run is taken. Until tests/gpu has passed on a GPU,
-# attention in "triton" comes after all libraries: its kernels are proven in the interpreter and by
-# the compiler alone. It is taken where no library can run (a ring with documents, a ring in
-# float32): "blocked" is a loop in Python there, of thousands of small products for 64K positions.
-# "cudnn_2call", which ran nowhere yet, is not among them.
+# The first backend that can run is chosen, by operation and device. Until tests/gpu has passed on
+# a GPU, "triton" comes after all libraries for attention, because only the interpreter and the
+# compiler have tested its kernels. It is chosen where no library can run (a ring with documents, or
+# in float32). There "blocked" would be a loop in Python with thousands of small products for 64K
+# positions. "cudnn_2call" is missing, because it has not run yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -29,7 +29,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
     Args:
         documents: whether attention stays within packed documents.
         context: number of context-parallel ranks.
-        communication: of theirs, "ring", "all_gather" or "ulysses"; None for one rank.
+        communication: "ring", "all_gather" or "ulysses"; None for one rank.
     """
     needs = {"documents"} if documents else set()
     if context > 1 and communication == "ring":
@@ -40,7 +40,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """Return why backend `name` cannot compute this, in one clause, or None when it can."""
+    """Return a clause with the reason why backend `name` cannot compute a call, or None."""
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
@@ -73,12 +73,13 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
     """Return the name of the backend that computes a call, and the reason.
 
     Args:
-        backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can.
-        call: what is to be computed.
-        libraries: optional libraries at hand, as from `resolve_backend.importable_libraries`.
+        backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can
+            run.
+        call: properties of the call.
+        libraries: installed optional libraries, from `resolve_backend.importable_libraries`.
 
     Raises:
-        ValueError: the name is unknown, or the named backend cannot run this.
+        ValueError: the name is unknown, or the named backend cannot run the call.
     """
     known = BACKENDS[call.op]
     if backend == "auto":

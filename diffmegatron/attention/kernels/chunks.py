@@ -1,11 +1,11 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-The forward gives each map's part with its log-sum-exp, to be merged with the other chunks' by
-`merge_maps`. The backward of a chunk needs no forward of its own: with the log-sum-exps and the
-delta of the *whole* attention, a map's weights are exp(scores - lse), and the chunks' gradients
-add up (Liu et al., arXiv 2310.01889, section 3). Both maps meet there, as in the unbroken backward:
-10d multiply-adds per pair and head (14d where a backend's form says so) instead of the 20d of
-differentiating each map's part.
+The forward pass returns each map's part with its log-sum-exp, and `merge_maps` merges the chunks.
+The backward pass of a chunk needs no forward pass: with the log-sum-exps and the delta of the
+*whole* attention, a map's weights are exp(scores - lse), and the gradients of the chunks add up
+(Liu et al., arXiv 2310.01889, section 3). Both maps share products, as in the backward pass over
+the whole. This needs 10d multiply-adds per pair and head (14d in some backends). Differentiating
+each map's part would need 20d.
 """
 
 from dataclasses import replace
@@ -32,8 +32,8 @@ def chunk_attention(
     Args:
         maps: the chunks of queries and of keys and values.
         backend: a name of `registry.SOFTMAX` or `registry.DIFFERENTIAL`, or "auto".
-        options: as in `diff_attention`. A chunk of keys that all come first is best called not
-            causal.
+        options: as in `diff_attention`. For keys that all precede the queries, causal=False is
+            fastest.
 
     Returns:
         Per map out `[b, s, its heads, e]`, zeros in a row that sees no key, and log of the sum of
@@ -57,14 +57,15 @@ def chunk_gradients(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> QKV:
-    """Return what a chunk of keys adds to the gradients.
+    """Return the contribution of a chunk of keys to the gradients.
 
-    It is not differentiable, and autocast changes nothing. The gradient of lambda is not among the
-    result: it is minus the sum of `whole.deltas(...)[1]`.
+    It is not differentiable, and autocast changes nothing. The result does not contain the gradient
+    of lambda, which is minus the sum of `whole.deltas(...)[1]`.
 
     Args:
-        grad: `[b, s, h, e]`, of `whole.out`; it and `whole` may be of any floating-point dtype.
-        maps: as in `chunk_attention`, called with the same options.
+        grad: gradient of `whole.out`, `[b, s, h, e]`; it and `whole` may have any floating-point
+            dtype.
+        maps: maps of `chunk_attention`, which had the same options.
         lambda_: 0-dim floating-point tensor with two maps, None with one.
         whole: the merged result of these queries over all keys.
 
@@ -77,7 +78,7 @@ def chunk_gradients(
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
     compute = _resolve(call, backend).load().chunk_gradients
-    # A float64 map is merged in float64; to all others float32 log-sum-exps are enough.
+    # float64 maps are merged in float64. float32 is enough for the log-sum-exps of other maps.
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))

@@ -1,7 +1,7 @@
 """Costs of attention kernels: multiply-adds and saved bytes.
 
-This module loads no torch. Work is counted in multiply-adds per pair of a query and a visible key,
-for all heads, as (forward, backward). Saved bytes are those per query for the backward pass, beside
+This module does not import torch. Work is (forward, backward) multiply-adds of all heads per pair
+of a query and a visible key. Saved bytes are bytes per query for the backward pass, in addition to
 q, k, v and the result.
 """
 
@@ -17,11 +17,11 @@ class Sizes(NamedTuple):
     Attributes:
         element: bytes of an element of q, k and v.
         head_dim: d.
-        signal_heads: query heads of the first map; of "softmax", all query heads.
-        noise_heads: query heads of the second map, h / r; 0 with one map.
-        kv_heads: heads of keys and of values.
-        keys: length t of the keys; a mean where queries have different ones.
-        is_deterministic: whether the kernels must add up gradients in a fixed order.
+        signal_heads: number of query heads of the first map; for "softmax", of all query heads.
+        noise_heads: number of query heads of the second map, h / r; 0 with one map.
+        kv_heads: number of heads of keys and of values.
+        keys: number t of keys; the mean if queries have different numbers.
+        is_deterministic: whether the kernels must sum gradients in a fixed order.
     """
 
     element: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether several signal heads share a noise head."""
+        """True if several signal heads share a noise head."""
         return 0 < self.noise_heads < self.signal_heads
 
 
@@ -43,15 +43,16 @@ Saved = Callable[[Sizes], float]
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
-    """Return whether Triton's backward has one pass: at d = 64, where it fits the registers.
+    """Return whether Triton's backward has one pass by default.
 
-    It adds up dQ in an order that changes from run to run, so never when asked for determinism.
+    It does at d = 64, where it fits the registers, but not with deterministic kernels, because it
+    sums dQ in an order that changes from run to run.
     """
     return head_dim <= 64 and not deterministic
 
 
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
-    """Return the work of the Triton kernels, whose one-pass form computes a pair once."""
+    """Return the work of the Triton kernels; the one-pass form computes each pair once."""
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
     if sizes.noise_heads:
@@ -77,7 +78,7 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
 
 
 def nothing(_: Sizes) -> int:
-    """Return 0: only the call's inputs are saved."""
+    """Return 0, because only the call's inputs are saved."""
     return 0
 
 
@@ -92,7 +93,7 @@ def _noise_outputs(sizes: Sizes) -> int:
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes of the second map's output; the first is the result plus lambda times it."""
+    """Return the bytes of the second map's output, which with the result gives the first map's."""
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
@@ -106,7 +107,7 @@ def two_calls(sizes: Sizes) -> int:
 def four_calls(sizes: Sizes) -> int:
     """Return the bytes of two calls, all log-sum-exps again, and a copy of V for both maps.
 
-    The second output's halves are put together in a tensor of its own, even in float32.
+    The halves of the second output are joined in another tensor, also in float32.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -114,15 +115,16 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def own_output(sizes: Sizes) -> int:
-    """Return the bytes of the output of one map, of which the result is a copy."""
+    """Return the bytes of the output of one map; the result is a copy of it."""
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
 def whole_maps(sizes: Sizes) -> float:
-    """Return the bytes of each softmax, once more without empty rows, and of V's factor.
+    """Return the bytes that the `reference` backend saves.
 
-    Beside them each map's mask, of a byte per pair, which all heads share; and of keys and values
-    that several heads share a copy for each head in their place.
+    These are each softmax, a copy of it without empty rows, the factor of V, and each map's mask,
+    which has a byte per pair and is shared by all heads. If heads share keys and values, each head
+    has a copy instead.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv
@@ -134,5 +136,5 @@ def whole_maps(sizes: Sizes) -> float:
 
 
 def ring_saved(sizes: Sizes) -> int:
-    """Return the bytes that a ring saves with any backend; its result is saved as well."""
+    """Return the bytes that a ring saves with any backend, in addition to its result."""
     return fused(sizes)

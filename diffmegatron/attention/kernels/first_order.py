@@ -1,4 +1,4 @@
-"""A refusal of second derivatives, as torch's ``once_differentiable``, but also of the inputs'."""
+"""An error for second derivatives, like torch's ``once_differentiable``, but for inputs too."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,10 +14,10 @@ Backward = Callable[..., Gradients]
 def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function that saves its inputs, under staticmethod.
 
-    torch's `once_differentiable` hangs its error on the gradients alone, and only where the
-    incoming gradient requires one: `autograd.grad` towards the inputs passes it by, and leaves out
-    the second derivative without a word. Here the error comes between the gradients and all
-    that they were computed from.
+    torch's `once_differentiable` attaches its error to the gradients only, and only if the incoming
+    gradient requires a gradient. `autograd.grad` with respect to the inputs does not reach the
+    error, and silently omits the second derivative. Here autograd meets the error between the
+    gradients and all tensors from which they were computed.
     """
 
     @wraps(backward)
@@ -34,7 +34,7 @@ def first_order(backward: Backward) -> Backward:
 
 
 class _Refusal(torch.autograd.Function):
-    """The identity of the first tensors, which autograd sees as computed from all others."""
+    """The identity of the first tensors, which for autograd depend on all other tensors."""
 
     @staticmethod
     def forward(_: Any, count: int, *tensors: Tensor | None) -> Gradients:

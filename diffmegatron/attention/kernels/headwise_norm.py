@@ -12,8 +12,8 @@ class HeadwiseNorm(NamedTuple):
 
     Attributes:
         weight: `[2d]`, shared by the heads, or None for no affine weight.
-        eps: added to the mean square.
-        scale: the paper's (1 - lambda_init).
+        eps: number that is added to the mean square.
+        scale: (1 - lambda_init) in the paper.
     """
 
     weight: Tensor | None
@@ -21,7 +21,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless it fits values `[b, t, h_kv, 2d]`."""
+        """Raise ValueError unless the weight fits values `[b, t, h_kv, 2d]`."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:

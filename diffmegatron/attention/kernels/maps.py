@@ -1,11 +1,10 @@
-"""Softmax maps over one chunk of the keys, what joins them, and the exact merging of chunks.
+"""Softmax maps over a chunk of the keys, their combination, and the exact merging of chunks.
 
 A softmax over all keys is a weighted mean of the softmaxes over chunks of them, with weights
 exp(lse_chunk - lse_all). Context parallelism computes chunk by chunk and merges.
 
-Differential attention has two maps. Where the second has fewer heads than the first, h / r, each
-of these noise heads is shared by r signal heads that follow one another: signal head n has noise
-head n // r.
+Differential attention has two maps. The second map may have only h / r heads. Then r consecutive
+signal heads share a noise head: signal head n has noise head n // r.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ class QKV(NamedTuple):
     """Softmax maps and the values they share; or the gradients of all of these.
 
     Attributes:
-        queries: `[b, s, h, d]` of one map, or of differential attention's two, the second with
-            h / r heads.
-        keys: as many `[b, t, h_kv, d]`.
+        queries: `[b, s, h, d]` for each of one or two maps; the second map has h / r heads.
+        keys: `[b, t, h_kv, d]` for each map.
         v: `[b, t, h_kv, d]` with one map, `[b, t, h_kv, 2d]` with two.
     """
 
@@ -45,7 +43,8 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
     """Return `out1 - lambda out2` from each map's own output, or the one map's output.
 
     Args:
-        outs: `[b, s, h, e]` and `[b, s, h / r, e]`, or one of them; their dtype is computed in.
+        outs: `[b, s, h, e]` and `[b, s, h / r, e]`, or the first only; their dtype is also the
+            dtype of the computation.
         lambda_: 0-dim; None with one map.
 
     Returns:
@@ -66,9 +65,9 @@ def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """Return the gradients of each map's own output from `combine_maps`'s `[b, s, h, e]`.
+    """Return the gradients of each map's output from the gradient of `combine_maps`'s result.
 
-    That of the second is fp32 at least.
+    The second map's gradient is fp32 or wider.
     """
     if lambda_ is None:
         return [grad]
@@ -83,12 +82,12 @@ def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
 
 
 class WholeAttention(NamedTuple):
-    """Attention over all keys, from which each chunk of them finds its part of the gradients.
+    """Results of attention over all keys, which each chunk needs for its part of the gradients.
 
     Attributes:
-        out: `[b, s, h, e]`, the one map's output, or `out1 - lambda out2`.
-        out2: the second map's output `[b, s, h / r, e]`, or None with one map.
-        lses: of each map `[b, s, its heads]`, its log-sum-exp over all keys.
+        out: output of one map, or `out1 - lambda out2`, `[b, s, h, e]`.
+        out2: output of the second map `[b, s, h / r, e]`, or None with one map.
+        lses: log-sum-exp of each map over all keys, `[b, s, its heads]`.
     """
 
     out: Tensor
@@ -102,7 +101,7 @@ class WholeAttention(NamedTuple):
         return (combine_maps((self.out, self.out2), -lambda_), self.out2)
 
     def halves(self) -> tuple["WholeAttention", "WholeAttention"]:
-        """Split into the first half of the rows and the second."""
+        """Split into the first and the second half of the rows."""
         outs, lses = self.out.chunk(2, dim=1), [lse.chunk(2, dim=1) for lse in self.lses]
         outs2 = (None, None) if self.out2 is None else self.out2.chunk(2, dim=1)
         first, second = (
@@ -129,11 +128,11 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over several key chunks.
 
     Args:
-        outs: of each chunk, `[b, s, h, e]`.
-        lses: of each chunk, `[b, s, h]`.
+        outs: outputs of the chunks, `[b, s, h, e]` each.
+        lses: log-sum-exps of the chunks, `[b, s, h]` each.
 
     Raises:
-        ValueError: none was given, not as many of one as of the other, or their shapes differ.
+        ValueError: there are no chunks, or the numbers or shapes of outs and lses differ.
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)
@@ -145,7 +144,7 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         )
     chunk_lse = torch.stack(lses)
     largest = chunk_lse.amax(0)
-    # In a row that sees no key all of these are -inf, and their difference would be NaN.
+    # In a row without visible keys all log-sum-exps are -inf, and their difference would be NaN.
     empty = largest == -torch.inf
     shifted = (chunk_lse - largest.masked_fill(empty, 0.0)).exp()
     total = shifted.sum(0).masked_fill(empty, 1.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .checks import check_tensors, shape_of
 
-# The kernels count positions in 32 bits; half of that, so that an offset and a length add up.
+# The kernels count positions in 32 bits. Offsets and lengths may have half of this range, so that
+# their sum fits.
 LARGEST_POSITION = 2**30
 
 
@@ -39,7 +40,7 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """What this mask asks of a backend beyond causality, as in `registry.FEATURES`."""
+        """The `registry.FEATURES` that this mask needs beyond causality."""
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
             queries = range(self.query_offset, self.query_offset + self.query_length)
@@ -52,17 +53,17 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no pair is hidden, or those above the diagonal of a square.
+        """True if no pair is hidden, or exactly the pairs above the diagonal of a square.
 
-        That is what `is_causal` says to torch's kernels, which align it at the first key.
+        torch's kernels can express this mask by `is_causal`, which they align at the first key.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
-        """Return the smallest key interval [start, stop) with all keys visible to these rows.
+        """Return the smallest interval [start, stop) that contains all keys visible to these rows.
 
-        It is empty (start == stop) when none is visible.
+        It is empty (start == stop) if no key is visible.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
         start, stop = 0, self.key_length
@@ -75,7 +76,7 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return the number of leading keys of `key_range` that every one of these rows sees."""
+        """Return the number of leading keys of `key_range` that all of these rows see."""
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
             return 0
@@ -109,7 +110,7 @@ class AttentionMask:
         return _query_intervals(self, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Start and end, in global positions, of the document at each position."""
+        """Start and end of the document at each position, in global positions."""
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
             return -infinite, infinite
@@ -135,8 +136,8 @@ def build_mask(
     """Return the mask of a call; `query_offset=None` aligns the last query with the last key.
 
     Raises:
-        ValueError: an offset is no integer that the kernels can count to, cu_seqlens is no strictly
-            increasing 1-dim integer tensor from 0, or a query or key position lies outside of it.
+        ValueError: an offset is not an integer in the range of the kernels, cu_seqlens is not a
+            strictly increasing 1-dim integer tensor from 0, or a position lies outside of it.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
@@ -177,8 +178,8 @@ def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-# Every layer of a batch asks for the same tables, and each copy to a GPU would wait for the GPU.
-# Kept from a call under inference_mode, they could not be used in training later.
+# All layers of a batch use the same tables, and each copy to a GPU would wait for the GPU. Tensors
+# that were created under inference_mode could not be used in training later.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:

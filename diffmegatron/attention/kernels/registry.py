@@ -1,6 +1,6 @@
 """The table of backends: the calls that each supports, and its costs.
 
-This module loads no torch, so that recipes and plans can read it. To add a backend, write its
+This module does not import torch, because recipes and plans read it. To add a backend, write its
 module, describe it in `BACKENDS`, and name it in `choose_backend.AUTO_ORDER` if `auto` should
 choose it.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Op = Literal["differential", "softmax", "subtraction"]
 
-# Two maps of which the second is subtracted, with values twice as wide as the queries; one map,
-# with values as wide; the subtraction of noise heads from what one map gives.
+# Two maps with a subtraction and values twice as wide as the queries; one map with values as wide
+# as the queries; the subtraction of noise heads from the output of one map.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
     "softmax": "softmax attention",
@@ -29,7 +29,7 @@ OPS: dict[Op, str] = {
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
-# What a call may need beyond plain causal or full attention.
+# Features that a call may need beyond plain causal or full attention.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     Attributes:
         op: the operation.
         device: device type, as in `tensor.device.type`.
-        dtype: of queries, keys and values, as torch names it ("bfloat16").
+        dtype: torch's name of the dtype of queries, keys and values ("bfloat16").
         head_dim: d, the width of a query.
         needs: the `FEATURES` that the call uses.
     """
@@ -62,26 +62,30 @@ class Backend:
     """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
-        module: module of this package that holds the function `entry`, and `attention_with_lse` and
-            `chunk_gradients` unless it lacks "chunks".
-        note: one clause that describes it, shown as the reason of a choice.
-        work: multiply-adds per pair of a query and a visible key, of all heads: forward, backward.
-        saved: bytes per query kept for the backward pass beside q, k, v and the result.
-        keeps_bias: whether the mask of packed documents is a tensor of a number per pair, which
-            all heads share and the backward pass keeps; `saved` does not have it.
-        keeps_values: whether v itself is kept; else `saved` has the copies in its place.
-        keeps_result: whether its result is kept as well: before a headwise norm, the norm's input.
-        devices, dtypes, head_dims: supported ones; None means any.
-        library: name of the library it needs beside torch, or None.
-        computes_hidden_pairs: whether it multiplies queries with the keys that a mask hides from
-            them as well, of which `work` has nothing: causal attention then takes twice the work.
-        lacks: unsupported ones of `FEATURES`.
-        chunk_dtypes: supported dtypes chunk by chunk, by device type; elsewhere all of `dtypes`.
-        fuses_norm: it applies the call's norm, in its epilogue unless signal heads share a noise
-            head.
-        is_interpretable: it runs in Triton's interpreter too, on any device, dtype and head_dim.
-        entry: name of its function in the module, from an `AttentionCall` to the result `[b, s, h,
-            e]`; of "subtraction", from heads and lambda.
+        module: module of this package with the function `entry`, and with `attention_with_lse` and
+            `chunk_gradients` unless `lacks` contains "chunks".
+        note: one clause that describes the backend, shown as the reason of a choice.
+        work: function for the (forward, backward) multiply-adds of all heads per pair of a query
+            and a visible key.
+        saved: function for the bytes per query that the backward pass needs, in addition to q, k, v
+            and the result.
+        keeps_bias: whether the backward pass saves the mask of packed documents as a number per
+            pair, which all heads share. `saved` does not include it.
+        keeps_values: whether v itself is saved; otherwise `saved` includes its copies.
+        keeps_result: whether the result is saved too; before a headwise norm it is the norm's
+            input.
+        devices, dtypes, head_dims: supported values; None means any.
+        library: name of the required library besides torch, or None.
+        computes_hidden_pairs: whether it also multiplies queries with hidden keys, which `work`
+            does not include. Causal attention then needs twice the work.
+        lacks: unsupported members of `FEATURES`.
+        chunk_dtypes: dtypes supported for chunks, by device type; on other devices all `dtypes`.
+        fuses_norm: whether it applies the call's norm, in its epilogue unless signal heads share a
+            noise head.
+        is_interpretable: whether it also runs in Triton's interpreter, on any device, dtype and
+            head_dim.
+        entry: name of its function in the module, which maps an `AttentionCall` to the result
+            `[b, s, h, e]`; for "subtraction", heads and lambda.
     """
 
     module: str
@@ -182,7 +186,7 @@ DIFFERENTIAL = {
         saved=costs.four_calls,
         keeps_bias=True,
         keeps_values=False,
-        # torch's flash kernels, which return log-sum-exps, take no mask but a causal one.
+        # torch's flash kernels, which return log-sum-exps, support only a causal mask.
         lacks=frozenset({"masked chunks"}),
         chunk_dtypes={"cuda": SIXTEEN_BITS},
     ),
@@ -290,5 +294,5 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the backends that attend to whole sequences only, and not to chunks of a ring."""
+    """Return the backends that support whole sequences only, and not chunks of a ring."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

@@ -13,7 +13,7 @@ from .wrappers import cudnn_graphs, flash
 
 logger = logging.getLogger(__name__)
 
-# All of the libraries are made for Ampere and later.
+# All libraries need Ampere or later.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -42,7 +42,7 @@ def _complaint(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # A library built for another torch or CUDA is found, but does not load.
+        # A library that was built for another torch or CUDA is found, but cannot be imported.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -53,7 +53,7 @@ def _complaint(library: str) -> str | None:
 
 
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
-    """Return what the choice depends on, for an operation on queries or heads like `q`."""
+    """Return the properties of an operation on queries or heads like `q`."""
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
@@ -81,12 +81,12 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return (name, can run, note or the reason why not) of every backend, for `doctor`.
+    """Return (name, whether it can run, note or reason) of every backend, for `doctor`.
 
     Args:
         op: the operation.
-        device: device type asked about; the accelerator when there is one, by default.
-        dtype: of queries, keys and values.
+        device: device type; by default the accelerator if there is one.
+        dtype: dtype of queries, keys and values.
         head_dim: d.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type

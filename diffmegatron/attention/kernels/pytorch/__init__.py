@@ -1,1 +1,1 @@
-"""Backends in plain PyTorch: the equations read literally, and in blocks of query rows."""
+"""Backends in plain PyTorch: the literal equations, and blocks of query rows."""

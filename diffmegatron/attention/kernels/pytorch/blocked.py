@@ -1,14 +1,14 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
-One block holds both score matrices of a few query rows against all the keys they see. Both maps
-are normalised and subtracted before they meet V, so the forward costs 4d multiply-adds per
-(query, key) pair and the backward 10d, as much as a plain Transformer of equal size: dP = dO V^T is
-shared by the maps and dV = (P1 - lambda P2)^T dO is one product. Only the inputs are saved; the
-backward computes the maps again. With D_i = rowsum(P_i * dP):
+One block holds both score matrices of a few query rows and all of their visible keys. Both maps are
+normalised and subtracted before the product with V. The forward pass therefore needs 4d
+multiply-adds per (query, key) pair and the backward pass 10d, as many as a Transformer of equal
+size: the maps share dP = dO V^T, and dV = (P1 - lambda P2)^T dO is one product. Only the inputs are
+saved, and the backward pass computes the maps again. With D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
-Where r signal heads share a noise head, its P2 is computed once, and its dP is the sum of theirs.
+If r signal heads share a noise head, its P2 is computed once, and its dP is the sum of their dP.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from .row_blocks import (
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute in fp32 at least, and round the result of 16-bit inputs once.
+    """Compute in fp32 or wider, and round the result of 16-bit inputs once.
 
-    Bit-deterministic for a fixed number of threads.
+    The result is deterministic to the bit for a fixed number of threads.
     """
     out: Tensor = _BlockedAttention.apply(
         call.scale, call.mask, call.lambda_, call.maps.v, *call.maps.queries, *call.maps.keys
@@ -71,7 +71,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return what `api.chunk_gradients` does."""
+    """Return the gradients of `api.chunk_gradients`."""
     maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
     queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
@@ -94,7 +94,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
             q_block, k_block = q[heads, :, rows], k[heads, seen]
             scores = block_scores(q_block, k_block, mask, rows, seen)
             row_lse, delta = (x[heads, :, rows].flatten(1, 2) for x in (lse, of_map))
-            # A row that sees no key at all has -inf here, and so have its scores.
+            # A row without visible keys has -inf here, and its scores are -inf too.
             weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             weights.mul_(factor)
             shared, repeats = q.shape[1], queries[0].shape[1] // q.shape[1]
@@ -113,7 +113,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """One map, or two of which the second is subtracted: the inputs are all queries, then keys."""
+    """One map, or two maps with a subtraction; the inputs are all queries, then all keys."""
 
     @staticmethod
     def forward(
@@ -192,7 +192,7 @@ class _BlockedAttention(torch.autograd.Function):
 def _grouped(
     queries_and_keys: Sequence[Tensor], v: Tensor, softmax_scale: float
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return scaled queries, keys and values as blocks take them."""
+    """Return scaled queries, keys and values in the layout of the blocks."""
     count = len(queries_and_keys) // 2
     queries = [group_queries(q, v.shape[2]) * softmax_scale for q in queries_and_keys[:count]]
     return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)

@@ -1,4 +1,4 @@
-"""The paper's equations read literally: the reference of every other backend.
+"""The literal equations of the paper, as the reference of every other backend.
 
 Ye et al., Differential Transformer, ICLR 2025 (arXiv 2410.05258), equation 1:
 
@@ -36,16 +36,16 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return what `api.chunk_gradients` does, by autograd through the weights.
+    """Return the gradients of `api.chunk_gradients`, by autograd through the weights.
 
-    The log-sum-exp of the whole is a constant of the chunk; what it would have carried is the row
-    sum D, which is subtracted.
+    The log-sum-exp of the whole is a constant of the chunk. Its gradient would contribute the row
+    sum D, which is therefore subtracted.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # Rows that see no key anywhere: exp of their -inf would be inf, and NaN in the gradients.
+    # In rows without visible keys exp(-lse) would be inf, and the gradients NaN.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)
@@ -69,9 +69,10 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores `[b, h, s, t]`, -inf where hidden, and the rows `[s, 1]` that see no key.
+    """Return scores `[b, h, s, t]` with -inf for hidden pairs, and rows `[s, 1]` without keys.
 
-    Those rows keep finite scores, so that their softmax has a gradient to throw away.
+    Rows without visible keys have finite scores, so that the gradient of their softmax, which is
+    not used, is finite.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 
-# Of a map in one block, and of all its heads' maps together: in fp32 these are 512 KiB, which stay
-# in a core's L2 cache with the second map. Rows of 32 or 128 and four times as many elements
-# measured up to a third slower at 256 to 2K keys, and as fast at 4K.
+# Rows of a map in one block, and elements of all maps of a block. In fp32 these are 512 KiB, which
+# fit into a core's L2 cache together with the second map. 32 or 128 rows, and four times as many
+# elements, were up to a third slower at 256 to 2K keys, and equally fast at 4K.
 ROWS_PER_BLOCK = 64
 ELEMENTS_PER_CORE = 2**17
 
@@ -22,9 +22,9 @@ ELEMENTS_PER_CORE = 2**17
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """Yield (heads, query rows, visible keys) of each block with visible keys.
 
-    On CPU a block is one kv head per thread, so that each core's share stays in its cache, or as
-    many more as fit there when the keys are few: a small block takes longer to call than to
-    compute. Elsewhere it is all of them, so that launches are few.
+    On a CPU a block has one kv head per thread, so that each core's share stays in its cache. With
+    few keys it has more heads, because the calls of a small block take longer than its computation.
+    On other devices a block has all heads, for few launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -46,7 +46,7 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
 
 
 def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
-    """Return q k^T with hidden pairs at -inf, which is all of a row that sees no key.
+    """Return q k^T with -inf for hidden pairs; a row without visible keys is all -inf.
 
     `[heads, repeats, rows, d], [heads, keys, d] -> [heads, repeats * rows, keys]`.
     """
@@ -62,7 +62,7 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Return boolean `[repeats * rows, 1]`, True in rows that see no key; None if all see one.
+    """Return boolean `[repeats * rows, 1]`, True for rows without visible keys, or None.
 
     `like` is the block's queries `[heads, repeats, rows, d]`.
     """
@@ -75,7 +75,7 @@ def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) ->
 
 
 def attention_map(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
-    """Return softmax(q k^T) of one block, zeros in a row that sees no key, as `block_scores`."""
+    """Return softmax(q k^T) of one block, with zeros in rows without visible keys."""
     weights = block_scores(q, k, mask, rows, keys).softmax(-1)
     empty = sees_nothing(mask, rows, keys, q)
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
@@ -88,7 +88,7 @@ def group_queries(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
-    """Invert `group_queries`, but for the dtype."""
+    """Invert `group_queries`, except for the dtype."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -98,7 +98,7 @@ def group_keys(x: Tensor) -> Tensor:
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
-    """Invert `group_keys`, but for the dtype."""
+    """Invert `group_keys`, except for the dtype."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
@@ -112,8 +112,8 @@ def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
     return x if repeats == 1 else by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
-# A block's heads and both its maps ask for the same table, and so does every layer. Kept from a
-# call under inference_mode, it could not be used in training later.
+# The heads and maps of a block use the same table, and so do all layers. A tensor that was created
+# under inference_mode could not be used in training later.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _hidden(

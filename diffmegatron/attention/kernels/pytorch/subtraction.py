@@ -33,9 +33,9 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signal `[b, s, groups, r, d]`, noise with r = 1, lambda `[b, s, groups, r, 1]`.
+    """Return signal `[b, s, groups, r, d]`, noise with r = 1, and lambda `[b, s, groups, r, 1]`.
 
-    In fp32 at least.
+    Their dtype is fp32 or wider.
     """
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]

@@ -1,1 +1,1 @@
-"""Backends made of a library's plain attention."""
+"""Backends that call a library's plain attention."""

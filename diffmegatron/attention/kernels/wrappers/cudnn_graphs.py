@@ -1,12 +1,12 @@
 """Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
 
-torch's own cuDNN attention asks for a V of at most 128 columns in the backward pass, cuDNN for 256
-on Hopper. Which shapes, masks and chips it takes only cuDNN knows: a graph that it refuses is an
-error with its reason. Names and arguments are those of the frontend 1.32.
+torch's own cuDNN attention supports a V of at most 128 columns in the backward pass, and cuDNN
+itself 256 on Hopper. cuDNN alone decides which shapes, masks and chips it supports; if it refuses a
+graph, the error has its reason. The code follows the interface of frontend 1.32.
 
-Tensors are contiguous `[b, length, heads, width]`, which a graph calls `[b, heads, length, width]`
-with these strides. Packed documents are its *ragged* layout: every document a batch row of the
-longest's length, of which an offset says where it starts and a length where it ends.
+Tensors are contiguous `[b, length, heads, width]`. A graph describes them as `[b, heads, length,
+width]` with these strides. Packed documents have cuDNN's *ragged* layout: every document is a batch
+row with the length of the longest document, and an offset and a length give its position.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ from ..call import AttentionCall
 from ..first_order import first_order
 from .two_map_calls import two_calls
 
-# By torch's dtype, the frontend's name.
+# The frontend's names of torch's dtypes.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
-# Each holds a compiled plan, a forward's or a backward's.
+# A cached graph holds a compiled plan of a forward or a backward pass.
 MOST_GRAPHS = 64
 # Offsets into a ragged tensor are counted in 32 bits.
 MOST_ELEMENTS = 2**31
@@ -37,9 +37,9 @@ class Problem(NamedTuple):
         batch: number of rows, or of packed documents, rounded up.
         rows, keys: numbers of queries and keys; in packed rows, length of the longest document,
             rounded up.
-        is_packed: whether rows are documents of their own lengths.
+        is_packed: whether rows are documents of different lengths.
         causal: hide later keys, aligned at the last query and key.
-        deterministic: let no atomic additions order the gradients' sums.
+        deterministic: sum gradients in a fixed order, without atomic additions.
     """
 
     batch: int
@@ -61,8 +61,8 @@ class Graph(NamedTuple):
     """A compiled plan.
 
     Attributes:
-        tensors: the graph's own, by the names in which their data are given.
-        workspace: bytes.
+        tensors: tensors of the graph, by the names of their data.
+        workspace: size of the workspace in bytes.
     """
 
     graph: Any
@@ -74,9 +74,9 @@ class Documents(NamedTuple):
     """Packed documents on the device, int32 `[number (+ 1), 1, 1, 1]`.
 
     Attributes:
-        lengths: tokens of each.
-        starts: first token of each, and their end.
-        longest: at least the largest length.
+        lengths: number of tokens of each document.
+        starts: first token of each document, and the end of the last.
+        longest: upper bound of the lengths.
     """
 
     lengths: Tensor
@@ -108,7 +108,7 @@ def load_library() -> ModuleType:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attend with two maps by two calls with V whole, as FlashDiffAttn_1."""
+    """Attend with two maps by two calls with V whole, like FlashDiffAttn_1."""
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
@@ -118,7 +118,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
-    # cuDNN takes no rows that see no key: they come first, and get zeros.
+    # cuDNN does not support rows without visible keys. They come first, and their output is zero.
     out = _attend(scale, causal, q[:, blind:], k, v, None)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -131,14 +131,14 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Both maps and every layer of a batch ask for the same ones.
+# Both maps and all layers of a batch use the same documents.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
     """Return the documents of all rows, one row after the other.
 
-    Their number and `longest` are rounded up to a power of two, so that few graphs serve all
-    batches: documents without tokens fill up.
+    Their number and `longest` are rounded up to powers of two, so that few graphs serve all
+    batches. The additional documents have no tokens.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)

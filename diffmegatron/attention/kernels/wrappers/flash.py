@@ -1,7 +1,7 @@
-"""Plain attention by FlashAttention 2, or by flex_head_fa, its fork that takes V wider than Q.
+"""Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
-Both align causality bottom-right, give zeros to rows that see no key, and group query head n with
-kv head n // (h / h_kv), as this package does (flash_attn 2.8 and flex_head_fa 0.1.2,
+Like this package, both align causality bottom-right, return zeros for rows without visible keys,
+and group query head n with kv head n // (h / h_kv) (flash_attn 2.8 and flex_head_fa 0.1.2,
 flash_attn_interface.py).
 """
 
@@ -19,10 +19,10 @@ ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 
 
 def load_library(name: str) -> ModuleType:
-    """Import the library, and check that its functions take what we pass.
+    """Import the library, and check that its functions accept our arguments.
 
     Raises:
-        ValueError: the installed version does not.
+        ValueError: the installed version does not accept them.
     """
     library = import_module(name)
     for function_name in ("flash_attn_func", "flash_attn_varlen_func"):
@@ -55,7 +55,7 @@ def attend_in_four_calls(call: AttentionCall) -> Tensor:
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
     """Return a function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
 
-    Packed documents take the variable-length call; every batch row has the same ones.
+    Packed documents use the function for variable lengths. All batch rows have the same documents.
     """
     mask = call.mask
     options = {

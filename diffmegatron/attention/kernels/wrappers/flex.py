@@ -12,10 +12,10 @@ from ..masks import AttentionMask
 from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
 from .two_map_calls import Attend, two_calls
 
-# FlexAttention's own, rows of queries and of keys.
+# FlexAttention's own block sizes, in rows of queries and of keys.
 BLOCK = 128
-# After so many compilations, of widths, dtypes and ways of grouping heads, another is an error. By
-# default torch stops compiling at eight, and would write out all scores from then on.
+# Largest number of compilations for widths, dtypes and groupings of heads; another one is an error.
+# By default torch stops compiling after eight, and would then store all scores.
 MOST_COMPILATIONS = 64
 
 
@@ -47,13 +47,14 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
     return attend
 
 
-# Every layer of a batch asks for the same one; training may, after a call under inference_mode.
+# All layers of a batch use the same table, and training may use one from inference_mode.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """Return the table of `create_block_mask`, made from the visible keys of each row.
+    """Return the table of `create_block_mask`, computed from the visible keys of each row.
 
-    That takes several `[s, t]` tensors, of 4 GiB each at 64K; this takes them `[s, t / 128]`.
+    `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at 64K. This function needs
+    tensors `[s, t / 128]`.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -61,7 +62,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # A last block that is cut short counts as masked, as FlexAttention has it.
+            # As in FlexAttention, a shorter last block counts as masked.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
@@ -82,7 +83,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of each row of `[query blocks, key blocks]` are true, and their order."""
+    """Return number and order of the true entries in rows of `[query blocks, key blocks]`."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -90,17 +91,18 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def kernel_options(
     query_length: int, head_dim: int, dtype: torch.dtype, target: Target
 ) -> dict[str, int]:
-    """Return block sizes where torch's own, for a V as wide as Q, do not fit a V of 2d.
+    """Return block sizes for a V of 2d, where torch's defaults assume a V as wide as Q.
 
-    Its defaults at d = 128 want more shared memory than there is in some direction of every chip:
-    242 of 227 KiB in Hopper's backward, 290 in Blackwell's; forward 144 of 99 on 8.9, and in fp32
-    176 of 163 on 8.0 and 128 of 99 on 12.0. At d = 64 they have four warps, whose registers do not
-    hold the forward's result. (Its code for triton 3.7.1, compiled; none was run.)
+    At d = 128 torch's defaults exceed the shared memory of every chip in one direction: 242 of 227
+    KiB in Hopper's backward, 290 in Blackwell's; in the forward 144 of 99 on 8.9, and in fp32 176
+    of 163 on 8.0 and 128 of 99 on 12.0. At d = 64 they have four warps, whose registers cannot hold
+    the forward's result. These figures come from compiling torch's code with triton 3.7.1; nothing
+    was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
     if query_length < BLOCK:
-        # FlexAttention then takes its kernel for decoding, whose blocks fit.
+        # FlexAttention then uses its decoding kernel, whose blocks fit.
         return options
     forward = _forward_options(head_dim, dtype, target)
     return options | {f"fwd_{name}": size for name, size in forward.items()}
@@ -127,10 +129,10 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 
 @cache
 def _flex_attention(device: str) -> Any:
-    """Return FlexAttention, compiled on CUDA, since uncompiled it writes out all scores.
+    """Return FlexAttention, compiled on CUDA, because uncompiled it stores all scores.
 
-    Once for the first length, then for any: torch takes a size that has changed for one that
-    changes. Documents are data, and compile nothing.
+    torch compiles once for the first length, and then once for all lengths. Documents are data and
+    cause no compilation.
     """
     if device != "cuda":
         return flex_attention

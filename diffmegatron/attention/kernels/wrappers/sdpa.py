@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention under our masks: for the baseline, and in four calls."""
+"""torch's scaled_dot_product_attention with our masks: for the baseline, and in four calls."""
 
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def attend(call: AttentionCall) -> Tensor:
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return one map's part in `api.chunk_attention`, by torch's flash kernels.
 
-    It is not differentiable. V is in pieces as wide as Q, under no mask but `is_causal`.
+    It is not differentiable. V is split into pieces as wide as Q, and the only mask is `is_causal`.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -40,11 +40,11 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return what `api.chunk_gradients` does, by torch's flash kernels.
+    """Return the gradients of `api.chunk_gradients`, by torch's flash kernels.
 
-    They take the output and the log-sum-exp that the weights come from: those of the whole, as in
-    torch's own context parallelism. Each piece of V adds its own rowsum(dO * O) to dS, so that the
-    pieces' gradients of q and k add up.
+    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of the
+    whole. Each piece of V adds its own rowsum(dO * O) to dS, so that the pieces' gradients of q and
+    k add up.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -76,8 +76,8 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out, log-sum-exp, ...) of `[b, h, length, d]` by the device's flash kernel.
 
-    Called without `scaled_dot_product_attention` around it, CUDA's takes d in multiples of 8 only,
-    and gives +inf for the log-sum-exp of a row without keys, of which a chunk here has none.
+    Without `scaled_dot_product_attention`, CUDA's kernel supports only multiples of 8 for d. For a
+    row without keys it returns a log-sum-exp of +inf, but chunks here have no such rows.
     """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
@@ -101,7 +101,7 @@ def _flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     if q.is_cuda:
-        # The random state and the packed lengths belong to dropout and nested tensors: unused.
+        # The random state and the packed lengths, for dropout and nested tensors, are not used.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -120,7 +120,7 @@ def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat `[b, t, h_kv, e] -> [b, h, t, e]`: the kernel's backward does not sum groups."""
+    """Repeat `[b, t, h_kv, e] -> [b, h, t, e]`, because the kernel's backward sums no groups."""
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
@@ -130,12 +130,12 @@ def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
 
 
 class _Bias(NamedTuple):
-    """A mask as torch's kernels take it.
+    """A mask in the form of torch's kernels.
 
     Attributes:
-        scores: `[s, t]` in the dtype of the values, 0 or -inf, to be added to the scores. The
-            backward pass keeps it: calls that share a mask share the tensor.
-        empty_rows: bool `[s, 1]`, the queries that see no key; their scores are 0 here.
+        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values. The backward
+            pass saves it, and calls with the same mask share the tensor.
+        empty_rows: True for queries without visible keys, bool `[s, 1]`; their scores are 0 here.
     """
 
     scores: Tensor
@@ -153,20 +153,20 @@ def _attend(
         )
         return out.transpose(1, 2)
     if repeats > 1:
-        # With a mask and grouped heads CUDA falls to the path that writes out all scores.
+        # With a mask and grouped heads, CUDA would use the path that stores all scores.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias.scores, scale=softmax_scale)
     return out.masked_fill(bias.empty_rows, 0.0).transpose(1, 2)
 
 
 def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
-    """Return the mask to pass on, or None where `is_causal`, aligned top-left, is the same."""
+    """Return the mask for torch, or None if `is_causal`, aligned top-left, is equivalent."""
     if mask.is_plain:
         return None
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # A row that sees nothing would be NaN: let it see everything, then make it zero.
+    # A row without visible keys would be NaN, so make all keys visible and set the result to zero.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)

@@ -1,7 +1,7 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-FlashDiffAttn_1 makes two calls with V whole (6d forward, 14d backward, in multiply-adds per pair);
-FlashDiffAttn_2 makes four, for kernels that want V as narrow as Q (8d and 20d).
+FlashDiffAttn_1 makes two calls with V whole (6d forward, 14d backward, in multiply-adds per pair).
+FlashDiffAttn_2 makes four calls, for kernels that need a V as wide as Q (8d and 20d).
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..maps import combine_maps
 
-# From q, k, v of one map `[b, length, heads, width]` to `[b, s, h, width]`.
+# A function from q, k, v `[b, length, heads, width]` of one map to `[b, s, h, width]`.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
-    """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 at least.
+    """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    lambda in bf16 would be off by up to 5e-3. A noise head is computed once, and subtracted from
-    every signal head that shares it.
+    Rounding lambda to bf16 would change it by up to 5e-3. A noise head is computed once, and
+    subtracted from every signal head that shares it.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -29,10 +29,10 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 
 
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
-    """Compute what `two_calls` does, with V in two halves of Q's width.
+    """Return the result of `two_calls`, with V in two halves of Q's width.
 
-    Both maps attend to the same copy of each half, which the backward pass keeps. Views would keep
-    more: V is one itself, of all heads of the projection.
+    Both maps attend to the same copy of each half, which the backward pass saves. Views would save
+    more, because V itself is a view of all heads of the projection.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
