@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import lm_eval
 import lm_eval.tasks
 import pytest
+import torch
 from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import harness
@@ -325,6 +328,30 @@ def test_what_cannot_be_shortened_is_left_out_and_counted(folder, tmp_path):
     assert found["measures"]["piqa, 0 shots, acc"]["targets"]["diff"]["items"] == 2
     assert "sums, 1 shots, exact_match (first)" not in found["measures"]
     assert found["not_run"][0].startswith("diff: 4 of 6 items need a context of up to 181 tokens")
+
+
+def test_a_task_with_a_likelihood_that_is_not_finite_has_no_mean(folder, tmp_path):
+    """The network has NaN in the embedding of one byte, which one question of two tasks has."""
+    shutil.copytree(folder / "diff", tmp_path / "diff")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "diff")
+    with torch.no_grad():
+        network.get_input_embeddings().weight[ord("~")] = torch.nan
+    network.save_pretrained(tmp_path / "diff")
+    for task in ("piqa", "winogrande"):
+        write_config(tmp_path, task)
+        rows = [row(task, number) for number in range(3)]
+        if task == "piqa":
+            rows[1]["goal"] = "To ~"
+        data = tmp_path / "data" / task
+        data.mkdir(parents=True)
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        for split in ("train", "validation", "test"):
+            (data / f"{split}.jsonl").write_text(text)
+    (tmp_path / "configs").symlink_to(tmp_path)
+    found = measured(tmp_path, tmp_path / "out", "tasks=[piqa,winogrande]")
+    (reason,) = found["not_run"]
+    assert re.match(r"diff: numbers of 1 of 6 items are not finite.*piqa/0/1: the loss of", reason)
+    assert found["measures"] == {}
 
 
 # Bad input
