@@ -449,7 +449,8 @@ def duplicate(corpus: Path, prefix: Path) -> None:
         (changed_file, r"in.jsonl was changed between the parts of .*out that read it"),
         (changed_to_its_end, r"in.jsonl was changed between the parts of .*out that read it"),
         (damaged, "00002-of-00002.bin is damaged: its sha256 is not that of .*--restart"),
-        (short, "00002-of-00002.idx has 100 bytes, but 436 sequences need"),
+        # Where the parts are cut depends on the size of pyarrow's file.
+        (short, r"00002-of-00002.idx has 100 bytes, but \d+ sequences need"),
         (whole_there, "out.json was merged from other parts; delete it to merge these"),
     ],
 )
