@@ -1,7 +1,8 @@
 """Layer specs: a variant's self-attention inside Megatron's own layers.
 
-Two hosts. ``local`` uses Megatron-core's own linear layers and our RMSNorm; ``transformer_engine``
-uses Transformer Engine's classes around the same attention. :func:`available_host` chooses.
+There are two hosts. ``local`` uses Megatron-core's own linear layers and our RMSNorm.
+``transformer_engine`` uses Transformer Engine's classes around the same attention.
+:func:`available_host` chooses the host.
 """
 
 from typing import Literal, TypeAlias
@@ -31,11 +32,11 @@ Linear: TypeAlias = type | ModuleSpec
 
 
 def available_host(lora: LoraConfig | None = None) -> Host:
-    """Return the host of the layers: Transformer Engine where it can run, else local.
+    """Return the host of the layers: Transformer Engine if it can run, otherwise local.
 
-    It can run where Megatron-core has imported it and torch has a CUDA device; without a device its
-    modules raise an error when they are built. LoRA needs local layers, as Transformer Engine's
-    apply norm and projection in one module.
+    It can run if Megatron-core has imported it and torch has a CUDA device, because its modules
+    cannot be built without a device. LoRA needs local layers, because Transformer Engine applies
+    norm and projection in one module.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"

@@ -1,8 +1,8 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
 ``peft`` replaces ``torch.nn.Linear`` and supports neither these layers nor the communication
-between A and B. The term is that of Hu et al., 2021 (arXiv 2106.09685), without dropout. A and B
-are sharded as Megatron shards W: B by rows with W's rows, A by columns with W's columns.
+between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. A and B are
+sharded as Megatron shards W: B by rows like W's rows, A by columns like W's columns.
 """
 
 import torch
@@ -22,11 +22,11 @@ from diffmegatron.config.lora_config import LoraConfig
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """``linear_qkv`` and ``linear_fc1``: each rank has its rows of B, and all of A.
+    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank has its rows of B, and all of A.
 
     Args:
         lora: rank and scale.
-        gated: the rows are those of SwiGLU's two projections, on every rank some of both.
+        gated: whether the rows belong to SwiGLU's two projections; each rank has rows of both.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """``linear_proj`` and ``linear_fc2``: each rank has its columns of A, and all of B."""
+    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank has its columns of A, and all of B."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

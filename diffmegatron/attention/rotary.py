@@ -1,9 +1,9 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
 
-Megatron-core's own rotation writes the turned halves, both products and two concatenations, as much
-again in the backward pass, and keeps sines and cosines in every layer. Here one product is written
-and added to once, the backward pass turns the other way, and only the angles are kept, which the
-layers share.
+Megatron-core's own rotation writes the rotated halves, both products and two concatenations, and as
+much in the backward pass. It saves sines and cosines in every layer. The rotation here writes one
+product and adds to it once, its backward pass rotates in the other direction, and it saves only the
+angles, which all layers share.
 """
 
 import math
@@ -68,14 +68,16 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn channels i and i + d / 2 of each head by the angle of its position.
+    """Rotate channels i and i + d / 2 of each head by the angle of its position.
+
+    Sines and cosines are rounded to the dtype of the heads.
 
     Args:
-        query, key: [s, b, ..., d], floating point, of one dtype.
-        angles: [s, 1, 1, d], the second half as the first.
+        query, key: [s, b, ..., d], floating point, with the same dtype.
+        angles: [s, 1, 1, d]; both halves of d are equal.
 
     Returns:
-        The same shapes and dtype, contiguous; with sines and cosines of that dtype.
+        Contiguous tensors with the shapes and dtype of query and key.
     """
     turned: tuple[Tensor, Tensor] = _Rotation.apply(angles, 1, query, key)
     return turned
@@ -97,7 +99,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Turn heads [s, b, ..., d] by cos [s, 1, 1, d] and sin [s, 1, 1, d / 2]; -1 turns back."""
+    """Rotate heads [s, b, ..., d] by cos [s, 1, 1, d] and sin [s, 1, 1, d / 2], or back with -1."""
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))
     turned = heads * cos

@@ -1,8 +1,8 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads and whose
-core attention has queries, keys and values only: a variant may need the hidden states, and heads
-that its output does not have. Decoding is not supported.
+It replaces Megatron's ``SelfAttention``. Megatron's projections are sized for ordinary heads, and
+its core attention receives only queries, keys and values. A variant may also need the hidden states
+and heads without an output. Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -125,8 +125,9 @@ class SelfAttention(MegatronModule):
     def _initial(self, declared: Parameter) -> Tensor:
         """Return this rank's part of a declared parameter, with its initial values.
 
-        Else drawn whole from torch's generator of the CPU, which Megatron seeds alike on all
-        tensor-parallel ranks, so that copies are equal and shares belong together.
+        Random values are drawn for the whole parameter from torch's CPU generator. Megatron seeds
+        this generator equally on all tensor-parallel ranks, so copies are equal and shards fit
+        together.
         """
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
@@ -157,14 +158,14 @@ class SelfAttention(MegatronModule):
 
         Args:
             hidden_states: [s, b, hidden], or under sequence parallelism this rank's part of s.
-            attention_mask: unused, as Megatron's flash backends leave it.
+            attention_mask: not used, as in Megatron's flash backends.
             rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d].
-            packed_seq_params: its ``cu_seqlens_q`` are the ends of packed documents, [documents
-                + 1] integers on the CPU, in the batch's whole rows laid end to end; attention then
-                stays within one. (``qkv_format`` is ``sbhd``: rows stay rows.)
+            packed_seq_params: ``cu_seqlens_q`` has the ends of packed documents, [documents + 1]
+                integers on the CPU, in the concatenation of the batch's whole rows. Attention then
+                stays within documents. (``qkv_format`` is ``sbhd``: tensors are not concatenated.)
 
         Returns:
-            [s, b, hidden] likewise, and the bias, which is None.
+            Output with the shape of hidden_states, and the bias, which is None.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
@@ -205,11 +206,11 @@ class SelfAttention(MegatronModule):
         return range(first, first + own)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a declared parameter as this rank's heads use it: whole, or its shard.
+        """Return this rank's shard of a declared parameter, or the whole if it is not sharded.
 
-        The gradient of a whole one is summed over the ranks by the ZeRO engine
-        (:mod:`diffmegatron.optim.tensor_sums`). Under ZeRO 3 in bf16 the parameter is a rounded
-        one, and its exact value comes with it (:mod:`diffmegatron.optim.float32_parameters`).
+        The ZeRO engine sums the gradient of a whole parameter over the ranks
+        (:mod:`diffmegatron.optim.tensor_sums`). With ZeRO 3 in bf16 the parameter itself is
+        rounded, and :mod:`diffmegatron.optim.float32_parameters` has the exact value.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -218,10 +219,10 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """Multiply with a sharded matrix: the whole sequence's [s, b, rows of this rank].
+        """Multiply the whole sequence by a sharded matrix; return [s, b, rows of this rank].
 
-        The matrix has few rows. So the ranks communicate it and its products, which are hundreds of
-        times smaller than the hidden states that a column-parallel layer would gather.
+        The ranks communicate the matrix and its products. The matrix has few rows, so these are
+        hundreds of times smaller than the hidden states that a column-parallel layer would gather.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -238,7 +239,7 @@ class SelfAttention(MegatronModule):
         return all_to_all(self.tp_group, by_rank).flatten(0, 1)
 
     def observe(self, name: str, value: Tensor) -> None:
-        """Keep the mean of a tensor of this forward pass for the log."""
+        """Store the mean of a tensor of this forward pass for the log."""
         self.observed[name] = value.detach().float().mean()
 
     def sharded_state_dict(

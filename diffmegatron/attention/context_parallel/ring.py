@@ -1,9 +1,9 @@
-"""Ring attention: keys and values travel from rank to rank and meet each rank's queries.
+"""Ring attention: keys and values travel from rank to rank, to all queries.
 
-Liu et al., arXiv 2310.01889, for one softmax map or differential attention's two. Attention over
-the whole sequence is merged exactly from that of each pair of chunks, by the maps' log-sum-exps;
-while one part is attended to, the next is on its way. A rank keeps its own keys and values only: in
-the backward pass they travel again, and their gradients with them.
+It follows Liu et al., arXiv 2310.01889, for one softmax map or the two maps of differential
+attention. The results of all pairs of chunks are merged exactly by their log-sum-exps. While a rank
+computes with one part, it receives the next. A rank saves only its own keys and values. In the
+backward pass they travel again, together with their gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,11 +55,11 @@ def ring_attention(
         ring: the ranks.
         heads: q, k, v or q1, k1, q2, k2, v `[b, s, heads, width]` of this rank's zigzag part.
         lambda_: 0-dim; None with one map.
-        norm: of the result, or None.
+        norm: headwise norm of the result, or None.
         cu_seqlens: boundaries of the sequence's documents, or None.
 
     Returns:
-        `[b, s, h, e]`, the first map's values less lambda times the second's, in the dtype of v.
+        `[b, s, h, e]`, the first map's values minus lambda times the second's, in the dtype of v.
     """
     maps = QKV.of(*heads)
     # One tensor [s, b, kv heads, channels] travels: a head's keys and value, side by side.
@@ -156,7 +156,7 @@ def _meetings(
 def _merge(
     before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Merge one more chunk into every map's attention over the chunks met before."""
+    """Merge one more chunk into every map's attention over earlier chunks."""
     return [
         merge_maps([out, new_out], [lse, new_lse])
         for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
@@ -178,7 +178,7 @@ def _both_halves(
 def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield every rank and its keys and values, this rank's first.
 
-    The next ones are sent while the present ones are worked on.
+    The next ones are received while the caller uses the present ones.
     """
     size, rank = group.size(), group.rank()
     present = pair.contiguous()
@@ -194,7 +194,7 @@ def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]
 
 
 class _TravellingGradient:
-    """The gradient of the travelling keys and values, to which each rank adds its part."""
+    """Gradient of the travelling keys and values, to which each rank adds its part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -33,8 +33,9 @@ class WholeSequence(NamedTuple):
     """Causal attention of this rank's queries to the whole sequence.
 
     Attributes:
-        softmax_attention: from q, k, v `[b, s, heads, d]` of this rank to `[b, s, heads, d]`.
-        diff_attention: from q1, k1, q2, k2, v and ``lambda_`` to `[b, s, heads, 2d]`.
+        softmax_attention: function from q, k, v `[b, s, heads, d]` of this rank to
+            `[b, s, heads, d]`.
+        diff_attention: function from q1, k1, q2, k2, v and ``lambda_`` to `[b, s, heads, 2d]`.
     """
 
     softmax_attention: Attention
@@ -50,14 +51,14 @@ def whole_sequence(
     """Return the attention functions of a layer.
 
     Args:
-        group: ranks that share the sequence; None, or one rank, has all of it.
+        group: ranks that share the sequence; None or a single rank: no sharing.
         communication: how these ranks communicate.
-        backend: of differential attention, ``auto`` or a name that ``doctor`` lists.
-        documents: None, or the ends of packed documents: [documents + 1] integers on the CPU, in
-            the batch's whole rows laid end to end; attention then stays within one.
+        backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
+        documents: None, or the ends of packed documents, [documents + 1] integers on the CPU, in
+            the concatenation of the batch's whole rows. Attention then stays within documents.
     """
     size = 1 if group is None else group.size()
-    # The recipe's backend is one of differential attention.
+    # The recipe's backend applies to differential attention only.
     backends = ((softmax_attention, "auto"), (diff_attention, backend))
     functions: list[Attention] = []
     for kernel, name in backends:
@@ -78,13 +79,13 @@ def whole_sequence(
 
 
 def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents: the rows of the batch are laid end to end in one."""
+    """Attend within documents, with the rows of the batch concatenated to one row."""
     out = attend(*(x.flatten(0, 1)[None] for x in heads), cu_seqlens=documents, **options)
     return out[0].unflatten(0, heads[0].shape[:2])
 
 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents row by row: each row has its own, and its positions begin at 0."""
+    """Attend within documents row by row; the positions of each row begin at 0."""
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
     outs = [
@@ -96,18 +97,18 @@ def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any)
 def ulysses_attention(
     attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
 ) -> Tensor:
-    """Attend with a share of the heads on each rank, over the whole sequence.
+    """Attend over the whole sequence, with a share of the heads on each rank.
 
-    Jacobs et al., arXiv 2309.14509: an all-to-all of a rank's own activations before and one after,
-    and no other change, as the kernels see a plain causal sequence. The key-value heads of a
-    tensor-parallel rank must divide over the context-parallel ranks.
+    It follows Jacobs et al., arXiv 2309.14509: one all-to-all of a rank's activations before the
+    attention, and one after. The kernels receive a plain causal sequence. The context-parallel
+    ranks must divide the key-value heads of a tensor-parallel rank.
 
     Args:
-        attend: of whole sequences.
+        attend: attention function for whole sequences.
         group: context-parallel ranks.
         heads: `[b, s, heads, width]` of this rank's zigzag part. The heads of a contiguous share of
             the queries must attend to the same share of the keys and values.
-        options: of ``attend``.
+        options: options of ``attend``.
 
     Returns:
         `[b, s, heads, width]`.
@@ -126,14 +127,14 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, and attend twice, once for each of this rank's chunks.
 
-    The fewest communication steps and the fastest kernels, for the memory of the whole sequence's
-    keys and values until the backward pass: for short sequences on many ranks.
+    It has the fewest communication steps and the fastest kernels, but keeps the keys and values of
+    the whole sequence until the backward pass. It suits short sequences on many ranks.
 
     Args:
-        attend: of queries at an offset to the keys up to their end.
+        attend: attention function for queries at an offset, and keys up to the queries' end.
         group: context-parallel ranks.
         heads: `[b, s, heads, width]` of this rank's zigzag part.
-        options: of ``attend``.
+        options: options of ``attend``.
 
     Returns:
         `[b, s, heads, width]`.
@@ -156,7 +157,7 @@ def gathered_attention(
 
 
 def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the sequence along the first dimension; the backward sums each rank's part.
+    """Gather the sequence along the first dimension; the backward pass sums each rank's part.
 
     Args:
         local: this rank's zigzag part.
@@ -175,11 +176,11 @@ def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 
 
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
-    """Return the ends of documents of each row on its own.
+    """Return the ends of documents for each row.
 
     Args:
-        documents: [documents + 1] integers from 0 to rows x length, the ends in all rows laid end
-            to end; each row ends one.
+        documents: ends in the concatenation of all rows, [documents + 1] integers from 0 to rows x
+            length; each row ends a document.
         rows: number of rows.
 
     Returns:

@@ -1,7 +1,7 @@
 """The part of a sequence that each context-parallel rank holds.
 
-The sequence is cut into 2 P chunks, and rank r holds chunks r and 2 P - 1 - r: under a causal mask
-every rank then meets the same number of (query, key) pairs. Megatron-core shards its rotary
+The sequence is cut into 2 P chunks, and rank r holds chunks r and 2 P - 1 - r. With a causal mask
+every rank then computes the same number of (query, key) pairs. Megatron-core shards its rotary
 embeddings in the same way (models/common/embeddings/rope_utils.py).
 """
 

@@ -20,8 +20,8 @@ LARGEST_POSITION = 2**30
 class AttentionMask:
     """The visible (query, key) pairs, by global position, of one attention call.
 
-    Query row i has position `query_offset + i`, key j at `key_offset + j`. A pair is visible
-    when both positions lie in the same document and, under `causal`, the key is not the later one.
+    Query row i has position `query_offset + i`, and key j has `key_offset + j`. A pair is visible
+    if both positions belong to the same document and, with `causal`, the key is not later.
 
     Attributes:
         query_length, key_length: s and t of the call.

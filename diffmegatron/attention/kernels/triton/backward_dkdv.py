@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
+# Parameters of kernels are values of the compiler and have no Python types.
 """Triton backward: dK and dV by key block, and in the one-pass form dQ too.
 
 With P_i the maps and dP = dO V^T, shared by both:

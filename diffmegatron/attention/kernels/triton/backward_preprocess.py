@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
+# Parameters of kernels are values of the compiler and have no Python types.
 """Triton backward, preprocess: delta of both maps, through the headwise RMSNorm if it was fused."""
 
 import triton

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
+# Parameters of kernels are values of the compiler and have no Python types.
 """Triton forward: both maps in one program, one after the other.
 
 Side by side, two accumulators of `[rows, 2d]` would not fit the registers. The second map's result

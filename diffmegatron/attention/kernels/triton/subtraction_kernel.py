@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's parameters are the compiler's values: no Python type says what they are)
+# Parameters of kernels are values of the compiler and have no Python types.
 """The subtraction of DIFF V2 in Triton: `signal - lambda noise` per token and signal head.
 
 Heads are `[batch, length, groups (r + 1), width]`, a group's r signal heads before its noise head;

@@ -2,7 +2,7 @@
 # Parameters of kernels are values of the compiler and have no Python types.
 """Functions that the Triton kernels share: tiles, products, and visible intervals.
 
-Tensors are `[batch, length, heads, width]` with any strides but a last one of 1. A *source* is a
+Tensors are `[batch, length, heads, width]`; the last stride is 1, others are any. A *source* is a
 pointer, or with TMA a host-side tensor descriptor over `[batch, heads, length, width]` of block
 `[1, 1, ROWS, WIDTH]`. The kernels read both through `load_tile`. The dimensions of size one come
 first, because only then the compiler folds the reshape into the load and keeps the tile in shared
