@@ -45,7 +45,7 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
         error: result of :func:`first_error`.
         known_keys: valid keys of the section that the error is in.
     """
-    key = clipped(".".join(map(str, error["loc"])))
+    key = clipped(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":
         known = sorted(known_keys)
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)

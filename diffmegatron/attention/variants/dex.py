@@ -20,7 +20,6 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetPydanticSchema,
     SerializeAsAny,
-    ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -41,6 +40,7 @@ from diffmegatron.attention.variants.softmax import Softmax
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 from diffmegatron.section import Count, Section, Size
+from diffmegatron.validation import validated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -357,8 +357,8 @@ def _is_missing(path: str) -> bool:
 
 def _not_selected(path: str) -> UserError:
     return UserError(
-        f"cannot read {shown(Path(path))}, the file of model.attention.selected_heads: it is not "
-        "there; write it by 'diffmegatron dex select MODEL --data PREFIX --out "
+        f"model.attention.selected_heads names {shown(Path(path))}, which does not exist; write it "
+        "with 'diffmegatron dex select MODEL --data PREFIX --out "
         f"{shown(Path(path))}'"
     )
 
@@ -372,18 +372,11 @@ def _read_heads(path: Path) -> HeadsFile:
     from diffmegatron.config.yaml_documents import MAX_BYTES, parse_yaml
 
     content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), shown(path))
-    try:
-        file = HeadsFile.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "its content"
-        raise UserError(
-            f"{shown(path)} is no file of 'diffmegatron dex select': {clipped(where)}: "
-            f"{first['msg'][:1].lower()}{first['msg'][1:]}"
-        ) from None
+    name = f"{shown(path)}, read as a file of 'diffmegatron dex select'"
+    file = validated(HeadsFile, content, name)
     if file.model.num_layers != len(file.heads):
         raise UserError(
-            f"{shown(path)} has heads of {len(file.heads)} layers and says that its model has "
-            f"{file.model.num_layers}; select them again"
+            f"{shown(path)} has heads of {len(file.heads)} layers, and model.num_layers is "
+            f"{file.model.num_layers}; run 'diffmegatron dex select' again"
         )
     return file

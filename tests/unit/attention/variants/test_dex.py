@@ -126,17 +126,17 @@ def test_what_does_not_fit_is_refused(changes, said):
     ("old", "new", "said"),
     [
         ("num_heads: 6", "num_heads: 8", "selected on a model of 8 heads and num_heads is 6"),
-        ("num_layers: 3", "num_layers: 4", "has heads of 3 layers and says .* has 4"),
-        (f"heads: {SELECTED}", "heads: [[0], [1]]", "has heads of 2 layers and says .* has 3"),
-        ("share: 0.5", "share: 2", "is no file of 'diffmegatron dex select': share: input should"),
-        ("share: 0.5", "", "is no file of 'diffmegatron dex select': share: field required"),
+        ("num_layers: 3", "num_layers: 4", "has heads of 3 layers, and .* is 4"),
+        (f"heads: {SELECTED}", "heads: [[0], [1]]", "has heads of 2 layers, and .* is 3"),
+        ("share: 0.5", "share: 2", "file of 'diffmegatron dex select': share is 2: input should"),
+        ("share: 0.5", "", "file of 'diffmegatron dex select': key 'share' is missing"),
         ("model: {num_layers: 3, num_heads: 6, fingerprint: 0f1e2d}", "- 1", "heads.yaml"),
     ],
 )
 def test_a_file_of_another_model_or_none_is_one_sentence(old, new, said, heads_file):
     with pytest.raises(ValueError, match=said):
         recipe_of(heads_file(old, new))
-    with pytest.raises(ValueError, match=r"cannot read nowhere\.yaml, the file of model"):
+    with pytest.raises(ValueError, match=r"selected_heads names nowhere\.yaml, which does not"):
         recipe_of("nowhere.yaml")
 
 
@@ -178,7 +178,7 @@ def test_a_plan_of_heads_that_nobody_has_selected_counts_half_of_them(tmp_path, 
 
 def test_it_is_refused_wherever_a_network_is_built(tmp_path):
     missing = tmp_path / "heads.yaml"
-    said = rf"write it by 'diffmegatron dex select MODEL --data PREFIX --out {missing}'"
+    said = rf"write it with 'diffmegatron dex select MODEL --data PREFIX --out {missing}'"
     with pytest.raises(UserError, match=said):
         app(["train", str(QUICKSTART), extended(missing)], standalone_mode=False)
     with pytest.raises(UserError, match=said):
@@ -195,7 +195,7 @@ def test_it_is_refused_wherever_a_network_is_built(tmp_path):
 
 def test_a_file_that_is_there_is_read_by_a_plan_too(tmp_path, heads_file):
     broken = heads_file("share: 0.5", "share: 2")
-    with pytest.raises(UserError, match="is no file of 'diffmegatron dex select': share"):
+    with pytest.raises(UserError, match="file of 'diffmegatron dex select': share"):
         load_recipe(QUICKSTART, [extended(broken)], to_plan=True)
     with pytest.raises(UserError, match="is a folder, not a file"):
         load_recipe(QUICKSTART, [extended(tmp_path)], to_plan=True)
