@@ -65,7 +65,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def _ours(page: str, words: list[str], line: str) -> Command | None:
-    """Return whether a line runs ``diffmegatron``, ``python -m MODULE``, ``make``, or our paths."""
+    """Return the command if it is ``diffmegatron``, ``python -m MODULE``, ``make`` or a script."""
     while words and re.fullmatch(r"[A-Z_]+=\S*|\*(/\d+)?", words[0]):
         words = words[1:]
     if not words:
