@@ -41,7 +41,7 @@ class Container(Section):
 
     @property
     def is_file(self) -> bool:
-        """Whether the image is a path on this machine."""
+        """True if the image is a path on this machine."""
         return "://" not in self.image and "#" not in self.image
 
 

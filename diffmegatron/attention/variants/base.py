@@ -187,7 +187,7 @@ class Variant(Section, ABC):
             missing = next(each for each in sizes if each != name)
             if hidden_size % (self.output_width * size):
                 raise ValueError(
-                    f"model.hidden_size {hidden_size} is no multiple of {self._width_in_words()}"
+                    f"model.hidden_size {hidden_size} is not a multiple of {self._width_in_words()}"
                     f"model.attention.{name} {size}; give one that divides it, or {missing} too"
                 )
             sizes[missing] = hidden_size // (self.output_width * size)

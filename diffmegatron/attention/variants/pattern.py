@@ -89,8 +89,8 @@ class Pattern(Variant):
                 )
         if layers.count(None) > 1:
             raise ValueError(
-                f"model.attention has {layers.count(None)} entries without layers; the layers that "
-                "no other names can be those of one"
+                f"model.attention has {layers.count(None)} entries without layers; only one "
+                "entry can take the remaining layers"
             )
         return cls(kinds=tuple(kinds), layers=tuple(layers))
 

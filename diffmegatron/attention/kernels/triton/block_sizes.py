@@ -34,7 +34,7 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Target(Enum):
-    """How the kernels are compiled for a chip.
+    """A class of chips that the kernels are compiled for.
 
     HOPPER loads 16-bit tiles through tensor descriptors; the others take plain pointers. LARGE
     chips have 163 KiB of shared memory for a block of threads, SMALL ones 99.

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
     @property
     def tma(self) -> bool:
-        """Whether tiles are loaded through tensor descriptors."""
+        """True if tiles are loaded through tensor descriptors."""
         return self.target is Target.HOPPER
 
 

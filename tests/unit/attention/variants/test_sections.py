@@ -128,8 +128,8 @@ EVERY_KIND = "softmax, diff_v1, diff_v2, grouped, dex"
     ("kind", "overrides", "said"),
     [
         # Heads that do not come out.
-        ("diff_v1", ["num_heads=7"], "hidden_size 96 is no multiple of 2 x model.attention.num_h"),
-        ("diff_v2", ["num_heads=7"], "hidden_size 96 is no multiple of model.attention.num_heads"),
+        ("diff_v1", ["num_heads=7"], "hidden_size 96 is not a multiple of 2 x model.attention.n"),
+        ("diff_v2", ["num_heads=7"], "hidden_size 96 is not a multiple of model.attention.num_"),
         ("diff_v1", ["num_heads=0"], "has neither num_heads nor head_dim; give one of them"),
         ("diff_v1", ["num_heads=0", "head_dim=7"], "2 x model.attention.head_dim 7; give one that"),
         ("softmax", ["head_dim=15"], "model.attention.head_dim 15 is odd; rotary embeddings rot"),
