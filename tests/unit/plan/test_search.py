@@ -44,9 +44,10 @@ def test_layouts_that_cannot_overlap_stay_in_a_search_that_asks_for_overlap():
 
 
 def test_a_search_is_quick():
-    started = time.perf_counter()
+    # CPU seconds, which other work on the machine does not change much.
+    started = time.process_time()
     search(load_recipe(FILE), 256, "H100")
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
