@@ -175,7 +175,7 @@ def test_pyxis_takes_options_of_srun(launched):
         ),
         ([], {"environment": {"A-B": "1"}}, "environment"),
         ([], {"setup": ["a\nb"]}, "setup.0 is"),
-        ([], {"gpu": "H1000"}, "hardware 'H1000' is not known"),
+        ([], {"gpu": "H1000"}, "hardware 'H1000' is unknown"),
         (
             [],
             {"container": {"kind": "apptainer", "image": "/no/such.sif"}},
