@@ -70,6 +70,17 @@ CASES = {
     ),
     "loss in chunks": Case(V1, 64, (*SMALL, "training.loss_chunk=128")),
     "recomputed": Case(V1, 64, (*SMALL, "recompute.granularity=full")),
+    # Its peak is at the backward pass of SwiGLU in a recomputed layer.
+    "recomputed, long": Case(
+        V1,
+        64,
+        (
+            "model.num_layers=2",
+            "training.seq_length=16384",
+            "training.loss_chunk=1024",
+            "recompute.granularity=full",
+        ),
+    ),
     "deterministic": Case(V1, 64, (*SMALL, "training.deterministic=true")),
     "offloaded activations": Case(V1, 64, (*SMALL, "training.offload_activations=true")),
     "lora": Case("configs/continue_llama_3.2_1b.yaml", 8, (*SMALL, *LORA)),

@@ -62,42 +62,48 @@ def local_tokens(recipe: Recipe) -> int:
     return training.micro_batch_size * training.seq_length // recipe.parallel.context
 
 
-def layer_backward(recipe: Recipe, stage: int, device: Device) -> int:
-    """Return the bytes beside the activations while one layer's backward pass runs.
+def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
+    """Return the temporary memory of one layer's backward pass, at the larger of two moments.
 
-    It is the moment of the first projection of SwiGLU: the gradients of its output, of its weight
-    and of its input, the residual stream's, and of recomputed layers what they keep once they are
-    run again. A tied embedding's gradient from the output layer waits for the one from the
-    embedding. What SwiGLU has kept is freed (:func:`layer_freed`).
+    At SwiGLU these are the gradients of its output and of its inputs. The product that the
+    projection after it has kept is freed. At the first projection, before it in the network, these
+    are the gradients of its output, its weight and its input. All that SwiGLU has kept is freed. At
+    both there is the gradient of the residual stream, and a recomputed layer has run again. A tied
+    embedding's gradient from the output layer waits for the one from the embedding.
+
+    Returns:
+        Bytes beside the kept activations, and bytes of the kept activations that are freed.
     """
     model, parallel = recipe.model, recipe.parallel
-    element = BYTES[recipe.training.precision]
+    element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # The residual stream's gradient, which the first stage of a pipeline has received and the
-    # activations count; sequence-parallel ranks sum the input's into another tensor, and
-    # interleaved stages of one layer copy what they receive.
+    # Interleaved stages of one layer copy the gradient that they receive. The first stage of a
+    # pipeline has received the gradient too, where the activations count it.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
-    copies = (stage > 0 or parallel.pipeline == 1) + (shards > 1) + is_copied
-    streams = copies * model.hidden_size / shards
-    hidden_states = element * (2 * ffn + model.hidden_size + streams)
-    weight_gradient = element * 2 * ffn * model.hidden_size
-    if not _is_trained(recipe, "mlp.linear_fc1.weight"):
-        weight_gradient = 0
-    if sums_tied_gradients(recipe):
-        weight_gradient += element * output_weight(recipe)
+    streams = (stage > 0 or parallel.pipeline == 1) + is_copied
     again = _recomputed_bytes(recipe, device) + _offloaded_bytes(recipe, device)
-    if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
-        again -= _swiglu_bytes(recipe, device)
-    return round(local_tokens(recipe) * hidden_states + weight_gradient + again)
+    if sums_tied_gradients(recipe):
+        again += element * output_weight(recipe)
+    again += tokens * streams * _hidden_bytes(recipe)
 
-
-def layer_freed(recipe: Recipe, device: Device) -> int:
-    """Return the bytes of the activations that are freed when :func:`layer_backward` is reached."""
+    # Sequence-parallel ranks sum the gradient of the projection's input into a further tensor.
+    states = 2 * ffn + model.hidden_size + (model.hidden_size / shards if shards > 1 else 0)
+    weight = 2 * ffn * model.hidden_size if _is_trained(recipe, "mlp.linear_fc1.weight") else 0
+    projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
+    product = element * tokens * ffn
+    freed_product = product if _keeps_input(recipe, "mlp.linear_fc2") else 0
+    moments = [projection, (3 * product, freed_product)]
+    if device == "cpu":
+        # Unfused, the backward pass of SwiGLU frees what it keeps operation by operation.
+        moments = [projection]
+    beside, freed = max(moments, key=lambda each: each[0] - each[1])
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
-        return 0
-    return round(_swiglu_bytes(recipe, device))
+        again, freed = again - freed, 0
+    if stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
+        freed += final_norm_bytes(recipe, device)
+    return round(beside + again), round(freed)
 
 
 def _swiglu_bytes(recipe: Recipe, device: Device) -> float:

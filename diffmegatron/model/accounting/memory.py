@@ -128,7 +128,7 @@ def _stage_memory(
     states = _states(recipe, stage, shards, microbatches)
     gathered = _gathered_bytes(recipe)
     logits = activations.logits_bytes(recipe, device) if is_last else 0
-    layer = states.layer.beside + activations.layer_backward(recipe, stage, device)
+    layer, layer_freed = activations.layer_backward(recipe, stage, device)
     embedding = activations.embedding_backward(recipe, stage)
     freed = activations.embedding_freed(recipe, stage, microbatches, device) if embedding else 0
     return replace(
@@ -136,7 +136,7 @@ def _stage_memory(
         activations=kept - waiting,
         loss=Moment(logits, 0, gathered["loss"]),
         reduction=_reduction(recipe, stage, shards, microbatches, device) if is_last else Moment(),
-        layer=Moment(layer, activations.layer_freed(recipe, device), gathered["layer"]),
+        layer=Moment(states.layer.beside + layer, layer_freed, gathered["layer"]),
         embedding=Moment(embedding, freed, gathered["embedding"] if embedding else 0),
         host=states.host + waiting,
     )
