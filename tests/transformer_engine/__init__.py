@@ -32,4 +32,6 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, (HOOK, ROOT, os.environ[FOLDER]))),
         # With it transformer_engine.common loads no CUDA libraries.
         "NVTE_PROJECT_BUILDING": "1",
+        # A rank with a GPU sets it; Transformer Engine warns without it.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
