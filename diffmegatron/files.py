@@ -85,7 +85,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     try:
         return read_bytes(path, max_bytes=max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{shown(path)} is not UTF-8 text: byte {error.start} is not") from None
+        raise UserError(f"{shown(path)} is not UTF-8 text: byte {error.start} is invalid") from None
 
 
 def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -237,10 +237,10 @@ def check_utf8(*paths: Path) -> None:
 
 
 def printable(path: str | Path) -> str:
-    r"""Return a file's name as UTF-8 text that JSON and every terminal accept; it is reversible.
+    r"""Return a file's name as UTF-8 text that JSON and every terminal accept.
 
     File names are bytes. Bytes that are not UTF-8 are written as ``\xff``, and every backslash of
-    the name is doubled, so that no two names give the same text.
+    the name is doubled. The conversion is reversible, so no two names give the same text.
     """
     return os.fsencode(path).replace(b"\\", b"\\\\").decode(errors="backslashreplace")
 

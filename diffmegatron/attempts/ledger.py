@@ -1,8 +1,8 @@
 """The ledger of a job: one entry for each attempt (start of the job) in ``run_dir/attempts``.
 
 ``NNNN.json`` is written when an attempt begins and again when it ends. ``NNNN/`` is the attempt's
-directory, into which the ranks write their ends. The second version of ``NNNN.json`` follows from
-the ends alone, so that the next attempt can write it if the job was killed.
+directory, in which every rank records its end. The second version of ``NNNN.json`` is computed from
+files only, so that the next attempt can write it if the job was killed.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "attempts"
 MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
-# Number of recent attempts that count for the suspicion against a host.
+# Number of recent attempts in which a host's faults and slow ranks are counted.
 _RECENT_ATTEMPTS = 10
 # Number of faults after which a host is avoided. A single fault may have any cause.
 _MAX_HOST_FAULTS = 2
@@ -67,10 +67,11 @@ class Attempt(Section):
         reason: one sentence about the end.
         hosts: hosts of the ranks that caused a fault.
         unfit: hosts among ``hosts`` that failed the preflight checks.
-        stragglers: hosts of ranks that were much slower than most in most reports.
+        stragglers: hosts of ranks that were much slower than most other ranks, in more than half
+            of the reports.
         first_step: first step of the attempt in its last stage.
         last_step: last step of the attempt in its last stage.
-        saved: like ``saved_at_start``, at the end.
+        saved: sum over stages of the newest checkpoint's step, at the end.
         faults: number of faults in a row without a new checkpoint, including this one.
     """
 
@@ -125,7 +126,7 @@ class Ledger:
     """The ledger of one job.
 
     Args:
-        run_dir: ``run_dir`` of the recipe; with stages, the parent folder of theirs.
+        run_dir: ``run_dir`` of the recipe; for a recipe with stages, their common parent folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -157,7 +158,7 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Write a new attempt, and first the ends of earlier ones that were killed with their job.
+        """Record the end of attempts that were killed with their job, then write a new attempt.
 
         Raises:
             UserError: the ledger cannot be written.
@@ -217,7 +218,7 @@ class Ledger:
             log.warning("cannot write in %s: %s", shown(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Decide about an attempt from the ends of its ranks, and write the result.
+        """Determine from the recorded ends of its ranks why an attempt ended, and write the result.
 
         A result that cannot be written causes only a warning.
 
@@ -303,7 +304,7 @@ def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
-    """Return the ledger of a recipe, in its ``run_dir`` or in the parent folder of its stages'."""
+    """Return the ledger in the recipe's ``run_dir``, or in the parent folder of its stages."""
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)
 

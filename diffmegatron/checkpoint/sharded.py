@@ -195,7 +195,7 @@ class ShardedReader:
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """Return the places of a file's pieces, after a check that exactly their tensors are there.
+    """Check that a file contains exactly the tensors of its pieces, and return their places.
 
     Raises:
         UserError: the description is damaged, or a tensor is missing, unknown or of another shape.

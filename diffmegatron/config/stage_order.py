@@ -35,9 +35,9 @@ class Stage:
     """One entry of ``stages``.
 
     Attributes:
-        changes: changes of the recipe around ``stages``.
-        start_from: name of the stage whose weights it starts with; None for a stage that starts as
-            the recipe does.
+        changes: values that replace those of the recipe outside ``stages``, nested by section.
+        start_from: name of the stage whose weights it starts with; None for a stage that uses the
+            recipe's ``checkpoint.start_from``.
     """
 
     changes: dict[str, Any]
@@ -124,7 +124,9 @@ def by_stage(
 
 
 def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
-    """Refuse a run that cannot start with the weights of another one; it may add LoRA to them.
+    """Refuse a run that cannot start with the weights of another run.
+
+    The run may add LoRA to the weights.
 
     Args:
         before: recipe of the weights.
@@ -145,7 +147,7 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
         for recipe, of in ((before, before.model.attention), (now, attention))
     )
     free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
-    # An import records its own folder as an absolute path.
+    # An imported recipe has the tokenizer's absolute path, so compare resolved paths.
     if realpath(was["data.tokenizer"]) == realpath(is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():
@@ -158,17 +160,20 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
-    """Return the changes of the rotary embedding from the weights that a run starts with.
+    """Return the rotary embedding's changes from ``before`` to ``now`` as ``key old -> new``.
 
-    A change is allowed, because an extension to longer sequences makes one. A later stage that does
-    not repeat it would undo it.
+    Changes are allowed, because training on longer sequences needs them. They are reported, because
+    a later stage that does not repeat a change undoes it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
-    """Return a network as dotted keys, with ``attention`` as its attention; its keys come first."""
+    """Return the settings of a network by dotted key.
+
+    ``attention`` replaces the network's own attention, and its keys come first.
+    """
     others = model.model_dump(exclude={"attention"})
     return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {
         f"model.{key}": value for key, value in others.items()

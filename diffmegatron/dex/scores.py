@@ -22,7 +22,7 @@ from diffmegatron.training.compute.step import forward_backward, forward_only
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
-"""Sums over this rank's text by global layer number, each float64 [heads of this rank]."""
+"""Sums over this rank's text, float64 [heads of this rank], keyed by global layer number."""
 
 
 class Score(ABC):
@@ -101,15 +101,16 @@ class Gradient(Score):
         with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # forward_backward multiplies the loss by the number of ranks, over which DeepSpeed would
-        # average. Every context-parallel rank has the sum over its whole sequence.
+        # Divide by both factors that the sums contain: forward_backward multiplies the loss by the
+        # number of ranks, because DeepSpeed would average over them, and every context-parallel
+        # rank has the sum over the whole sequence.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in total.items()}, 1 / ranks
 
 
 class _EngineWithoutOptimizer:
-    """A replacement of the ZeRO engine that computes gradients and has no optimizer."""
+    """A replacement for the ZeRO engine that computes gradients and has no optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

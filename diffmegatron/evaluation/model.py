@@ -32,7 +32,7 @@ class Model:
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # Decreases when a batch does not fit into the memory.
+        # Largest batch in tokens. It is reduced when a batch does not fit into the memory.
         self._batch_tokens: float = math.inf
         # Shared tokens of the last batch, with their keys and values.
         self._prefix: tuple[list[int], Rows] | None = None
@@ -166,8 +166,8 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of its group; a batch has requests of one group. All scoring is a group, and
-            so is generation with the same shared tokens.
+        group: number of its group. A batch has requests of one group only. All scoring requests
+            form one group, and generation requests form one group per prefix of shared tokens.
         is_generation: whether the request is for generation.
         rows: number of rows in a batch.
         length: length of the longest row, including tokens to generate.

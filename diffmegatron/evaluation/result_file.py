@@ -1,4 +1,4 @@
-"""Files of a suite's records on a target, with a line per item, from which a restart resumes.
+"""Files of a suite's records on a target, one line per item. A restart resumes from them.
 
 Every line ends with a checksum. Without it, a digit that a disk or an editor changed would change
 the results silently.
@@ -160,8 +160,8 @@ class RecordFile:
 class SharedRecords:
     """A context in which several processes add records to one file.
 
-    Each process writes its own file in a folder beside the file. When the processes meet, rank 0
-    moves all records of the folder into the file, including records of processes that were killed
+    Each process writes its own file in a folder beside the file. In :meth:`gather`, rank 0 moves
+    all records of the folder into the file, including records of processes that were killed
     earlier.
 
     Args:
@@ -170,7 +170,7 @@ class SharedRecords:
         ranks: the processes; a single process writes the file itself.
 
     Attributes:
-        records: records of all processes at their last meeting, by key.
+        records: records of all processes at the last :meth:`gather`, by key.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -194,7 +194,7 @@ class SharedRecords:
         self._own.add(key, record)
 
     def gather(self, order: Sequence[str]) -> None:
-        """Meet the other processes, and read the records of all.
+        """Wait for the other processes, and read the records of all processes.
 
         Args:
             order: keys of all items that the processes scored, in the order of the file.

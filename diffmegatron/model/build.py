@@ -62,8 +62,8 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # On a CPU the fused SwiGLU takes 19 s to compile, at the first call, at a second length
-        # and for evaluation.
+        # On a CPU the fused SwiGLU takes 19 s to compile. It is compiled at the first call, and
+        # again for a second sequence length and for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -138,7 +138,11 @@ def _build_virtual_stage(
 
 
 def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
-    """Return Megatron-core's arguments; it counts layers per group (uniform) or stage (block)."""
+    """Return Megatron-core's arguments for recomputation.
+
+    ``recompute_num_layers`` is the number of layers per group with the method "uniform", and per
+    stage with "block".
+    """
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
@@ -163,10 +167,10 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of this stage's layers by global layer number, 0-dim; none for softmax.
+    """Return lambda of this stage's layers, 0-dim, keyed by global layer number.
 
-    If lambda depends on the token, the value is the mean over this rank's heads in the last
-    forward pass.
+    Layers of softmax attention are left out. If lambda depends on the token, the value is the mean
+    over this rank's heads in the last forward pass.
     """
     found = {}
     for module in network.modules():

@@ -15,7 +15,8 @@ from typing import Any
 from diffmegatron.config.recovery_config import GuardConfig
 
 # Lower bound of the standard deviation, as a share of the mean. In a nearly constant window the
-# standard deviation is rounding, and a hundredth of the mean is not a spike.
+# standard deviation is only rounding error. Without the bound, a deviation by 1% of the mean would
+# count as a spike.
 _LEAST_SPREAD = 0.01
 
 
@@ -94,9 +95,10 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Restore the recent steps of the checkpoint rolled back to, but keep the counts.
+        """Restore the recent steps from a checkpoint's ``state`` after a rollback to it.
 
-        With the checkpoint's counts a run could roll back to it forever.
+        The counts are kept, because with the checkpoint's counts the limit on rollbacks would never
+        be reached.
         """
         counts = (self.skipped, self.spikes, self.rollbacks + 1)
         self.restore(state)

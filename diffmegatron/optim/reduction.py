@@ -94,7 +94,7 @@ class GradientReduction:
         self._start(len(self._buckets))
 
     def finish(self) -> tuple[list[torch.nn.Parameter], Tensor]:
-        """Reduce the remaining buckets, wait for all, and hand the averages over.
+        """Reduce the remaining buckets, wait for all, and pass the averages to DeepSpeed.
 
         Returns:
             The parameters, and the norms of their gradients on this rank before the reduction,

@@ -24,13 +24,14 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """A checked call of attention, of one map or of differential attention's two.
+    """A checked call of attention with one map (softmax) or two maps (differential).
 
     Attributes:
         maps: queries, keys and values, of one dtype and on one device.
         scale: factor of the scores, above 0.
         mask: the visible pairs.
-        lambda_: 0-dim factor of the second map; None with one map, or between chunks.
+        lambda_: 0-dim factor of the second map; None with one map, and where the two maps of a
+            chunk are computed without their combination.
         norm: headwise norm of the result, for backends that apply it; None for no norm.
     """
 

@@ -44,14 +44,19 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """Range of an input: ``bytes`` bytes, with ``before`` and ``after`` bytes outside it."""
+    """A range of an input file.
+
+    Attributes:
+        before: number of bytes of the file before the range.
+        after: number of bytes of the file after the range.
+    """
 
     before: Count = 0
     after: Count = 0
 
 
 class PartRecord(Section):
-    """The part of an input; ``corpus`` is equal for parts of the same input."""
+    """Part ``number`` of ``of`` parts; ``corpus`` is the same for all parts of one input."""
 
     number: Annotated[int, Field(ge=1)]
     of: Annotated[int, Field(ge=1)]
@@ -71,7 +76,7 @@ class Manifest(Section):
 
     Attributes:
         checksum: hash of all other fields; None in corpora of earlier versions.
-        part: the part that this is, in a preparation in parts
+        part: record of this part, if the corpus is prepared in parts
             (:mod:`diffmegatron.data.prepare.parts`); a part may have no document.
         parts: token files of a merged corpus (:mod:`diffmegatron.data.prepare.merge_parts`) in
             ``PREFIX.parts``, which take the place of ``PREFIX.bin``.

@@ -87,10 +87,11 @@ def count_trained(recipe: Recipe) -> int:
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return model FLOPs per token of causal training on sequences of ``seq_length``.
 
-    Matrix products need 2 FLOPs per weight and token forward and 4 backward, including the output
-    layer. Frozen weights need only 2 backward, for the gradient of their input. Attention counts
-    the minimum of its equations per (query, key) pair, without recomputed scores; a query attends
-    to half the sequence on average. Additional work of a kernel lowers its utilization.
+    Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
+    pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
+    gradient of their input. Attention counts the minimum FLOPs of its equations for each (query,
+    key) pair. A query attends to half the sequence on average. Additional work of a kernel, such as
+    recomputed scores, is not counted and therefore lowers its utilization.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -122,7 +123,10 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
 
 
 def attention_weights(model: ModelConfig, kind: Variant) -> int:
-    """Count a layer's projections and other matrices in the run's precision."""
+    """Count the weights of a layer's attention matrices, without biases and LoRA.
+
+    These matrices have the run's precision.
+    """
     return projection_weights(model, kind) + own_weights("matrix", model, kind)
 
 

@@ -33,12 +33,13 @@ _BEFORE, _AFTER = 3, 2
 
 @dataclass(frozen=True)
 class Gathers:
-    """Elements of whole weights on a tensor-parallel rank.
+    """Numbers of weight elements that a tensor-parallel rank gathers from the ZeRO 3 partitions.
 
     Attributes:
         per_microbatch: number of elements gathered in a microbatch.
-        whole: number of whole elements at the backward pass of the output layer ("loss"), of the
-            last layer's first MLP projection ("layer") and of the embedding ("embedding").
+        whole: number of gathered elements in memory during the backward pass of the output layer
+            ("loss"), of the last layer's first MLP projection ("layer") and of the embedding
+            ("embedding").
     """
 
     per_microbatch: int
@@ -46,11 +47,12 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Return what ZeRO 3 gathers in a microbatch after the first one of a run."""
+    """Count the gathered elements in a microbatch; the first microbatch of a run gathers more."""
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # A recomputed layer runs forward first, so look for its projections in reverse order.
+    # The backward pass of a recomputed layer begins with its forward calls. Only its backward calls
+    # have fc2 directly before fc1.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
@@ -110,8 +112,8 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
     """Follow the fetches and releases of a microbatch.
 
     A call fetches its module, and then the next modules in the order of calls, up to the bucket of
-    prefetches and the limit of live elements. After the call its module is released, unless a
-    fetch for a later call has counted on it, or the next call is nearer than the reuse distance.
+    prefetches and the limit of live elements. The module is released after the call, except in two
+    cases: it was already fetched for a later call, or its next call is within the reuse distance.
 
     Args:
         modules: number of elements of each module's weights.

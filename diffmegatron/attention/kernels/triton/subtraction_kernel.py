@@ -2,9 +2,10 @@
 # Parameters of kernels are values of the compiler and have no Python types.
 """The subtraction of DIFF V2 in Triton: `signal - lambda noise` per token and signal head.
 
-Heads are `[batch, length, groups (r + 1), width]`, a group's r signal heads before its noise head;
-lambda is a contiguous `[batch, length, groups r]`. A program takes some rows of one group, so that
-the noise head is read once, and its gradient summed over the signal heads, in registers.
+Heads have shape `[batch, length, groups (r + 1), width]`. Each group has r signal heads, and then
+its noise head. Lambda is contiguous, `[batch, length, groups r]`. A program computes some rows of
+one group. It reads the noise head once, and sums the noise head's gradient over the signal heads in
+registers.
 """
 
 from typing import Any
@@ -79,7 +80,7 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
 
 @triton.jit
 def _place(length, groups, M: tl.constexpr):
-    """Return batch, group and first row of this program of row blocks x batch x groups."""
+    """Return batch, group and first row of this program; row blocks vary fastest, then groups."""
     blocks = tl.cdiv(length, M)
     first_row = (tl.program_id(0) % blocks) * M
     group = (tl.program_id(0) // blocks) % groups
