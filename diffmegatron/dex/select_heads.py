@@ -100,7 +100,11 @@ def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) 
 def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
-    """Change a checkpoint's recipe to one process and a first global batch of the given text."""
+    """Return a checkpoint's recipe, changed for scoring.
+
+    The changed recipe has one process. Its first global batch is ``sequences`` sequences of the
+    given text.
+    """
     recipe = load_resolved(saved)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):

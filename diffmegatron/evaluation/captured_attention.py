@@ -1,9 +1,9 @@
 """Attention logits and maps of a running network, in blocks of rows.
 
-A replacement for the attention function of ``transformers`` receives the queries and keys of every
-kind of attention, and the kind's variant combines the maps. Memory holds the queries and keys of
-one layer and a block of rows: about 32 MiB of float32 logits (or one row of every head, if that is
-more), and temporarily a few times as much.
+This module replaces the attention function of ``transformers``. The replacement receives the
+queries and keys of a layer, and the layer's variant combines its softmax maps. Memory is needed for
+the queries and keys of one layer, and for one block of rows. A block has about 32 MiB of float32
+logits (or one row of every head, if that is more), and needs a few times as much temporarily.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     Attributes:
         query: rotated queries [queries, s, d].
         key: rotated keys [keys, s, d]; consecutive queries share a key.
-        scaling: factor of their products.
+        scaling: factor of the products of queries and keys.
     """
 
     query: Tensor
@@ -95,14 +95,19 @@ class Layer:
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks of rows of square maps; a block's logits of all heads fit ``BLOCK_BYTES``."""
+    """Yield the first and end row of each block of square maps.
+
+    The logits of all heads in a block fit into ``BLOCK_BYTES``, unless a single row is larger.
+    """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @contextmanager
 def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
-    """Call ``watch`` with every layer of forward passes over one text each, without a cache.
+    """Call ``watch`` with each layer after its attention, in all forward passes of the context.
+
+    Every forward pass must have a single text and no key-value cache.
 
     Raises:
         UserError: the kind of attention is unknown, or attention is limited to a window.
@@ -135,7 +140,9 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
 
 @contextmanager
 def quantized(model: Model, bits: int) -> Iterator[None]:
-    """Round attention logits to ``bits`` by absmax, in forward passes over one text each.
+    """Round attention logits to ``bits`` bits, relative to their largest absolute value (absmax).
+
+    Every forward pass must have a single text.
 
     A logit x becomes s round(x / s) with s = max |x| / (2^(bits - 1) - 1). The maximum is over all
     queries, heads and visible keys of an attention call. The softmax is computed in float32.

@@ -65,7 +65,7 @@ class Status:
 
 
 def examine(run_dir: Path) -> Status:
-    """Read the status of a job from its ``run_dir``. Slurm is not asked.
+    """Read the status of a job from the files in its ``run_dir``, without calling Slurm.
 
     Raises:
         UserError: ``run_dir`` has neither an attempt nor a run.
@@ -201,7 +201,10 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the stages of the job whose ``run_dir`` is the parent of a folder."""
+    """Return the names of the stages in the newest attempt of the parent folder's job.
+
+    The list is empty if the parent folder has no attempts.
+    """
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
@@ -263,7 +266,10 @@ def print_status(status: Status, console: Console) -> None:
 
 
 def _attempt_lines(attempts: Sequence[Attempt]) -> Iterator[str]:
-    """Yield a table without "why", whose sentences are a line each below their attempts."""
+    """Yield the lines of a table of attempts.
+
+    The reason of an attempt is too long for a column. It is a separate line below the attempt.
+    """
     rows = [("attempt", "began", "took", "nodes", "steps", "saved", "cause")]
     for attempt in attempts:
         is_known = attempt.last_step is not None

@@ -1,8 +1,9 @@
 """AdamW with a gate that can refuse a step once the gradient norm is known.
 
-DeepSpeed's optimizers reduce, compute the norm, clip and update in one call. Inside it they call
-the given optimizer when the norm is known and nothing has changed yet. Refusing the step there
-needs no additional pass, collective or synchronization.
+One call of DeepSpeed's optimizers reduces the gradients, computes their norm, clips them and
+updates the weights. For the update, DeepSpeed calls :class:`GatedAdamW`. The norm is known at
+that point, and no weight or moment has changed. Refusing the step there needs no additional pass,
+collective or synchronization.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from diffmegatron.optim.partition import Partition
 
 
 class Gate:
-    """Caller of ``allow``, once per step for all parameter groups together.
+    """The decision about one step, which is made once for all parameter groups.
 
     Attributes:
         answer: result of ``allow``; None before the call.
@@ -36,12 +37,12 @@ class Gate:
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW with a gate for each step, and with weight decay of single rows.
+    """AdamW with a gate for each step, and with weight decay of some rows of a parameter.
 
     Attributes:
         gate: returns whether the step is applied.
-        decaying_rows: views of the rows that decay, by flat master tensor, for parameters with
-            frozen rows.
+        decaying_rows: trained rows of parameters that also have frozen rows. The keys are the flat
+            master tensors, and the values are views into them.
     """
 
     gate: Callable[[], bool]

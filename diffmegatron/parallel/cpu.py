@@ -1,10 +1,12 @@
 """Redirections that let Megatron-core run without CUDA.
 
-Megatron-core names the device ``cuda`` in a few dozen places. Without a CUDA device these calls are
-redirected to the CPU inside :func:`without_cuda`; with one nothing changes. Apart from
-``engine_imports.py`` this is the only module that patches another library. Each redirection
-replaces a call that would raise, never one that works, and all end with the context, because other
-code in the process needs the original functions: ``transformers`` builds on the meta device.
+Megatron-core names the device ``cuda`` in a few dozen places. If there is no CUDA device,
+:func:`without_cuda` redirects these calls to the CPU. Otherwise it changes nothing. Apart from
+``engine_imports.py`` this is the only module that patches another library.
+
+A redirection only replaces a call that would raise. All redirections end with the context, because
+other code in the process needs the original functions. For example, ``transformers`` builds models
+on the meta device.
 """
 
 from collections.abc import Iterator
@@ -48,9 +50,10 @@ def without_cuda() -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """Replacement of ``torch`` in Megatron's modules that create tensors on ``cuda`` or pinned.
+    """Replacement of ``torch`` in Megatron's modules that create CUDA tensors or pinned tensors.
 
-    A ``TorchFunctionMode`` would intercept every operation, a seventh of a small step's time.
+    A ``TorchFunctionMode`` is not used, because it would intercept every operation. This would take
+    a seventh of the time of a small step.
     """
 
     def __getattr__(self, name: str) -> Any:

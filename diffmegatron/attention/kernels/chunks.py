@@ -1,11 +1,12 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-The forward pass returns each map's part with its log-sum-exp, and `merge_maps` merges the chunks.
-The backward pass of a chunk needs no forward pass: with the log-sum-exps and the delta of the
-*whole* attention, a map's weights are exp(scores - lse), and the gradients of the chunks add up
-(Liu et al., arXiv 2310.01889, section 3). Both maps share products, as in the backward pass over
-the whole. This needs 10d multiply-adds per pair and head (14d in some backends). Differentiating
-each map's part would need 20d.
+The forward pass returns each map's output and log-sum-exp over one chunk of keys, and `merge_maps`
+merges the chunks. The backward pass of a chunk needs no forward pass. It reads the log-sum-exps and
+the deltas (`WholeAttention.deltas`) of the *whole* attention: a map's weights are
+exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
+The backward pass computes both maps together, because they share matrix products. This needs 10d
+multiply-adds per pair and head (14d in some backends). A separate backward pass of each map would
+need 20d.
 """
 
 from dataclasses import replace
@@ -24,10 +25,10 @@ from .resolve_backend import call_of, resolve_backend
 def chunk_attention(
     maps: QKV, *, backend: str = "auto", **options: Unpack[CallOptions]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each map's attention over these keys alone.
+    """Return the output and the log-sum-exp of each map over one chunk of keys.
 
-    It is not differentiable: see `chunk_gradients`.
-    Autocast changes nothing here: the computation is in the dtype given.
+    The function is not differentiable; `chunk_gradients` computes its gradients. Autocast has no
+    effect.
 
     Args:
         maps: the chunks of queries and of keys and values.
@@ -36,8 +37,9 @@ def chunk_attention(
             fastest.
 
     Returns:
-        Per map out `[b, s, its heads, e]`, zeros in a row that sees no key, and log of the sum of
-        exp(scores) `[b, s, its heads]`, -inf in such a row; both fp32 (fp64 for fp64).
+        One pair of tensors per map. The first is the output, `[b, s, heads of the map, e]`, with
+        zeros in a row without visible keys. The second is the log of the sum of exp(scores),
+        `[b, s, heads of the map]`, with -inf in such a row. Both are fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the named backend cannot run.
@@ -59,15 +61,16 @@ def chunk_gradients(
 ) -> QKV:
     """Return the contribution of a chunk of keys to the gradients.
 
-    It is not differentiable, and autocast changes nothing. The result does not contain the gradient
-    of lambda, which is minus the sum of `whole.deltas(...)[1]`.
+    The function is not differentiable, and autocast has no effect. The result does not contain the
+    gradient of lambda, which is minus the sum of `whole.deltas(...)[1]`.
 
     Args:
         grad: gradient of `whole.out`, `[b, s, h, e]`; it and `whole` may have any floating-point
             dtype.
-        maps: maps of `chunk_attention`, which had the same options.
+        maps: the `maps` that were given to `chunk_attention`.
         lambda_: 0-dim floating-point tensor with two maps, None with one.
         whole: the merged result of these queries over all keys.
+        options: the options that were given to `chunk_attention`.
 
     Returns:
         The gradients of `maps`, in its dtype.

@@ -45,8 +45,8 @@ Saved = Callable[[Sizes], float]
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
     """Return whether Triton's backward has one pass by default.
 
-    It does at d = 64, where it fits the registers, but not with deterministic kernels, because it
-    sums dQ in an order that changes from run to run.
+    One pass is the default up to d = 64, where the kernel fits the registers. Deterministic kernels
+    need two passes, because one pass sums dQ in an order that changes from run to run.
     """
     return head_dim <= 64 and not deterministic
 
@@ -66,7 +66,12 @@ def default_triton_work(sizes: Sizes) -> tuple[int, int]:
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
-    """Return a function for work per signal head and per noise head, in units of d."""
+    """Return a function that computes the work of all heads.
+
+    Args:
+        forward: multiply-adds per signal head and per noise head, divided by d.
+        backward: the same for the backward pass.
+    """
 
     def work(sizes: Sizes) -> tuple[int, int]:
         def of_all_heads(signal: int, noise: int) -> int:
@@ -93,7 +98,10 @@ def _noise_outputs(sizes: Sizes) -> int:
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes of the second map's output, which with the result gives the first map's."""
+    """Return the bytes of the second map's output and of all log-sum-exps.
+
+    The first map's output is not saved, because it follows from the result and the second map's.
+    """
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
@@ -105,9 +113,11 @@ def two_calls(sizes: Sizes) -> int:
 
 
 def four_calls(sizes: Sizes) -> int:
-    """Return the bytes of two calls, all log-sum-exps again, and a copy of V for both maps.
+    """Return the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V.
 
-    The halves of the second output are joined in another tensor, also in float32.
+    Both maps share the copy of V. The gradient of lambda needs the second map's output, whose
+    halves are joined in a new float32 tensor. `two_calls` includes this tensor only if the inputs
+    are narrower than float32.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -122,9 +132,10 @@ def own_output(sizes: Sizes) -> int:
 def whole_maps(sizes: Sizes) -> float:
     """Return the bytes that the `reference` backend saves.
 
-    These are each softmax, a copy of it without empty rows, the factor of V, and each map's mask,
-    which has a byte per pair and is shared by all heads. If heads share keys and values, each head
-    has a copy instead.
+    Per map it saves the softmax, a second tensor of the same size, and the mask. The second tensor
+    is a factor of a later product, such as the one with V, and has zeros in rows without visible
+    keys. The mask has one byte per pair, and all heads share it. If several heads share keys and
+    values, each head saves its own copy of them.
     """
     kv, maps = sizes.kv_heads, [sizes.signal_heads]
     values = sizes.signal_heads - kv

@@ -1,4 +1,4 @@
-"""The headwise RMSNorm that follows differential attention, as an option of the same call."""
+"""The headwise RMSNorm after differential attention, which is an option of `diff_attention`."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class HeadwiseNorm(NamedTuple):
             )
 
     def apply_to(self, heads: Tensor) -> Tensor:
-        """Return the norm of `[b, s, h, 2d]` in its dtype, computed in fp32 at least."""
+        """Normalise heads `[b, s, h, 2d]` in fp32 or wider, and return them in their own dtype."""
         x = heads.to(torch.promote_types(heads.dtype, torch.float32))
         if self.weight is None:
             weight = torch.full(x.shape[-1:], self.scale, dtype=x.dtype, device=x.device)

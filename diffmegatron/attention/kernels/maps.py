@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class QKV(NamedTuple):
-    """Softmax maps and the values they share; or the gradients of all of these.
+    """Queries and keys of one or two softmax maps and their shared values, or gradients of these.
 
     Attributes:
         queries: `[b, s, h, d]` for each of one or two maps; the second map has h / r heads.

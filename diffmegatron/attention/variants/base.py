@@ -1,8 +1,9 @@
 """The base class of all attention variants.
 
-A variant is one class in one file of this package. It defines the section of the recipe with its
-heads, the parameters beside the two projections, costs, the forward pass of a layer, and the
-Hugging Face mapping. No other module depends on the name of a kind.
+A variant is one class in one file of this package. It defines the recipe's section with the sizes
+of the heads, and a layer's parameters other than the two projections. It also defines the costs,
+the forward pass of a layer, and the Hugging Face mapping. No other module depends on the name of a
+kind.
 
 These files are imported with the recipe, before torch. Functions that compute therefore import
 torch themselves.
@@ -47,7 +48,7 @@ def overlap(some: range, others: range) -> int:
 
 
 class Constant(NamedTuple):
-    """Equal initial values."""
+    """Initial values that all equal one number."""
 
     value: float
 
@@ -60,17 +61,17 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a layer's attention beside the matrices of the two projections.
+    """A parameter of a layer's attention, other than the matrices of the two projections.
 
     Attributes:
         name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
         shape: shape of the whole parameter.
-        initial: standard deviation of normal initial values; fixed initial values; or ``matrix``,
-            for the recipe's initial values of weight matrices.
+        initial: standard deviation of normally distributed initial values, or fixed initial values.
+            With ``matrix``, initial values are chosen as for the network's other weight matrices.
         role: group for weight decay and for counting parameters.
         float32: whether it is stored and used in float32 in every precision of a run.
-        sharded: whether tensor-parallel ranks share its first axis like the blocks of heads;
-            otherwise each rank holds the whole parameter.
+        sharded: whether the first axis is divided among tensor-parallel ranks, in the same way as
+            the blocks of heads. Otherwise each rank holds the whole parameter.
     """
 
     name: str
@@ -87,14 +88,16 @@ class Kernels:
 
     Attributes:
         element: bytes of a number in the run's precision.
-        device: device of the operations; a CPU's save tensors that a GPU's fused ones do not.
+        device: device of the operations. Fused operations on a GPU save fewer tensors than the
+            separate operations on a CPU.
         backend: name of the attention backend that runs; "auto" has been resolved.
         communication: how the context-parallel ranks communicate; None for one rank.
         context: number of context-parallel ranks.
-        keys: number of keys in a query's row of scores, the mean over the rank's queries. With
-            packed documents a row of scores has the keys of the whole microbatch.
-        has_mask: whether attention needs more than a plain causal mask: for packed documents, and
-            for an all-gather, whose chunks of queries end where the keys end.
+        keys: number of keys in a row of scores, averaged over the rank's queries. With packed
+            documents a row has the keys of the whole microbatch.
+        has_mask: whether attention needs more than a plain causal mask. Packed documents need more.
+            An all-gather also needs more, because the queries of a call are at the last positions
+            of its keys.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -136,8 +139,8 @@ class Variant(Section, ABC):
 
     Attributes:
         title: name of a network of this kind, for reports.
-        output_width: width of a head's output in widths of a query.
-        operation: attention function: with two maps and values twice as wide, or softmax attention.
+        output_width: width of a head's output, divided by the width of a query.
+        operation: attention function; "differential" has two maps and values of width 2d.
         reads_hidden: whether the kind itself reads the layer's normalised input.
         model_types: model types that :meth:`from_hugging_face` reads.
         mixes: whether other layers of the network may have another kind.
@@ -293,7 +296,10 @@ class Variant(Section, ABC):
         return ()
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token of a layer's own matrices, averaged over layers."""
+        """Return the multiply-adds per token and layer of the matrices in :meth:`parameters`.
+
+        If the layers differ, this is the mean over all layers.
+        """
         own = self.parameters(hidden_size)
         return sum(math.prod(each.shape) for each in own if each.role == "matrix")
 
@@ -319,7 +325,7 @@ class Variant(Section, ABC):
         return BACKENDS[self.operation][backend].work(sizes)
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
-        """Return the sizes of all heads that determine the costs of :attr:`operation`.
+        """Return the arguments for the cost functions of :attr:`operation`, for all heads.
 
         Args:
             element: bytes of a number of q, k and v.
@@ -367,7 +373,7 @@ class Variant(Section, ABC):
 
         Args:
             layer: layer with its parameters.
-            context: attention to the whole sequence.
+            context: functions that compute attention to the whole sequence.
             query: rotated queries of this rank, [b, s, queries, d].
             key, value: rotated keys and values of this rank, [b, s, keys, d].
             gate: result of :meth:`gate`, [b, s, ...].
@@ -395,11 +401,11 @@ class Variant(Section, ABC):
         Raises:
             ValidationError: a value is not valid for the section.
         """
-        # Not abstract: a kind without ``model_types`` is never read from a configuration.
+        # A kind without ``model_types`` does not need this method, so it is not abstract.
         raise NotImplementedError
 
     def subtracted_maps(self, attention: Any, maps: "Tensor", hidden: "Tensor") -> "Tensor":
-        """Return the maps that multiply the values in a layer of :meth:`hugging_face`'s class.
+        """Compute the attention maps after subtraction, for a layer of the Hugging Face class.
 
         Args:
             attention: attention module of the layer.
@@ -414,9 +420,10 @@ class Variant(Section, ABC):
 
     @property
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of the query heads of each head's signal and noise map.
+        """Signal map and noise map of each head, as indices into the query heads.
 
-        They refer to ``maps`` of :meth:`subtracted_maps`. Kinds with one map per head have none.
+        The query heads are the first axis of ``maps`` in :meth:`subtracted_maps`. The tuple is
+        empty for kinds with one map per head.
         """
         return ()
 

@@ -1,13 +1,13 @@
 """DIFF V2 (Ye et al., January 2026): one call of softmax attention, and lambda per token and head.
 
-With A the heads of softmax attention, and lambda = sigmoid(x W_lambda) from the layer's input x:
+A is the output of softmax attention. Lambda is sigmoid(x W_lambda), where x is the layer's input:
 
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-There is no headwise norm and no lambda_init. A group of r signal heads and then their noise head
-shares a key-value head. If all signal heads preceded all noise heads, a group would have different
-keys. r = 1 is the authors' form, and larger r is Motif-3's arrangement without its latent
-attention.
+There is no headwise norm and no lambda_init. A group is r signal heads, followed by their noise
+head. All heads of a group share a key-value head. If all signal heads preceded all noise heads, the
+heads of a group would have different key-value heads. The authors use r = 1. Motif-3 uses a larger
+r, and latent attention, which is not implemented here.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 
 class DiffV2(Variant):
-    """Heads with h = ``num_heads`` outputs of d, from h signal and h / r noise heads.
+    """Differential attention with h signal heads and h / r noise heads of width d.
 
-    r is ``signal_per_noise``. ``num_kv_heads`` are key-value heads of softmax attention, so the
-    cache equals the baseline's.
+    h is ``num_heads``, and r is ``signal_per_noise``. The result has one output of width d per
+    signal head. ``num_kv_heads`` is the number of key-value heads of softmax attention, so the
+    key-value cache is as large as the baseline's.
     """
 
     kind: Literal["diff_v2"] = "diff_v2"
@@ -129,7 +130,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class of this package whose code is part of the export."""
+        """Return a class that this package defines. The export contains its code."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",

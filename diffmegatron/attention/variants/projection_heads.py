@@ -17,8 +17,9 @@ class Heads:
     Attributes:
         head_dim: d, channels of a query, of a key and of one head of the values.
         blocks: number of blocks.
-        rows: kinds and numbers of the heads of ``head_dim`` in a block's rows, in order.
-        outputs: width of a block's output, in heads of ``head_dim``.
+        rows: runs of heads in a block, in the order of its rows. Each run has a kind and a number
+            of heads.
+        outputs: width of a block's output, divided by ``head_dim``.
     """
 
     head_dim: int
@@ -31,13 +32,14 @@ class Heads:
         return sum(count for each, count in self.rows if each == kind)
 
     def channels(self, kind: str) -> int:
-        """Return the channels of a kind in all blocks, which are its rows in ``linear_qkv``."""
+        """Return the number of rows of ``linear_qkv`` that belong to a kind."""
         return self.blocks * self.per_block(kind) * self.head_dim
 
     def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
-        """Yield the query heads of each key head, for a range of blocks with ``keys`` keys.
+        """Yield the slice of query heads that attend to each key head, and the key head's number.
 
-        Within a block, queries attend to the key that follows them in the rows.
+        The numbers begin at 0 in a range of blocks that has ``keys`` key heads. Within a block,
+        queries attend to the key that follows them in the rows.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0

@@ -95,8 +95,8 @@ class SourceSamples:
 
     def _damaged_index(self) -> UserError:
         return UserError(
-            f"index {self.corpus.prefix}.idx is damaged: a sequence that was made of it has tokens "
-            "that are not there; copy or prepare it again"
+            f"index {self.corpus.prefix}.idx is damaged: a sequence built from it has tokens that "
+            "are not in the corpus; copy or prepare it again"
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
@@ -193,10 +193,10 @@ class Samples:
         }
 
     def resumed(self, state: Mapping[str, Any]) -> "Samples":
-        """Return the order of samples with which a run continues at a :meth:`state`.
+        """Return the samples of a run that resumes at a saved :meth:`state`.
 
-        If these samples have other weights or sources than the state, they begin a new period at
-        its ``consumed_samples``. The resulting history can replay the run from any sample.
+        If the weights or sources of ``self`` differ from the saved ones, a new period begins at the
+        saved ``consumed_samples``. The resulting history can replay the run from any sample.
 
         Raises:
             UserError: the state belongs to another order.

@@ -35,7 +35,7 @@ class Blocks(Protocol):
         """Return the first block of an epoch."""
 
     def whole(self) -> int:
-        """Return the number of blocks of the first epoch without tokens of the second."""
+        """Return the number of blocks in the first epoch that hold no token of the second."""
 
     def pieces(self, block: int) -> Pieces:
         """Return the pieces of a block, at most s + 1 tokens."""
@@ -44,10 +44,10 @@ class Blocks(Protocol):
 class Concatenated(Blocks):
     """Concatenated documents, cut every ``seq_length`` tokens.
 
-    The stream repeats forever. Block b holds its tokens b s to b s + s; the last of them is also
-    the first of the next block, because it is only a label here. Every token is thus the input of
-    exactly one block per epoch, no token is dropped between epochs, and later epochs have other
-    cuts.
+    The stream of tokens repeats forever. Block b holds the tokens b * s to b * s + s of the stream,
+    where s is ``seq_length``. The last token of a block is only a label there, so the next block
+    begins with the same token. Every token is thus the input of exactly one block per epoch. No
+    token is dropped between epochs, and later epochs have other cuts.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -85,7 +85,10 @@ class Concatenated(Blocks):
         return Pieces(documents, starts, lengths)
 
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Return the places in the order that these tokens span, over several epochs if needed."""
+        """Return the documents that hold a range of tokens, as indices into the document order.
+
+        The range begins in document ``first`` of the order, and may extend over several epochs.
+        """
         order, total = self._order, self._order.tokens
         passes, rest = divmod(end - 1, total)
         last = int(np.searchsorted(order.ends, np.int64(rest), side="right"))

@@ -30,14 +30,14 @@ class Evaluator(Protocol):
         """Measure in parts of one or a few forward passes, the same parts on every rank.
 
         Yields:
-            After each part but the last.
+            None after each part except the last.
 
         Returns:
             At least one value, by the name of its metric.
         """
 
 
-# Opens the evaluators of a recipe before the run begins.
+# Type of a function that opens the evaluators of a recipe before the run begins.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
@@ -61,7 +61,8 @@ class _SplitLoss:
                 loader.read_step(number * training.global_batch_size), parallel_state
             )
             loss = forward_only(network, batch, parallel_state)
-            # Ranks that differ in the last bit or in a NaN would decide differently.
+            # The loss may differ between ranks in the last bit, or be NaN on one rank only. All
+            # ranks must have the same value, because they must make the same decisions.
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
@@ -69,7 +70,10 @@ class _SplitLoss:
 
 
 def split_losses(recipe: Recipe) -> list[Evaluator]:
-    """Return the evaluators of the validation and test documents, due only if a recipe has them."""
+    """Return the evaluators of the validation and test losses.
+
+    ``due_at`` includes an evaluator only if the recipe has documents in its split.
+    """
     return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
 
