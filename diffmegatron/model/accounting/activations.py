@@ -94,14 +94,13 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
     product = element * tokens * ffn
     freed_product = product if _keeps_input(recipe, "mlp.linear_fc2") else 0
-    moments = [projection, (3 * product, freed_product)]
-    if device == "cpu":
-        # Unfused, the backward pass of SwiGLU frees what it keeps operation by operation.
-        moments = [projection]
+    is_fused = device == "gpu"
+    moments = [projection, (3 * product, freed_product)] if is_fused else [projection]
     beside, freed = max(moments, key=lambda each: each[0] - each[1])
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
-    if stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
+    # On a CPU what unfused operations hold for a moment is about as large and not counted.
+    if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
 
