@@ -20,7 +20,9 @@ img { max-width: 100%; }
 _NOTE = (
     "Intervals are 95% intervals of a bootstrap over the items. Differences are to the first "
     "target, on the items that both targets have and with the same resamples. ↑ marks measures "
-    "whose higher values are better, and ↓ measures whose lower values are better."
+    "whose higher values are better, and ↓ measures whose lower values are better. If all items "
+    "have the same score, the interval has no width, although the true value can differ. The "
+    "paper's numbers are of other models, texts and lengths."
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
@@ -42,6 +44,7 @@ def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> st
         parts += [markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
         if name in pictures:
             parts.append(f"![{_finding(suite)}]({name}.png)")
+        parts += _items(suite)
         parts.append(f"Settings: `{_settings(suite)}`")
         parts += [_list_of("Not run", suite["not_run"])] if suite["not_run"] else []
     return "\n\n".join(parts) + "\n"
@@ -60,6 +63,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
             data = base64.b64encode(pictures[name]).decode()
             alt = html.escape(_finding(suite))
             parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
+        parts += [f"<p>{line}</p>" for line in _items(suite)]
         parts.append(f"<p>Settings: <code>{html.escape(_settings(suite))}</code></p>")
         if suite["not_run"]:
             lines = "".join(f"<li>{html.escape(line)}</li>" for line in suite["not_run"])
@@ -71,10 +75,26 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     )
 
 
+def _items(suite: Mapping[str, Any]) -> list[str]:
+    """Return a line with the number of items of the suite's rows; none if no row has items."""
+    counts = {
+        found["items"]
+        for measure in suite["measures"].values()
+        for found in measure["targets"].values()
+        if found is not None
+    }
+    if not counts:
+        return []
+    least, most = min(counts), max(counts)
+    return [
+        f"Items: {least:,}" + (f" to {most:,}, by row and target" if most > least else "") + "."
+    ]
+
+
 def _introduction(outcome: Mapping[str, Any]) -> list[str]:
     made = outcome["made"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    lines = [f"Measured until {made['time']} on {made['device']} with {versions}.", _NOTE]
+    lines = [f"Last measured {made['time']} on {made['device']} with {versions}.", _NOTE]
     if any(
         _is_of_few(found) for s in outcome["suites"].values() for found in s["measures"].values()
     ):

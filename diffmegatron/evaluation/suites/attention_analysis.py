@@ -37,8 +37,12 @@ class AttentionAnalysis(TextSuite):
     name: ClassVar[str] = "attention-analysis"
     title: ClassVar[str] = "Statistics of attention heads"
     description: ClassVar[str] = (
-        "Sparsity, sign and similarity of the scores of single heads, similarity of their outputs, "
-        "and the effect of each head on the loss. No value is better or worse by itself."
+        "What multiplies the values in a head are its scores: the attention weights, after any "
+        "subtraction. The rows are means over queries, heads and layers: sparsity; the entropy "
+        "of absolute scores in nats; the share of scores that are negative, and their share of "
+        "the sum of absolute scores; the overlap of top tokens, and the distance and CKA "
+        "between heads (1: alike); and the slope of the loss in a factor on a head's output "
+        "(importance). No value is better or worse by itself."
     )
 
     documents: Count | None = Field(default=16, description="the first of every source; null: all")

@@ -62,8 +62,10 @@ class LmEval(Suite):
     title: ClassVar[str] = "LM Eval Harness"
     description: ClassVar[str] = (
         "Tasks of EleutherAI's lm-eval. In a multiple-choice task the answer is the choice with "
-        "the highest likelihood (acc), or the highest likelihood per byte (acc_norm). Brackets "
-        "contain the filter that extracts an answer from a text."
+        "the highest likelihood (acc), or the highest likelihood per byte (acc_norm). In tasks "
+        "with one continuation, such as LAMBADA, acc is the share of continuations that are the "
+        "likeliest at every token. Brackets contain the filter that extracts an answer from a "
+        "text. Measures without an item have intervals of 1.96 standard errors."
     )
     published: ClassVar[tuple[Published, ...]] = (
         *(

@@ -39,8 +39,10 @@ class Loss(WindowSuite):
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Loss on held-out text"
     description: ClassVar[str] = (
-        "The negative log-likelihood of text that no target was trained on: how badly the model "
-        "predicts each token from those before it."
+        "The mean negative log-likelihood of each token of the given text after the tokens "
+        "before it. Longer texts weigh more. A model that was trained on the text gets too low "
+        "a loss. Rows for tokens 1 to n of windows that have as many are over other windows for "
+        "each n; compare models within a row."
     )
 
     packed: bool = False
@@ -141,7 +143,7 @@ class Loss(WindowSuite):
         """Return a sentence for each target that has no full window."""
         return [
             f"{name}: no window has {self.context - 1:,} tokens, so there is no mean over tokens "
-            "1 to n of full windows; set loss.context lower or give longer texts"
+            "1 to n of full windows; lower loss.context, or raise loss.characters"
             for name, of_target in records.items()
             if not any(record["full"] for record in of_target)
         ]

@@ -1,6 +1,6 @@
 """Many-shot classification in context with constrained decoding (Bertsch et al.; Ratner et al.)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 DATA_DIR = Field(description="folder with the files of published data sets")
 
 
+# End of the name of a task's mean accuracy over the numbers of examples.
+_MEAN = ", mean over shots"
+
+
 class ManyShot(Suite):
     """Accuracy after ``shots`` examples of the training set, the same for every test item.
 
@@ -30,8 +34,8 @@ class ManyShot(Suite):
     name: ClassVar[str] = "many-shot"
     title: ClassVar[str] = "Many-shot classification, accuracy"
     description: ClassVar[str] = (
-        "The model classifies texts after examples with their labels. Accuracy by task and "
-        "number of examples."
+        "The model classifies texts after examples with their labels. The rows are the accuracy "
+        "by task and by number of examples in total, and its mean over these numbers."
     )
 
     data_dir: Path = DATA_DIR
@@ -66,7 +70,16 @@ class ManyShot(Suite):
     def means(self, record: Record) -> dict[str, Mean]:
         """Return accuracies by task and shots, and by task."""
         right = Mean(float(record["right"]))
-        return {f"{record['task']}, {record['shots']} shots": right, record["task"]: right}
+        task, shots = record["task"], record["shots"]
+        return {f"{task}, {shots} shots": right, f"{task}{_MEAN}": right}
+
+    @override
+    def ordered(self, measures: Sequence[str]) -> list[str]:
+        """Return the measures of each task by number of shots, and then their mean."""
+        tasks = list(self.tasks)
+        return sorted(
+            measures, key=lambda name: (tasks.index(name.split(", ")[0]), name.endswith(_MEAN))
+        )
 
     @override
     def unit(self, key: str, record: Record) -> str:

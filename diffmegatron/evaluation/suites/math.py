@@ -38,8 +38,9 @@ class Mathematics(Suite):
     name: ClassVar[str] = "math"
     title: ClassVar[str] = "Mathematics, accuracy"
     description: ClassVar[str] = (
-        "The model solves problems in words; an answer counts if it is mathematically equal to "
-        "the right one."
+        "The model solves problems in words. An answer counts if it is mathematically equal to "
+        "the right one. The limit of an answer is the setting answer_tokens; a cut answer "
+        "counts by its text so far."
     )
 
     data_dir: Path = DATA_DIR

@@ -46,8 +46,8 @@ class Retrieval(Suite):
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Multi-needle retrieval, share of numbers found"
     description: ClassVar[str] = (
-        "Numbers hidden in a long text are asked for at its end. The score is the share of them "
-        "in the answer; N numbers are hidden, R are asked for."
+        "Numbers are hidden in a long text and asked for at its end. The score is the share of "
+        "the requested numbers in the answer. N numbers are hidden and R are requested."
     )
     published: ClassVar[tuple[Published, ...]] = (
         Published("N=1 R=1, 4,096 tokens", 1.00, 1.00, _TABLE),

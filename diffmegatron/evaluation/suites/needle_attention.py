@@ -39,7 +39,9 @@ class NeedleAttention(Suite):
     title: ClassVar[str] = "Attention to the answer and to noise"
     description: ClassVar[str] = (
         "The share of the last token's attention that falls on a hidden number that is asked "
-        "for (answer), and on the rest of the text around it (noise)."
+        "for (answer), and on the rest of the text around it (noise), as a mean over heads and "
+        "layers. The first token and the question have the remainder. Depth 0% is the beginning "
+        "of the text and 100% its end."
     )
     published: ClassVar[tuple[Published, ...]] = tuple(
         Published(f"{part}, depth {depth:.0%}", differential, transformer, _TABLE)

@@ -37,8 +37,10 @@ class Order(Suite):
     name: ClassVar[str] = "order"
     title: ClassVar[str] = "Order of examples, accuracy"
     description: ClassVar[str] = (
-        "The model classifies texts after the same examples in several orders. A model that is "
-        "robust to their order has a small margin between the best and the worst."
+        "The model classifies texts after the same examples in several orders: at random, or "
+        "with alternating labels. Rows without best or worst are means over the orders. The "
+        "margin is the accuracy of the best order less that of the worst; it is small for a "
+        "model that is robust, and grows by chance if there are few items."
     )
 
     data_dir: Path = DATA_DIR

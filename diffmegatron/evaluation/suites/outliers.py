@@ -48,8 +48,10 @@ class Outliers(WindowSuite):
     name: ClassVar[str] = "outliers"
     title: ClassVar[str] = "Activation outliers"
     description: ClassVar[str] = (
-        "The largest magnitudes of attention logits (before the softmax) and of the layers' "
-        "outputs. Large outliers make quantisation lossy."
+        "The k-th largest magnitude (top-k) and the median of attention logits before the "
+        "softmax, and of the layers' outputs (hidden states), over all tokens, heads and "
+        "layers. Large outliers make quantisation lossy. They are extremes of the whole text, "
+        "so they have no intervals."
     )
     passes: ClassVar[tuple[str, str]] = ("largest values", "median")
     published: ClassVar[tuple[Published, ...]] = tuple(

@@ -38,8 +38,10 @@ class Perplexity(TextSuite):
     name: ClassVar[str] = "perplexity"
     title: ClassVar[str] = "Perplexity of held-out text"
     description: ClassVar[str] = (
-        "The exponential of the mean negative log-likelihood per token, in windows that overlap: "
-        "among how many equally likely tokens the model would choose on average."
+        "The exponential of the mean negative log-likelihood per token, in windows that "
+        "overlap. It is the number of equally likely tokens with the same loss. An item is a "
+        "window; windows of one text are alike, so the intervals are narrow. Texts and windows "
+        "are other ones than in the suite loss."
     )
 
     documents: Count | None = Field(

@@ -29,8 +29,8 @@ class QuantizedAttention(WindowSuite):
     name: ClassVar[str] = "quantized-attention"
     title: ClassVar[str] = "Loss with quantised attention logits"
     description: ClassVar[str] = (
-        "The loss when attention logits are rounded to a few bits before the softmax. A model "
-        "with small outliers loses less."
+        "The loss if attention logits are rounded to a few bits before the softmax, and what "
+        "the rounding adds. The rounding adds less to the loss of a model with small outliers."
     )
 
     documents: Count = Field(default=16, description="the first of every source")

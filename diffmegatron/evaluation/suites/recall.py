@@ -41,8 +41,9 @@ class Recall(WindowSuite):
     within_training: ClassVar[bool] = True
     title: ClassVar[str] = "Associative recall on held-out text"
     description: ClassVar[str] = (
-        "The loss where a rare pair of tokens comes again in its context (AR hits), which a "
-        "model can look up there, and the loss of all other tokens."
+        "The loss of the second token of a rare pair that stands earlier in its window (AR "
+        "hits), which a model can look up there, and the loss of all other tokens. A pair is "
+        "rare if it occurs at most as often as the setting rare in the training corpus."
     )
     published: ClassVar[tuple[Published, ...]] = (
         Published(HITS, 0.880, 0.898, _TABLE),

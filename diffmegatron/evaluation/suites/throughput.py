@@ -34,7 +34,8 @@ class Throughput(Suite):
     title: ClassVar[str] = "Throughput in tokens per second"
     description: ClassVar[str] = (
         "The speed of the exported models in plain transformers: a whole prompt (prefill), "
-        "token by token (decoding), and forward with backward (training)."
+        "token by token (decoding), and forward with backward without an optimizer (training). "
+        "On a CPU the peak memory is that of the whole process so far."
     )
     # Processes on one machine would slow each other down.
     is_parallel: ClassVar[bool] = False

@@ -181,7 +181,7 @@ def test_many_shot_counts_what_is_right(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Model, "answers", answering(knows))
     settings = ("many-shot.tasks=[trec]", "many-shot.shots=[1,5,12]")
     found = results(folder, tmp_path, "many-shot", *settings)
-    for name in ("trec", "trec, 1 shots", "trec, 5 shots"):
+    for name in ("trec, mean over shots", "trec, 1 shots", "trec, 5 shots"):
         value = found["measures"][name]["targets"]["plain"]
         assert value["value"] == pytest.approx(5 / 6)
         # The model is right about a question or not, however many examples it reads. The mean over

@@ -82,7 +82,7 @@ def test_arrows_point_to_better_values():
 
 def test_origin_and_weights_are_there():
     for report in (to_markdown(outcome({}), {}), to_html(outcome({}), {})):
-        assert "Measured until 2026-01-02 03:04 UTC on a CPU with torch 2.13.0." in report
+        assert "Last measured 2026-01-02 03:04 UTC on a CPU with torch 2.13.0." in report
         assert "0123456789ab" in report
         assert "float32" in report
         assert "How badly text is predicted." in report
