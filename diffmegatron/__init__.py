@@ -65,6 +65,8 @@ _LIBRARY_WARNINGS = (
     (r".* set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", r"megatron\.core"),
     (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed"),
     (r"Could not determine (rank|world size) from torch\.distributed", r"megatron\.core"),
+    # A file of Megatron-core that Python compiles at its first import.
+    (r"invalid escape sequence", r".*megatron"),
     (r"barrier\(\): using the device under current context", r"torch\.distributed"),
 )
 if not sys.warnoptions:

@@ -106,7 +106,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
     assert short_names(paths[1:]) == ["run", "c"]
     assert short_names(paths) == ["a/run", "b/run", "c"]
-    with pytest.raises(UserError, match="run is given twice; give runs that differ"):
+    with pytest.raises(UserError, match="run is given twice; give each run once"):
         short_names([paths[0], tmp_path / "b" / ".." / "a" / "run"])
 
 
@@ -116,6 +116,6 @@ def test_what_is_no_run_is_one_sentence_and_nothing_is_written(tmp_path):
     (tmp_path / "begun" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match=r"none has no recipe\.yaml \(No such file"):
         compare(tmp_path / "out", tmp_path / "good", tmp_path / "none")
-    with pytest.raises(UserError, match=r"metrics.jsonl has no entries; the run has not made"):
+    with pytest.raises(UserError, match=r"metrics.jsonl has no entries; train the run for a step"):
         compare(tmp_path / "out", tmp_path / "good", tmp_path / "begun")
     assert not (tmp_path / "out").exists()
