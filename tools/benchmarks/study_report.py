@@ -382,6 +382,8 @@ def draw_comparison(
     axes.set_ylim(-0.5, max(len(compared), 1) - 0.5)
     unit = ", nats per token" if how == "difference" and measure.endswith("/loss") else ""
     axes.set(title=measure, xlabel=f"{how} to {study.baseline}{unit} (95% over seeds)")
+    # More labels of small numbers would overlap.
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.3)
 
 
