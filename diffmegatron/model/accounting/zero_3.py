@@ -13,9 +13,12 @@ from itertools import accumulate, pairwise
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
+from diffmegatron.errors import UserError
 
 # stage3_max_live_parameters and stage3_max_reuse_distance.
 MOST_ELEMENTS = 1_000_000_000
+# The calls of every layer are followed one by one.
+MOST_LAYERS = 10_000
 # stage3_prefetch_bucket_size.
 PREFETCHED = 50_000_000
 # stage3_param_persistence_threshold; smaller tensors are gathered once per step.
@@ -47,7 +50,16 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Count the gathered elements in a microbatch; the first microbatch of a run gathers more."""
+    """Count the gathered elements in a microbatch; the first microbatch of a run gathers more.
+
+    Raises:
+        UserError: the network has more than 10,000 layers.
+    """
+    if recipe.model.num_layers > MOST_LAYERS:
+        raise UserError(
+            f"model.num_layers is {recipe.model.num_layers:,}; the memory of ZeRO 3 is estimated "
+            f"for {MOST_LAYERS:,} layers at most, so give fewer layers or another zero_stage"
+        )
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
