@@ -232,6 +232,19 @@ def children(parent: int | None) -> list[int]:
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
+def test_an_interrupt_that_arrives_in_a_finalizer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops exceptions in finalizers, which also run while a worker is started."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pool.resource_tracker, "ensure_running", Finalized)
+    with pytest.raises(KeyboardInterrupt), pool._delayed_interrupts():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_interrupt_at_the_keyboard_is_a_line(tmp_path: Path) -> None:
     """A terminal sends Ctrl-C to every process: to workers that are starting, too."""
     (tmp_path / "large.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 5000)

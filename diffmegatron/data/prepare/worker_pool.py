@@ -91,17 +91,21 @@ def _delayed_interrupts() -> Iterator[None]:
     ended. Blocking alone does not delay the signal here: another thread may receive it, and Python
     then runs the handler in the main thread.
     """
-    # Starting the tracker unblocks the signal (CPython before 3.12), so it is started beforehand.
-    resource_tracker.ensure_running()
-    is_main = threading.current_thread() is threading.main_thread()
     received: list[tuple[int, FrameType | None]] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    # This handler raises nothing: Python drops an exception that a signal raises within a finalizer
+    # or a callback of the import system, and imports happen here.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        # Starting the tracker unblocks the signal (CPython before 3.12), so start it beforehand.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if is_main:
             signal.signal(signal.SIGINT, handler)
             if received and callable(handler):
