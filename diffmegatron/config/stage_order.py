@@ -35,7 +35,7 @@ class Stage:
     """One entry of ``stages``.
 
     Attributes:
-        changes: values that replace those of the recipe outside ``stages``, nested by section.
+        changes: values of a stage that replace the values outside ``stages``, nested by section.
         start_from: name of the stage whose weights it starts with; None for a stage that uses the
             recipe's ``checkpoint.start_from``.
     """

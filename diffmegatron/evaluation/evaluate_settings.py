@@ -27,7 +27,7 @@ class Computing:
     Padding and tokens to generate count as tokens of a batch. A longer text is a batch of its own.
 
     Raises:
-        UserError: ``device`` is a GPU, and there is none.
+        UserError: ``device`` is a GPU, and the machine has none.
     """
 
     dtype: Annotated[

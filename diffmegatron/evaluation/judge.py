@@ -79,7 +79,7 @@ class Judge(ABC):
         """Return the answer to a question.
 
         Raises:
-            UserError: there is no answer.
+            UserError: the judge does not answer.
         """
 
 

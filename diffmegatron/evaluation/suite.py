@@ -99,7 +99,7 @@ class Suite(Section, ABC):
         title: the measured quantity, in a line.
         description: the requests and the score, for readers of the report.
         passes: names of the pass over the items and of the pass over the follow-ups, for progress;
-            empty if there are no follow-ups.
+            empty without follow-ups.
         published: numbers of papers.
         reads_runs: whether the suite reads records of training and no network.
         is_parallel: whether several processes may score items at the same time.

@@ -141,7 +141,7 @@ OWN_NAMES = (
 
 
 def copy(good: Path | None, target: Path) -> Path:
-    """Return a copy of a good file, folder or prefix, or a missing path if there is none."""
+    """Return a copy of a good file, folder or prefix, or a missing path if no good one exists."""
     if good is None:
         return target
     if good.is_dir():

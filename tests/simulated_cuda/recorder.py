@@ -434,7 +434,7 @@ def _size(tensor: Tensor) -> int:
 def _place() -> str:
     """Return ``module.function`` of the first frame outside torch, its wrappers and this package.
 
-    Return ``NO_PLACE`` if there is none, which is so if autograd's engine itself calls.
+    Return ``NO_PLACE`` for a call of autograd's engine, which has no such frame.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -129,7 +129,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recording:
-    """Record of one case; all numbers are those of its last step unless noted otherwise.
+    """Record of one case; all numbers are of its last step unless noted otherwise.
 
     Attributes:
         held: memory after the last step.

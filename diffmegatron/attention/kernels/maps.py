@@ -132,7 +132,7 @@ def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         lses: log-sum-exps of the chunks, `[b, s, h]` each.
 
     Raises:
-        ValueError: there are no chunks, or the numbers or shapes of outs and lses differ.
+        ValueError: ``outs`` is empty, or differs from ``lses`` in number or shape.
     """
     out_shapes, lse_shapes = ([list(x.shape) for x in of_chunks] for of_chunks in (outs, lses))
     expected = out_shapes[:1] * len(outs)

@@ -202,7 +202,7 @@ class Variant(Section, ABC):
 
     @property
     def ratio(self) -> int:
-        """Number r of signal heads per noise head; 1 if there are no noise heads."""
+        """Number r of signal heads per noise head; 1 without noise heads."""
         return 1
 
     def check(self) -> None:

@@ -258,7 +258,7 @@ class DiffV1(Variant):
         """Return DiffLlama.
 
         Raises:
-            UserError: lambda_init differs from the paper's, or there is no headwise norm.
+            UserError: lambda_init differs from the paper's, or the headwise norm is off.
         """
         if self.lambda_init.policy != "exponential":
             raise UserError(

@@ -4,7 +4,7 @@ A is the output of softmax attention. Lambda is sigmoid(x W_lambda), where x is 
 
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-There is no headwise norm and no lambda_init. A group is r signal heads, followed by their noise
+V2 has neither a headwise norm nor lambda_init. A group is r signal heads, followed by their noise
 head. All heads of a group share a key-value head. If all signal heads preceded all noise heads, the
 heads of a group would have different key-value heads. The authors use r = 1. Motif-3 uses a larger
 r, and latent attention, which is not implemented here.

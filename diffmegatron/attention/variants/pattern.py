@@ -32,7 +32,7 @@ _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
 class Pattern(Variant):
-    """A list of kinds of attention with the layers of each; no layer has this kind itself.
+    """A list of kinds of attention with the layers of each; it is not the kind of a layer.
 
     A recipe gives the kinds as a list, each with its layers::
 

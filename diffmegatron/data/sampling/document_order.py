@@ -142,7 +142,7 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
     # The hash gives the same values in every version of numpy, which its generator may not. It is
-    # a bijection, so there are no ties and an unstable sort is deterministic.
+    # a bijection, so all keys differ and an unstable sort is deterministic.
     return documents[np.argsort(random_bits(key, documents))]
 
 

@@ -55,7 +55,7 @@ _ERRORS_OF_95 = 1.96
 class LmEval(Suite):
     """Tasks of the installed lm-eval, on local files or files of Hugging Face's hub.
 
-    As in lm-eval, a prompt that is longer than the context loses its beginning.
+    A prompt that is longer than the context loses its beginning, which is how lm-eval cuts it.
     """
 
     name: ClassVar[str] = "lm-eval"

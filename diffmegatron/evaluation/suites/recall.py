@@ -1,7 +1,7 @@
 """Associative recall on real text: the loss at repeated bigrams (Arora et al., 2023, Zoology).
 
-As in table 6 of Ye et al., a token is an AR hit if it ends a bigram that stands earlier in the
-context and is rare in the training corpus.
+A token is an AR hit if it ends a bigram that stands earlier in the context and is rare in the
+training corpus (table 6 of Ye et al.).
 """
 
 from collections.abc import Iterator

@@ -166,7 +166,7 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
 
 
 def _next_calls(calls: Sequence[int]) -> list[int | None]:
-    """Return for each call the position of the next call of its module; None if there is none."""
+    """Return for each call the position of the next call of its module; None after the last."""
     found: list[int | None] = []
     later: dict[int, int] = {}
     for call in range(len(calls) - 1, -1, -1):

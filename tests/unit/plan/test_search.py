@@ -50,6 +50,12 @@ def test_a_search_is_quick():
     assert time.process_time() - started < 5
 
 
+def test_zero_3_of_too_many_layers_is_refused():
+    overrides = ["model.num_layers=10001", "parallel.zero_stage=3"]
+    with pytest.raises(UserError, match=r"model\.num_layers is 10,001; the memory of ZeRO 3"):
+        memory_by_stage(load_recipe(CONFIGS / "quickstart.yaml", overrides), 2)
+
+
 def test_too_few_gpus_are_told_with_what_is_missing_and_what_would_do():
     with pytest.raises(UserError) as error:
         search(load_recipe(LARGE), 1, "H100")

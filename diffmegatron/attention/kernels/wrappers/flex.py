@@ -62,7 +62,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # As in FlexAttention, a shorter last block counts as masked.
+            # FlexAttention counts a shorter last block as masked, so it counts as masked here.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )

@@ -42,9 +42,9 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the gradients of `api.chunk_gradients`, by torch's flash kernels.
 
-    As in torch's own context parallelism, the kernels receive the output and the log-sum-exp of the
-    whole. Each piece of V adds its own rowsum(dO * O) to dS, so that the pieces' gradients of q and
-    k add up.
+    The kernels receive the output and the log-sum-exp of the whole; torch's own context parallelism
+    does the same. Each piece of V adds its own rowsum(dO * O) to dS, so that the pieces' gradients
+    of q and k add up.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
