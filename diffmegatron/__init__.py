@@ -37,8 +37,8 @@ __all__ = [
     "train",
 ]
 
-# Modules are imported at the first use of a name: some import torch, which most commands do not
-# need.
+# Exported name -> module that defines it. A module is imported when one of its names is first used,
+# because some modules import torch, which most commands do not need.
 _MODULES = {
     "Hook": "training.hook",
     "Recipe": "config.schema",
@@ -56,23 +56,23 @@ _MODULES = {
     "train": "api",
 }
 
-# Warnings of libraries that a user can do nothing about. `diffmegatron doctor` reports missing
-# libraries and a missing GPU. They are filtered here because this package is imported before
-# Megatron-core. `python -W default` shows all of them.
+# (message pattern, module pattern) of library warnings that a user cannot act on. The filters are
+# set here because this package is imported before Megatron-core. `python -W default` shows all
+# warnings; `diffmegatron doctor` reports missing libraries and a missing GPU.
 _LIBRARY_WARNINGS = (
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", r"megatron\.core"),
     (r"full scope is deprecated", r"megatron\.core"),
     (r".* set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", r"megatron\.core"),
     (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed"),
     (r"Could not determine (rank|world size) from torch\.distributed", r"megatron\.core"),
-    # A file of Megatron-core that Python compiles at its first import.
+    # Python warns about this when it compiles a file of Megatron-core at the first import.
     (r"invalid escape sequence", r".*megatron"),
     (r"barrier\(\): using the device under current context", r"torch\.distributed"),
 )
 if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
-    # DeepSpeed's import makes torch look for a CUDA compiler, which logs a line without a GPU.
+    # Importing DeepSpeed makes torch look for a CUDA compiler. Without a GPU, torch logs a line.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

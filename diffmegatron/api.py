@@ -1,4 +1,4 @@
-"""The Python functions that combine several packages; docs/python.md describes them.
+"""Public functions that train, export and evaluate from Python; docs/python.md describes them.
 
 torch, Megatron-core and DeepSpeed take seconds to import, so each function imports them only after
 it has checked its arguments.
@@ -31,17 +31,18 @@ def train(
 ) -> bool:
     """Train a recipe on the ranks that the launcher started, or in this process alone.
 
-    Call it in the main thread, because it installs signal handlers while it runs.
+    Call this function in the main thread, because it installs signal handlers while it runs.
 
     Args:
-        recipe: a recipe, or the stages of :func:`load_stages` in their order.
-        hooks: hooks called before training, after every step and after training, and before the
-            hooks of ``register_hook``. Every rank must pass the same hooks.
-        record: receives the number of every step; used by scripts that start ranks.
+        recipe: a recipe, or all stages that :func:`load_stages` returned, in order.
+        hooks: hooks whose methods run before training, after every step and after training. They
+            run before the hooks of ``register_hook``. Every rank must pass the same hooks.
+        record: writer of this rank's last step and exit status, which launch scripts read; None:
+            nothing is written.
 
     Returns:
-        True if the run is finished: trained, saved and evaluated. False if a signal stopped it
-        after a save; the same call then resumes it.
+        True if the run is finished: trained, saved and evaluated. False if a signal stopped the run
+        after a save; the same call then resumes the run.
 
     Raises:
         UserError: the recipe, the data, the layout or a checkpoint do not fit each other, the guard
@@ -62,7 +63,7 @@ def train(
 def export(
     checkpoint: str | PathLike[str], out: str | PathLike[str], *, verify: bool = True
 ) -> "Verified | None":
-    """Write a checkpoint as files that Hugging Face transformers loads.
+    """Convert a checkpoint to a folder that Hugging Face transformers can load.
 
     Args:
         checkpoint: a checkpoint directory, or a ``run_dir`` whose newest checkpoint is exported.
@@ -71,8 +72,8 @@ def export(
             network's.
 
     Returns:
-        The largest difference of logits (``absolute`` and ``relative``), the ``tolerance`` and the
-        ``reason`` for it; None without ``verify``.
+        The largest difference of logits (``absolute`` and ``relative``), the accepted ``tolerance``
+        and the ``reason`` for this tolerance; None without ``verify``.
 
     Raises:
         UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits differ.
@@ -97,14 +98,16 @@ def evaluate(
     settings: Sequence[str] = (),
     **options: Any,
 ) -> Path:
-    """Measure models on suites side by side, and resume an unfinished evaluation in ``out``.
+    """Evaluate one or more models on the same suites, and write a report that compares them.
+
+    If ``out`` holds an unfinished evaluation of the same targets, this function resumes it.
 
     Args:
-        targets: Hugging Face folders, checkpoints, or ``run_dir``s; differences are relative to the
-            first one.
-        suites: names of suites, listed in docs/evaluation.md.
+        targets: models to evaluate: Hugging Face folders, checkpoints, or ``run_dir``s. The report
+            shows the differences between the first model and each other model.
+        suites: names of evaluation suites, listed in docs/evaluation.md.
         out: directory of the results and the report; created if it is missing.
-        settings: ``SUITE.KEY=VALUE``.
+        settings: changed settings of suites, each as ``SUITE.KEY=VALUE``.
         options: fields of :class:`~diffmegatron.evaluation.evaluate_settings.EvaluateSettings`:
             ``data``, ``haystack``, ``data_dir``, ``dtype``, ``device``, ``batch_tokens`` and
             ``engine``.
@@ -113,7 +116,7 @@ def evaluate(
         The path of the report.
 
     Raises:
-        UserError: a target is not a model, a suite does not support a target, data are missing, or
+        UserError: a target is not a model, a suite does not support a target, data is missing, or
             ``out`` holds results of other targets or settings.
     """
     read_launch()

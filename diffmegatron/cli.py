@@ -1,4 +1,4 @@
-"""The command line; each command calls into its package."""
+"""Command line of diffmegatron; each command calls the subpackage that implements it."""
 
 import logging
 import os
@@ -102,8 +102,8 @@ def plan(
 ) -> None:
     """Estimate memory, traffic and step time of a recipe.
 
-    No GPU is needed. With --search, rank the layouts of a number of GPUs instead; with --rehearse,
-    run one small on the CPU.
+    No GPU is needed. With --search, rank the layouts of a number of GPUs instead. With --rehearse,
+    train a shrunk model for two steps on CPU ranks instead.
     """
     from diffmegatron import plan as planning
     from diffmegatron.config.load import load_stages
@@ -182,19 +182,19 @@ def prepare(
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train a recipe, alone or under torchrun.
+    """Train a recipe, in one process or under torchrun.
 
     A run resumes from the newest checkpoint in run_dir.
 
     Exit status 0: the run is finished, saved and evaluated.
 
-    75: a signal or the job's time limit stopped it after a save; start it again to resume.
+    75: a signal or the job's time limit stopped the run after a save; start it again to resume.
 
-    2: a mistake in the input, a run stopped by the guard, or a failed last save.
+    2: the input has a mistake, the guard stopped the run, or the last save failed.
 
-    69: some ranks did not arrive; another start may succeed.
+    69: some ranks did not connect; another start may succeed.
 
-    1: a crash, or a hang that the watchdog ended.
+    1: the run crashed, or the watchdog ended a run that hung.
     """
     from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
@@ -203,8 +203,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     with RankRecord.of_environment() as record, stopping_at_once(record):
         stages = load_stages(config, overrides or [])
-        # torch, Megatron-core and DeepSpeed take seconds, so a mistyped key is reported before
-        # them.
+        # The recipe is loaded before torch, Megatron-core and DeepSpeed, whose imports take
+        # seconds, so a mistyped key is reported at once.
         if not api.train(stages, record=record):
             raise typer.Exit(EXIT_STOPPED)
 
@@ -243,12 +243,12 @@ def import_(
     ] = 1,
     verify: Annotated[bool, typer.Option(help="Compare logits with those of transformers")] = True,
 ) -> None:
-    """Import a Hugging Face model as a run to start from.
+    """Import a Hugging Face model as a checkpoint from which runs can start.
 
-    The logits of both are compared.
+    The logits of the Hugging Face model and of the imported network are compared.
 
-    To train from it, write a recipe with "extends: OUT/recipe.yaml", its own run_dir and data, and
-    checkpoint.start_from: OUT.
+    To train the imported network, write a recipe with "extends: OUT/recipe.yaml", its own run_dir
+    and data, and checkpoint.start_from: OUT.
 
     Example: diffmegatron import SmolLM2-135M runs/smollm2
     """

@@ -1,4 +1,4 @@
-"""Options of a command that are the fields of a settings class."""
+"""Turn the fields of a settings dataclass into the options of a typer command."""
 
 import inspect
 from collections.abc import Callable
@@ -8,9 +8,12 @@ from typing import Any, get_type_hints
 
 
 def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option per field of a dataclass, in place of its parameter ``settings``.
+    """Return a decorator that replaces a command's parameter ``settings`` by one option per field.
 
-    The type of a field is ``Annotated`` with its ``typer.Option``.
+    The decorated command still receives one instance of ``kind`` as ``settings``.
+
+    Args:
+        kind: dataclass; the type of each field is ``Annotated`` with a ``typer.Option``.
     """
     types = get_type_hints(kind, include_extras=True)
     options = [

@@ -15,7 +15,7 @@ from rich.text import Text
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting import find_accelerator
 
-# Names of distributions, and the purpose of each.
+# PyPI name of each library -> what the library is used for.
 REQUIRED = {
     "torch": "tensors, process groups",
     "megatron-core": "layers, tensor and pipeline parallelism",
@@ -48,7 +48,7 @@ LAUNCH_VARIABLES = (
     "NCCL_DEBUG",
     "NCCL_SOCKET_IFNAME",
 )
-# Head dimension of the recipes at scale; the choice of kernels depends on it.
+# Head dimension of the shipped large recipes. The choice of attention kernels depends on it.
 HEAD_DIM = 128
 # Compute capability of Ampere, the first generation with bf16.
 BF16_CAPABILITY = (8, 0)
@@ -56,7 +56,13 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report."""
+    """One row of the report.
+
+    Attributes:
+        name: package, device or setting that was examined.
+        value: what was found, such as a version.
+        note: purpose of a package, or reason for the value; empty: none.
+    """
 
     name: str
     value: str
@@ -65,7 +71,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings by section, and one sentence for each thing that recipes at scale lack."""
+    """Findings about this machine.
+
+    Attributes:
+        sections: title of each table, and its rows.
+        missing: one sentence for each package, GPU capability or tokenizer file that is missing or
+            cannot be used.
+    """
 
     sections: Mapping[str, tuple[Finding, ...]]
     missing: tuple[str, ...]
@@ -77,7 +89,7 @@ def run() -> None:
 
 
 def examine() -> Report:
-    """Examine this machine without downloading or starting anything."""
+    """Examine this machine; nothing is downloaded or started."""
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     gpus = _gpus()
     layers, layers_problem = _layer_host()
@@ -137,7 +149,12 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Return the library of the layers with the reason, and why Transformer Engine cannot load."""
+    """Return the library that implements the layers, and any problem with Transformer Engine.
+
+    Returns:
+        The chosen library with the reason; and one sentence if Transformer Engine is installed but
+        cannot be imported, otherwise an empty tuple.
+    """
     if find_spec("transformer_engine") is None:
         return Finding("layers", "local", "transformer-engine is not installed"), ()
     try:

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """A mistake in the input: a recipe, a path, a file, a layout.
+    """A mistake in the user's input, such as a recipe, a path, a file or a layout.
 
     The message is one sentence that names the thing, its value and a correct value. The command
     line prints it without a traceback and exits with ``exit_status``.
@@ -14,14 +14,17 @@ class UserError(ValueError):
 class MachineError(UserError):
     """A temporary failure, such as a missing rank; the same command may succeed later.
 
-    Launch scripts restart the job on this exit status (EX_UNAVAILABLE of sysexits.h).
+    Launch scripts restart a job that ended with this exit status (EX_UNAVAILABLE of sysexits.h).
     """
 
     exit_status = 69
 
 
 class UnfitNodeError(MachineError):
-    """This machine cannot take part in the run, others can (EX_OSERR of sysexits.h)."""
+    """A failure of this machine only; the other machines can run the job.
+
+    The exit status is EX_OSERR of sysexits.h.
+    """
 
     exit_status = 71
 

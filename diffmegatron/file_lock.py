@@ -27,16 +27,17 @@ _POLL_SECONDS = 0.2
 class FileLock:
     """A context that only one process at a time can enter for the same file.
 
-    The lock is advisory (flock). The kernel releases it with the process, so a file that a crash
-    left behind never blocks a restart. A file system without locks causes a warning only.
+    The lock is advisory (flock). The kernel releases it when the process ends, so a lock file that
+    a crash left behind never blocks a restart. On a file system that does not support locks, the
+    context is entered without a lock, and a warning is logged.
 
     Args:
-        path: lock file; it is created, with its folder, and removed on exit. The folder is removed
+        path: lock file. It is created, with its folder, and removed on exit. The folder is removed
             too if it was created here and is empty.
-        place: name of the locked thing in messages, such as ``run_dir runs/quickstart``.
+        place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
         advice: alternative for the user in messages, such as ``give another run_dir``.
-        patience: seconds to wait for another process; a wait that is neither 0 nor infinite is
-            announced on standard error.
+        patience: seconds to wait until another process releases the lock. The start of a finite
+            wait is announced on standard error; an infinite wait is silent.
 
     Raises:
         UserError: the file cannot be created or written, or another process keeps the lock.
@@ -65,7 +66,7 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # The folder is not empty, or the file was removed with it.
-            # If the folder was moved, the file at this path is the lock of another process.
+            # If the folder was moved, the file at this path may be the lock of another process.
             if self._is_in_place():
                 self._path.unlink()
                 if self._made:

@@ -1,7 +1,8 @@
-"""Read files that may be damaged, within limits, and write files that must be whole.
+"""Read files that may be damaged, and write files atomically.
 
 Any file of a run may have been truncated, overwritten or replaced. All small files (JSON, YAML) are
-read by this module, which enforces the limits on their size, type and nesting.
+read by this module, which refuses a file that is too large, is not a regular file, or nests its
+JSON too deeply.
 """
 
 import errno
@@ -16,14 +17,15 @@ from typing import Any, BinaryIO, Self
 
 from diffmegatron.errors import UserError
 
-# No file of ours comes near this size: the manifest of a run on 10,000 ranks has 1.5 MB.
+# Limit in bytes (256 MiB), far above the small files of this package: the manifest of a checkpoint
+# of 10,000 ranks has 1.5 MB.
 MAX_BYTES = 1 << 28
 _PIECE = 1 << 20
 _SHOWN = 200
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file; links are followed.
+    """Return the content of a regular file; symbolic links are followed.
 
     Args:
         path: file to read.
@@ -34,7 +36,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             is larger than ``max_bytes``, or cannot be read.
     """
     with open_file(path) as stream:
-        # Read in pieces, because read(n) allocates n bytes before it reads any of them.
+        # Read in pieces, because read(n) allocates n bytes before it reads the first byte.
         pieces, left = [], max_bytes + 1
         try:
             while piece := stream.read(min(left, _PIECE)):
@@ -49,7 +51,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file of any size for reading; links are followed.
+    """Open a regular file of any size for reading; symbolic links are followed.
 
     Args:
         path: file to open.
@@ -93,13 +95,13 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
 
     Args:
         path: file to read.
-        schema: type that pydantic checks the content against, such as a model or ``dict[str,
+        schema: type against which pydantic checks the content, such as a model or ``dict[str,
             int]``.
         max_bytes: a larger file is refused without being read.
 
     Raises:
-        UserError: the file cannot be read, or does not fit the schema; the message contains
-            ``cannot be used`` and the place of the error within the file.
+        UserError: the file cannot be read, or its content does not fit the schema. In the second
+            case the message contains ``cannot be used`` and the place of the error in the file.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), schema, shown(path))
 
@@ -107,11 +109,16 @@ def read_json(path: Path, schema: Any, *, max_bytes: int = MAX_BYTES) -> Any:
 def parse_json(content: bytes | str, schema: Any, name: str) -> Any:
     """Parse JSON as a pydantic model, dataclass or typed collection.
 
-    pydantic's parser limits nesting and the length of integers; Python's own raises a
-    ``RecursionError`` on deep nesting.
+    pydantic's parser is used because it limits nesting and the length of integers. The parser of
+    Python's ``json`` raises a ``RecursionError`` on deep nesting.
+
+    Args:
+        content: JSON text.
+        schema: type against which pydantic checks the content.
+        name: name of the content in the error message, such as a path.
 
     Raises:
-        UserError: the content does not fit the schema; the message calls it ``name``.
+        UserError: the content does not fit the schema.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -130,15 +137,15 @@ def create_file(path: Path) -> BinaryIO:
     """Create or truncate a regular file, and open it for writing.
 
     Raises:
-        OSError: the file cannot be opened; opening a FIFO without a reader raises instead of
-            blocking.
+        OSError: the file cannot be opened. A FIFO without a reader also raises, instead of blocking
+            this process.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file atomically: write and sync a temporary file, then rename it.
+    """Write a file atomically: write and sync a temporary file, then rename it to ``path``.
 
     Raises:
         OSError: the file cannot be written; its previous content is unchanged.
@@ -163,10 +170,11 @@ def write_durably(path: Path, content: bytes) -> None:
 class HeldFolder:
     """A context that keeps a folder open, to detect that another folder has replaced it.
 
-    The inode number of a removed folder can be reused unless a process keeps the folder open.
+    Folders are compared by inode number. The number of a removed folder can be reused unless a
+    process keeps the folder open.
 
     Args:
-        path: folder to open; links are followed.
+        path: folder to open; symbolic links are followed.
 
     Raises:
         OSError: on entering, if the folder cannot be opened.
@@ -183,7 +191,11 @@ class HeldFolder:
         os.close(self._descriptor)
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to the folder; True if the file system fails."""
+        """Return whether the path still leads to the folder that was opened.
+
+        If the file system fails with another error, such as EIO, the answer is unknown; True is
+        returned.
+        """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except OSError as error:
@@ -199,7 +211,7 @@ def write_picture(path: Path, figure: Any, dpi: int = 130) -> None:
 
 
 def check_replaceable(*paths: Path) -> None:
-    """Refuse to replace anything but a regular file: a rename would remove a FIFO or device.
+    """Refuse to replace a path that is not a regular file: a rename would remove a FIFO or device.
 
     Raises:
         OSError: one of the paths exists and is not a regular file, or cannot be examined.
@@ -214,7 +226,7 @@ def check_replaceable(*paths: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within a folder survive a power cut."""
+    """Sync a folder to the disk, so that the renames in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,12 +235,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """Return a path for a message: shortened, and with undecodable bytes escaped."""
+    """Return a path as text for a message: shortened, and with undecodable bytes escaped."""
     return clipped(str(path).encode(errors="backslashreplace").decode())
 
 
 def check_utf8(*paths: Path) -> None:
-    """Refuse a name that is not UTF-8, which safetensors and JSON cannot hold."""
+    """Refuse a path that is not UTF-8, because safetensors and JSON cannot store it."""
     for path in paths:
         try:
             str(path).encode()
@@ -246,7 +258,10 @@ def printable(path: str | Path) -> str:
 
 
 def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
-    """Return for each path its shortest suffix that no other path has, or the whole path."""
+    """Return the shortest ending of each path that no other path has, or the whole path.
+
+    For ``runs/a/hf`` and ``runs/b/hf`` the endings are ``a/hf`` and ``b/hf``.
+    """
     every = Counter(end for path in paths for end in _ends(path))
     return [
         str(PurePath(*next((end for end in _ends(path) if every[end] == 1), path.parts)))
@@ -255,18 +270,18 @@ def shortest_ends(paths: Sequence[PurePath]) -> list[str]:
 
 
 def _ends(path: PurePath) -> list[tuple[str, ...]]:
-    """Return all suffixes of a path, the shortest first."""
+    """Return all endings of a path as tuples of its components, the shortest ending first."""
     return [path.parts[-length:] for length in range(1, len(path.parts) + 1)]
 
 
 def clipped(text: str) -> str:
-    """Return text for a message: on one line, and with its middle left out if it is too long."""
+    """Return text for a message: on one line, and with its middle omitted if it is too long."""
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return line if len(line) <= _SHOWN else f"{line[:120]}...{line[-60:]}"
 
 
 def reason(error: Exception) -> str:
-    """Return the operating system's reason for an error, without error number and path."""
+    """Return the operating system's text for an error, without the error number and the path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,8 +1,8 @@
-"""Import the user's own code, such as a kind of attention or a hook, once and only on request.
+"""Import user-defined code, such as a kind of attention or a hook, once and only on request.
 
-``--import`` and the key ``imports`` of a recipe request an import. A checkpoint and a ``run_dir``
-record the imports of their run but do not request them, so that reading somebody else's run never
-executes their code.
+The option ``--import`` and the key ``imports`` of a recipe request an import. A checkpoint and a
+``run_dir`` record the imports of their run. A recorded import is not a request, so that reading a
+run of somebody else never executes that person's code.
 """
 
 import os
@@ -19,16 +19,23 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, read_text, shown
 
 IMPORTS = "DIFFMEGATRON_IMPORTS"
-"""Environment variable with the names given to ``--import``; child processes inherit it."""
+"""Environment variable with the names passed to ``--import``, separated by ``os.pathsep``.
+
+Child processes inherit the variable.
+"""
 KEY = "imports"
+"""Key of a recipe with the list of files and modules to import."""
 
 
 class NotImportedError(UserError):
-    """A recorded run needs code that was not requested in this process."""
+    """A recorded run needs user-defined code whose import this process did not request."""
 
 
 def import_requested(names: Iterable[str]) -> None:
-    """Import the code named by ``--import`` in this process and in its child processes.
+    """Import the code named by ``--import`` in this process and, later, in its child processes.
+
+    Args:
+        names: files or modules.
 
     Raises:
         UserError: the code cannot be read, or raises an error.
@@ -41,23 +48,23 @@ def import_requested(names: Iterable[str]) -> None:
 
 
 def requested_imports() -> list[str]:
-    """Return the names given to ``--import`` here or in the process that started this one."""
+    """Return the names passed to ``--import`` in this process or in its parent process."""
     return [name for name in os.environ.get(IMPORTS, "").split(os.pathsep) if name]
 
 
 def import_environment() -> dict[str, str]:
-    """Return the environment variables that make a job import the same code."""
+    """Return the environment variables that make a job import the same code as this process."""
     return {IMPORTS: os.environ[IMPORTS]} if requested_imports() else {}
 
 
 def absolute(name: str) -> str:
-    """Make the name of a file absolute; return the name of a module unchanged."""
+    """Return the absolute path of a file; return the name of a module unchanged."""
     is_file = name.endswith(".py") or os.sep in name
     return str(Path(name).absolute()) if is_file else name
 
 
 def import_code(name: str) -> None:
-    """Import a Python file or a module, unless it is imported already.
+    """Import a Python file or a module that is not imported yet.
 
     Args:
         name: result of :func:`absolute`; a name that ends with ``.py`` or contains a slash is a
@@ -72,7 +79,7 @@ def import_code(name: str) -> None:
     if module == name:
         _run(name, lambda: import_module(name))
         return
-    read_text(Path(name))  # Refuses a FIFO, on which Python's import would block.
+    read_text(Path(name))  # This refuses a FIFO, on which Python's import would block.
     spec = spec_from_file_location(module, name)
     if spec is None or spec.loader is None:
         raise UserError(f"{shown(Path(name))} is not a Python file; give one that ends with .py")
@@ -86,12 +93,15 @@ def import_code(name: str) -> None:
 
 
 def is_imported(name: str) -> bool:
-    """Return whether the code of this name is imported in this process."""
+    """Return whether a file or module is imported in this process."""
     return module_name(name) in sys.modules
 
 
 def module_name(name: str) -> str:
-    """Return the key in ``sys.modules``; a hash distinguishes files of the same name."""
+    """Return the key of a file or module in ``sys.modules``.
+
+    The key of a file contains a hash of its path, which distinguishes files of the same name.
+    """
     if absolute(name) == name and os.sep not in name:
         return name
     path = Path(absolute(name))
@@ -100,9 +110,10 @@ def module_name(name: str) -> str:
 
 
 def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Import the code that a recipe names, and return the recipe's values with all its imports.
+    """Import the code that a recipe names, and return the values of the recipe with all imports.
 
-    The imports of the command line are added to the recipe's, so that checkpoints record them.
+    The imports of the command line are added to the key ``imports``, so that checkpoints record
+    them too.
     """
     own = values.get(KEY) or []
     if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
@@ -114,14 +125,14 @@ def import_recipe_code(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_imported(values: Mapping[str, Any], place: str) -> None:
-    """Refuse the recipe of a recorded run whose code is not imported in this process.
+    """Refuse a recorded run if its recipe names code that is not imported in this process.
 
     Args:
         values: values of the recipe.
-        place: file of the recipe, for the message.
+        place: path of the recipe for the error message.
 
     Raises:
-        NotImportedError: some code is not imported; the message gives the option that imports it.
+        NotImportedError: some code is not imported; the message shows the option that imports it.
     """
     names = values.get(KEY)
     for name in names if isinstance(names, list) else []:

@@ -1,7 +1,8 @@
-"""The base class of the sections of a recipe, and the types of their values.
+"""Base class of the sections of a recipe, and the types of their values.
 
-The bounds are far above any real run. Within them every product of sizes is a finite number, every
-count and seed fits in 64 bits, and file systems accept every name.
+The upper bounds of sizes, counts and names are far above those of any real run. They ensure that
+every product of sizes is a finite number, every count and seed fits in 64 bits, and file systems
+accept every name.
 """
 
 import math
@@ -13,20 +14,21 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**62
-# Endings such as ".cache" or ".rejects.jsonl" are appended to names, which may have 255 bytes.
+# File systems accept names of 255 bytes. The limit is lower, because endings such as ".cache" or
+# ".rejects.jsonl" are appended to a name.
 _NAME_BYTES = 200
 _PATH_BYTES = 512
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Section(BaseModel):
-    """Base of the typed, immutable sections of a recipe; unknown keys are errors."""
+    """Base class of the typed, immutable sections of a recipe; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _check_path(text: str) -> str:
-    """Refuse text that cannot be the name of a file."""
+    """Return a path unchanged; refuse text that file systems do not accept as a path."""
     problem = None
     if not text:
         problem = "it is empty; give a path"
@@ -48,9 +50,9 @@ def divisors(number: int) -> list[int]:
 
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-"""Size of a tensor's dimension, or a number of things held at once."""
+"""Size of a tensor's dimension, or number of objects that exist at the same time."""
 SizeOrZero = Annotated[int, Field(ge=0, le=MAX_SIZE)]
-"""Size that may be 0."""
+"""Size that may also be 0."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """Number of steps or tokens of a run."""
 Ranks = Annotated[int, Field(ge=1, le=4096)]

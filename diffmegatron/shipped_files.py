@@ -1,4 +1,4 @@
-"""The recipes and scripts of the repository's ``configs/`` and ``launch/``."""
+"""Location of the recipes and launch scripts that come with this package."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,9 +7,10 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_folder(name: Literal["configs", "launch"]) -> Path:
-    """Return the folder of the shipped recipes or scripts.
+    """Return the folder of the shipped recipes or launch scripts.
 
-    A wheel puts it into the package. In a checkout it is beside the package.
+    In an installed wheel the folder lies inside the package. In a git checkout it lies beside the
+    package.
     """
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

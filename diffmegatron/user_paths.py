@@ -1,7 +1,7 @@
-"""Turn errors of the operating system about paths on the command line into one sentence.
+"""Turn operating-system errors about paths on the command line into one sentence.
 
-Readers and writers of files report an error themselves where they can add information. The
-remaining errors reach this module, in every command.
+Functions that read or write files report an error themselves where they can add information. Every
+command passes the remaining errors to this module.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import check_utf8, reason, shown
 
-# Errors that a wrong path causes; the others, such as a full disk, are the machine's.
+# Errors caused by a wrong path. All other errors, such as a full disk, are failures of the machine.
 _MISTAKES = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
@@ -33,8 +33,9 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         words: words of the command line.
 
     Raises:
-        UserError: an ``OSError`` or ``UnicodeError`` was raised for such a path.
-        MachineError: the same command may succeed later, for instance when the disk is full.
+        UserError: a path among ``words`` is wrong, for instance missing or not readable.
+        MachineError: a path among ``words`` failed for another reason, such as a full disk; the
+            same command may succeed later.
     """
     try:
         yield
@@ -57,14 +58,18 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
 
 
 def escape_undecodable_output() -> None:
-    """Escape undecodable bytes of file names on standard output, as on standard error."""
+    """Make standard output escape undecodable bytes of file names, as standard error does."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
 
 
 def _is_named(path: object, words: Sequence[str]) -> bool:
-    """Return whether a path equals, extends (PREFIX.bin) or contains a path in ``words``."""
+    """Return whether ``path`` belongs to a path on the command line.
+
+    It does if it begins with a path in ``words`` (``PREFIX.bin`` belongs to ``PREFIX``), or if it
+    is a parent folder of one. A word ``KEY=VALUE`` also counts as the path ``VALUE``.
+    """
     if not isinstance(path, str | bytes | os.PathLike):
         return False
     whole = Path(os.fsdecode(path)).absolute()

@@ -1,4 +1,4 @@
-"""Check values that a user wrote against a pydantic model, and report the first mistake."""
+"""Check values from the user against a pydantic model, and report the first mistake."""
 
 import difflib
 from collections.abc import Collection
@@ -13,12 +13,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(schema: type[Model], values: Any, name: str) -> Model:
-    """Return values as an instance of a pydantic model.
+    """Check values, and return them as an instance of a pydantic model.
 
     Args:
-        schema: the model.
+        schema: the pydantic model.
         values: usually a dictionary.
-        name: name of the values at the beginning of the message, such as a file.
+        name: source of the values, such as a file, with which the error message begins.
 
     Raises:
         UserError: a key is unknown or missing, or a value does not fit.
@@ -32,7 +32,8 @@ def validated(schema: type[Model], values: Any, name: str) -> Model:
 def first_error(error: ValidationError) -> Any:
     """Return the error to report: an unknown key if there is one, otherwise the first error.
 
-    A mistyped key also causes an error about a missing key, which the user would not understand.
+    A mistyped key causes two errors: the unknown key, and the missing key that the user meant. The
+    second one alone would not show the user the mistake.
     """
     errors = error.errors(include_url=False)
     return min(errors, key=lambda each: each["type"] != "extra_forbidden")
@@ -43,7 +44,7 @@ def describe(error: Any, known_keys: Collection[str]) -> str:
 
     Args:
         error: result of :func:`first_error`.
-        known_keys: valid keys of the section that the error is in.
+        known_keys: valid keys of the section that contains the error.
     """
     key = clipped(".".join(map(str, error["loc"]))) or "the content"
     if error["type"] == "extra_forbidden":
