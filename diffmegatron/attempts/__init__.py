@@ -1,1 +1,1 @@
-"""Attempts (starts) of a job: the ends of their ranks, the decision after them, and the ledger."""
+"""Attempts (starts of a job): how each rank ended, the decision to requeue, and the ledger."""

@@ -1,7 +1,8 @@
-"""Decide from the ends of its ranks whether a job is requeued or ended.
+"""Decide after an attempt (one start of a job) whether the job is requeued or ends.
 
-The exit status of srun is not used. It is the status of only one rank, and srun kills the others
-as soon as one has failed.
+The decision uses the exit status, reason, host and time that each rank recorded
+(:class:`~diffmegatron.attempts.ends.End`). The exit status of srun is not used, because it is the
+status of only one rank, and srun kills the other ranks as soon as one has failed.
 """
 
 import signal
@@ -12,16 +13,16 @@ from enum import StrEnum
 from diffmegatron.attempts.ends import EXIT_STOPPED, NOT_BEGUN, End
 from diffmegatron.errors import MachineError, UnfitNodeError, UserError
 
-# The exit status of a process that a signal ended is this plus the signal's number.
+# A process that signal N killed has the exit status 128 + N.
 _SIGNAL = 128
-# Users, Slurm and srun send these signals to stop a rank. Before a rank has installed its handlers
-# they end it with these statuses, which are not faults.
+# Users, Slurm and srun send these signals to stop a rank. A rank that has not yet installed its
+# signal handlers ends with one of these statuses, which are not faults.
 _STOP_STATUSES = {_SIGNAL + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 _SHOWN_RANKS = 8
 
 
 class Cause(StrEnum):
-    """The cause of an attempt's end, which determines how the job continues."""
+    """Cause of an attempt's end, which determines how the job continues."""
 
     FINISHED = "finished"
     """All steps are done. The job ends."""
@@ -30,19 +31,22 @@ class Cause(StrEnum):
     STOPPED = "stopped"
     """A signal or the time limit stopped the ranks. The job is requeued."""
     FAULT = "fault"
-    """A rank crashed, hung or did not arrive. The job is requeued, and the fault is counted."""
+    """A rank crashed, hung or did not connect. The job is requeued, and the fault is counted."""
     LOST = "lost"
-    """The job ended before its ranks (node failure, preemption, scancel). This is not counted."""
+    """The job was killed while ranks still ran (node failure, preemption, scancel).
+
+    This does not count as a fault.
+    """
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about an ended attempt.
+    """Decision about an ended attempt.
 
     Attributes:
         cause: cause of the end.
-        reason: one sentence.
-        hosts: hosts of the ranks that caused a fault; empty: unknown.
+        reason: one sentence about the cause, for the user.
+        hosts: hosts of the ranks that caused a fault; empty if unknown.
         unfit: hosts among ``hosts`` that failed the preflight checks.
     """
 
@@ -55,26 +59,29 @@ class Decision:
 def decide(
     ends: Mapping[int, End], ranks: int, host_of: Callable[[int], str], *, was_killed: bool = False
 ) -> Decision:
-    """Decide about an ended attempt.
+    """Return the cause of an attempt's end, and the hosts that caused a fault.
 
     The first rule that applies decides:
 
-    1. A rank that ended with a mistake makes the attempt a mistake.
-    2. A rank with status 75 either saved together with all others, so that later failures do not
-       matter, or had nothing to save, which counts only if no other rank crashed.
-    3. A rank on an unfit node is a fault.
-    4. If the job was killed, missing ends are not faults, because ranks fail when their peers are
-       lost. Only a rank that a signal killed is a fault.
-    5. Any other failed rank, or a rank without an end, is a fault.
-    6. Ranks that a stop signal ended before they could save were stopped.
+    1. If a rank ended with a mistake in the user's input, the cause is a mistake.
+    2. If a rank has exit status 75 and has saved, the attempt was stopped. All ranks save together,
+       so failures after the save do not matter. A rank with status 75 that had nothing to save has
+       the same effect, but only if no other rank crashed.
+    3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
+    4. If the job was killed and some ranks recorded no end, the attempt is lost. The recorded
+       failures are ignored, because ranks fail when their peers are killed, except a rank that a
+       signal killed: it is a fault by rule 5.
+    5. If any other rank failed, or recorded no end, the cause is a fault.
+    6. If a stop signal ended ranks before they could save, the attempt was stopped.
+    7. Otherwise all ranks ended with status 0, and the job is finished.
 
     Args:
-        ends: ends by rank; a rank without a record is missing.
+        ends: recorded end of each rank; a rank that recorded no end is absent.
         ranks: number of ranks.
-        host_of: function that returns the host of a rank without an end.
-        was_killed: whether the job ended before its ranks.
+        host_of: function that returns the host of a rank; used for ranks that recorded no end.
+        was_killed: whether the job was killed before all ranks had ended.
     """
-    if was_killed:  # some shells outlive their killed ranks and record the kill
+    if was_killed:  # Some shells outlive their killed ranks and record the SIGKILL of the job.
         ends = _select(ends, lambda end: end.status != _SIGNAL + signal.SIGKILL)
     mistakes = _select(ends, lambda end: end.status == UserError.exit_status)
     if mistakes:
@@ -82,7 +89,7 @@ def decide(
     stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
     saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
     crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # When a rank is killed, srun stops the others, including those that have not begun.
+    # When a rank crashes, srun stops the other ranks, including ranks that have nothing to save.
     if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")
@@ -94,12 +101,13 @@ def decide(
     absent = tuple(sorted({host_of(rank) for rank in missing} - {""}))
     failed = _select(ends, lambda end: end.status not in {0, EXIT_STOPPED, *_STOP_STATUSES})
     if was_killed and missing and not _select(failed, lambda end: end.status > _SIGNAL):
-        # If ranks on other nodes failed, a node died and ended the job.
+        # If recorded ranks failed too, the node of the missing ranks died and so ended the job.
         reason = f"the job ended before {_list_ranks(missing)}"
         return Decision(Cause.LOST, reason, absent if failed and 2 * len(missing) <= ranks else ())
     unmet = _select(failed, lambda end: end.status == MachineError.exit_status)
     if unmet and unmet == failed:
-        # The ranks that report this had arrived. The missing ranks left no end.
+        # All failed ranks waited for ranks that did not connect. The missing ranks, which recorded
+        # no end, are to blame.
         hosts = absent if 2 * len(missing) <= ranks else ()
         return Decision(Cause.FAULT, _first_reason(unmet, ""), hosts)
     if failed:
@@ -123,10 +131,18 @@ def decide(
 
 
 def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
-    """Return whether the failed ranks failed only because other ranks, without an end, were lost.
+    """Return whether the failed ranks failed only because they waited for the missing ranks.
 
-    Either the watchdog ended all of them (it does not run in a frozen rank), or they raised errors
-    on hosts that had no missing rank.
+    A missing rank is one that recorded no end. The answer is True in two cases, if no signal killed
+    a failed rank:
+
+    - The watchdog ended all failed ranks. The watchdog of a frozen rank does not run, so the frozen
+      rank is among the missing ranks.
+    - The failed ranks ran on hosts that had no missing rank.
+
+    Args:
+        failed: ends of the failed ranks.
+        absent: hosts of the missing ranks.
     """
     if any(end.status > _SIGNAL for end in failed.values()):
         return False
@@ -135,10 +151,11 @@ def _only_waited(failed: Mapping[int, End], absent: set[str]) -> bool:
 
 
 def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
-    """Blame the rank that failed first, because its end made the others fail.
+    """Return a fault that blames the rank that failed first, because it made the others fail.
 
-    A rank that a signal killed (by the kernel out of memory, or SIGSEGV) precedes a rank without an
-    error message, which the watchdog ended, and that precedes a rank that raised an error.
+    The ranks are ordered by the kind of failure, and within a kind by time: first the ranks that a
+    signal killed (SIGSEGV, or SIGKILL by the kernel out of memory), then the ranks without an error
+    message, which the watchdog ended, then the ranks that raised an error.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -151,7 +168,7 @@ def _fault(failed: Mapping[int, End], ranks: int) -> Decision:
     if kind == 2:
         alike = [first]
     hosts = _hosts({rank: failed[rank] for rank in alike})
-    # If most ranks ended in the same way, all of them waited for something, and none is to blame.
+    # If most ranks failed in the same way, they all waited for the same event. No host is blamed.
     blamed = hosts if 2 * len(alike) <= ranks or ranks == 1 else ()
     reason = _first_reason({first: failed[first]}, _describe_status(failed[first]))
     return Decision(Cause.FAULT, reason, blamed)
@@ -174,7 +191,10 @@ def _hosts(ends: Mapping[int, End]) -> tuple[str, ...]:
 
 
 def _first_reason(ends: Mapping[int, End], default: str) -> str:
-    """Return the reason of the first rank that has one, with the rank and its host."""
+    """Return the first recorded reason, with its rank and host.
+
+    If no rank recorded a reason, the first rank is returned with the reason ``default``.
+    """
     rank = next((rank for rank, end in ends.items() if end.reason), next(iter(ends)))
     end = ends[rank]
     host = f" on {end.host}" if end.host else ""

@@ -1,8 +1,8 @@
-"""The ends of an attempt's ranks: one small file per rank in the attempt's directory.
+"""Records of how the ranks of an attempt ended: one JSON file per rank in the attempt's directory.
 
-A rank writes its own file. If it cannot (after SIGKILL, or when the watchdog ends it), the shell
-around it writes only the status (``slurm.sh``). A rank without a file was killed together with its
-shell or its node.
+An attempt is one start of a job. A rank writes its own file when it ends. If the rank cannot (after
+SIGKILL, or when the watchdog ends it), the shell in ``slurm.sh`` that started the rank writes a
+file with only the exit status. A rank without a file was killed together with its shell or node.
 """
 
 import logging
@@ -26,28 +26,29 @@ from diffmegatron.section import Section
 log = logging.getLogger(__name__)
 
 ATTEMPT = "DIFFMEGATRON_ATTEMPT"
-"""Environment variable with the directory of the rank's attempt."""
+"""Environment variable with the directory of the current attempt."""
 HEARTBEAT = "heartbeat.json"
 EXIT_STOPPED = 75
 """Exit status of a stopped run that has saved and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"
-"""Last words of the reason of a rank that was stopped when there was nothing to save."""
+"""Last words of :attr:`End.reason` of a rank that was stopped when there was nothing to save."""
 _END_NAME = re.compile(r"rank_(\d{5,7})\.json(\.tmp)?")
-# Steps may take milliseconds. A longer interval limits the load on the file server.
+# Minimum seconds between two heartbeats. Steps may take milliseconds, and a write for each step
+# would load the file server.
 _HEARTBEAT_SECONDS = 5.0
-# Number of reports before a rank can count as a straggler.
+# A rank counts as a straggler only after this number of reports.
 _MIN_REPORTS = 10
 
 
 class End(Section):
-    """The end of one rank.
+    """Record of how one rank ended.
 
     Attributes:
-        status: exit status; 128 + N: killed by signal N.
+        status: exit status; 128 + N if signal N killed the rank.
         reason: one sentence; empty after success, or if the rank could not write it.
-        step: last step reached; None: no step, or unknown.
+        step: last step that the rank reached; None: no step, or unknown.
         host: host name of the rank.
-        time: seconds since 1970 by the host's clock.
+        time: time of the end in seconds since 1970, by the host's clock.
     """
 
     status: int
@@ -58,15 +59,17 @@ class End(Section):
 
 
 class Heartbeat(Section):
-    """The last position that rank 0 wrote.
+    """Training progress that rank 0 writes every few seconds.
+
+    A report compares the time that each rank spent on its own work since the previous report.
 
     Attributes:
         time: time of writing in seconds since 1970.
         step: last step reached.
         run_dir: folder of the run, or of the current stage.
         first_step: step at which the attempt began this run or stage.
-        reports: number of reports on the ranks' working time.
-        slow: number of reports in which each rank was much slower than most.
+        reports: number of reports in this attempt.
+        slow: rank -> number of reports in which the rank was much slower than most ranks.
     """
 
     time: float
@@ -78,14 +81,14 @@ class Heartbeat(Section):
 
     @property
     def stragglers(self) -> list[int]:
-        """Ranks that were slow in most of the reports."""
+        """Ranks that were slow in more than half of the reports."""
         if self.reports < _MIN_REPORTS:
             return []
         return [rank for rank, count in self.slow.items() if 2 * count > self.reports]
 
 
 class RankRecord:
-    """The writer of a rank's heartbeat and end, used as a context around everything the rank does.
+    """Writer of a rank's heartbeat and end, used as a context around all work of the rank.
 
     Args:
         folder: directory of the attempt; None: nothing is written.
@@ -107,7 +110,12 @@ class RankRecord:
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
     def set_step(self, step: int, run_dir: str) -> None:
-        """Record that the run has reached a step. Rank 0 writes it every five seconds at most."""
+        """Record that the run has reached a step; rank 0 writes at most every five seconds.
+
+        Args:
+            step: number of the step.
+            run_dir: folder of the run, or of the current stage.
+        """
         self._step = step
         if self._start is None or self._start[0] != run_dir:
             self._start, self._last_heartbeat = (run_dir, step), 0.0
@@ -122,7 +130,7 @@ class RankRecord:
         self._write_heartbeat(now)
 
     def add_report(self, slow_ranks: Collection[int]) -> None:
-        """Count a report on the ranks' working time, and the ranks that were slow in it."""
+        """Count a report on the working time of all ranks, and the ranks that were slow in it."""
         self._reports += 1
         self._slow.update(slow_ranks)
 
@@ -140,7 +148,12 @@ class RankRecord:
         self._write(HEARTBEAT, heartbeat)
 
     def end(self, status: int, reason: str = "") -> None:
-        """Write the end of this rank."""
+        """Write the end of this rank.
+
+        Args:
+            status: exit status.
+            reason: one sentence; empty after success.
+        """
         if self.folder is None:
             return
         now = time.time()
@@ -154,12 +167,15 @@ class RankRecord:
         assert self.folder is not None
         try:
             write_durably(self.folder / name, content.model_dump_json().encode())
-        except OSError as error:  # a failed write must not end the run
+        except OSError as error:  # A failed write must not end the run.
             log.warning("cannot write %s: %s", shown(self.folder / name), error)
 
     @contextmanager
     def write_failures(self) -> Iterator[None]:
-        """Write an end only if the body fails. This context is for the time before the run."""
+        """Write the end of this rank if the body raises, and write nothing if it succeeds.
+
+        This context is used for checks before the training run, which writes its own end.
+        """
         try:
             yield
         except BaseException as error:
@@ -184,22 +200,22 @@ def _status_of(error: BaseException | None) -> tuple[int, str]:
         return 0, ""
     if isinstance(error, UserError):
         return error.exit_status, str(error)
-    code = getattr(error, "exit_code", None)  # typer.Exit has this attribute
+    code = getattr(error, "exit_code", None)  # typer.Exit has this attribute.
     if isinstance(code, int):
         return code, ""
     return 1, f"{type(error).__name__}: {error}"
 
 
 def end_name(rank: int) -> str:
-    """Return the name of the file with a rank's end."""
+    """Return the name of the file that records how a rank ended."""
     return f"rank_{rank:05d}.json"
 
 
 def read_ends(folder: Path) -> dict[int, End]:
-    """Read the ends in the directory of an attempt, by rank.
+    """Read the recorded end of each rank from the directory of an attempt.
 
-    A damaged file is skipped with a warning. A complete file whose writer was killed before it
-    removed the suffix ``.tmp`` is read too.
+    A damaged file is skipped with a warning. A file with the suffix ``.tmp`` is read too: its
+    writer was killed after it had written the content and before it renamed the file.
 
     Raises:
         UserError: the directory cannot be read.
@@ -209,7 +225,7 @@ def read_ends(folder: Path) -> dict[int, End]:
     except OSError as error:
         raise UserError(f"cannot read {shown(folder)}: {error.strerror}") from None
     ends: dict[int, End] = {}
-    # In this order a file precedes the temporary one with the same rank.
+    # In sorted order, the final file of a rank precedes the temporary file of the same rank.
     for name in names:
         match = _END_NAME.fullmatch(name)
         if match is None or int(match[1]) in ends:
@@ -222,7 +238,7 @@ def read_ends(folder: Path) -> dict[int, End]:
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """Read the last heartbeat of an attempt; None if there is none or it is damaged."""
+    """Read the last heartbeat of an attempt; return None if it is missing or damaged."""
     try:
         heartbeat: Heartbeat = read_json(folder / HEARTBEAT, Heartbeat)
     except UserError:

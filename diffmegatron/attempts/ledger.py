@@ -1,8 +1,8 @@
-"""The ledger of a job: one entry for each attempt (start of the job) in ``run_dir/attempts``.
+"""Ledger of a job: one entry for each attempt (one start of the job) in ``run_dir/attempts``.
 
-``NNNN.json`` is written when an attempt begins and again when it ends. ``NNNN/`` is the attempt's
-directory, in which every rank records its end. The second version of ``NNNN.json`` is computed from
-files only, so that the next attempt can write it if the job was killed.
+The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
+the attempt's directory, in which every rank records how it ended. The entry at the end is computed
+from files only. If the job was killed, the next attempt can therefore write it.
 """
 
 import logging
@@ -27,7 +27,7 @@ MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
 # Number of recent attempts in which a host's faults and slow ranks are counted.
 _RECENT_ATTEMPTS = 10
-# Number of faults after which a host is avoided. A single fault may have any cause.
+# Number of faults after which a host is avoided. The cause of a single fault may be elsewhere.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 
@@ -36,10 +36,10 @@ class Facts(Section):
     """Facts about an attempt that are known when it begins.
 
     Attributes:
-        job: Slurm's number of the job.
+        job: Slurm job ID.
         nodes: host names in the order of the ranks.
         ranks: number of ranks.
-        versions: versions of this package and its libraries.
+        versions: name of this package and of each library -> its version.
         commit: git commit of this package; None: not a git checkout.
     """
 
@@ -54,25 +54,27 @@ class Attempt(Section):
     """One entry of the ledger.
 
     Attributes:
-        number: number of the attempt, from 1.
+        number: number of the attempt, counted from 1.
         facts: facts known at the beginning.
-        stages: last step of each stage, by its ``run_dir``; empty: no recipe could be read yet.
-        startup_seconds: time that the run's watchdog waits for the first step.
-        step_seconds: time that the watchdog waits for every other step.
-        began: seconds since 1970.
-        saved_at_start: sum over stages of the newest checkpoint's step, at the beginning.
-        checkpoint: newest checkpoint at the beginning; None: none.
-        ended: seconds since 1970; None: not ended, or the end is not recorded yet.
-        cause: cause of the end.
+        stages: ``run_dir`` of each stage -> total number of its steps; empty: no recipe could be
+            read yet.
+        startup_seconds: seconds that the run's watchdog waits for the first step.
+        step_seconds: seconds that the watchdog waits for every other step.
+        began: time of the beginning in seconds since 1970.
+        saved_at_start: saved progress at the beginning: the step of the newest checkpoint, summed
+            over the stages.
+        checkpoint: path of the newest checkpoint at the beginning; None: no checkpoint.
+        ended: time of the end in seconds since 1970; None: not ended, or not recorded yet.
+        cause: cause of the end; None: not ended, or not recorded yet.
         reason: one sentence about the end.
         hosts: hosts of the ranks that caused a fault.
         unfit: hosts among ``hosts`` that failed the preflight checks.
-        stragglers: hosts of ranks that were much slower than most other ranks, in more than half
-            of the reports.
-        first_step: first step of the attempt in its last stage.
-        last_step: last step of the attempt in its last stage.
-        saved: sum over stages of the newest checkpoint's step, at the end.
-        faults: number of faults in a row without a new checkpoint, including this one.
+        stragglers: hosts of ranks that were much slower than most ranks in more than half of the
+            reports on working time.
+        first_step: first step of the attempt in the last stage that it trained.
+        last_step: last step of the attempt in the last stage that it trained.
+        saved: saved progress at the end, in the unit of ``saved_at_start``.
+        faults: number of faults in a row without a new checkpoint between them, up to this attempt.
     """
 
     number: int
@@ -96,12 +98,12 @@ class Attempt(Section):
 
     @property
     def seconds(self) -> float:
-        """Duration until the end, or until the present."""
+        """Duration of the attempt in seconds, up to now if it has not ended."""
         return (self.ended or time.time()) - self.began
 
     @property
     def has_trained(self) -> bool:
-        """True if the attempt went beyond its first step."""
+        """True if the attempt trained beyond its first step."""
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
@@ -112,21 +114,25 @@ class Attempt(Section):
         return self.cause in (Cause.FINISHED, Cause.MISTAKE)
 
     def host_of(self, rank: int) -> str:
-        """Return the node of a rank. Slurm places ranks node by node by default."""
+        """Return the host name of a rank's node; ranks fill the nodes in order (Slurm's default).
+
+        The name is empty if it is unknown.
+        """
         per_node = -(-self.facts.ranks // max(1, len(self.facts.nodes)))
         index = rank // per_node
         return self.facts.nodes[index] if index < len(self.facts.nodes) else ""
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the nodes of some ranks, sorted."""
+        """Return the sorted host names of the nodes of some ranks."""
         return tuple(sorted({self.host_of(rank) for rank in ranks} - {""}))
 
 
 class Ledger:
-    """The ledger of one job.
+    """Ledger of one job.
 
     Args:
-        run_dir: ``run_dir`` of the recipe; for a recipe with stages, their common parent folder.
+        run_dir: ``run_dir`` of the recipe; for a recipe with stages, the common parent folder of
+            the stages.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -134,7 +140,7 @@ class Ledger:
         self.directory = run_dir / ATTEMPTS
 
     def folder(self, number: int) -> Path:
-        """Return the directory of an attempt."""
+        """Return the path of an attempt's directory."""
         return self.directory / f"{number:04d}"
 
     def attempts(self) -> list[Attempt]:
@@ -158,7 +164,14 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Record the end of attempts that were killed with their job, then write a new attempt.
+        """Record the end of earlier attempts that were killed with their job, and begin a new one.
+
+        Args:
+            recipes: stages of the run.
+            facts: facts about the new attempt.
+
+        Returns:
+            The entry of the new attempt.
 
         Raises:
             UserError: the ledger cannot be written.
@@ -185,14 +198,14 @@ class Ledger:
         return attempt
 
     def refuse(self, facts: Facts, why: str) -> None:
-        """Write an attempt that a mistake ended before any rank started.
+        """Write the entry of an attempt that a user's mistake ended before any rank started.
 
-        The recipe may be unreadable, so its values are copied from the previous attempt. An attempt
-        that cannot be written causes only a warning.
+        The recipe may be unreadable, so the values of the entry that depend on the recipe are
+        copied from the previous attempt. If the entry cannot be written, a warning is logged.
 
         Args:
             facts: facts about the attempt.
-            why: sentence about the mistake.
+            why: one sentence about the mistake.
         """
         try:
             before = self._end_killed()
@@ -214,17 +227,21 @@ class Ledger:
                 faults=0 if last is None else last.faults,
             )
             self._write(attempt)
-        except (OSError, UserError) as error:  # the caller still raises the mistake itself
+        except (OSError, UserError) as error:  # The caller raises the error about the mistake.
             log.warning("cannot write in %s: %s", shown(self.directory), error)
 
     def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine from the recorded ends of its ranks why an attempt ended, and write the result.
+        """Determine why an attempt ended, from the records of its ranks, and write its entry.
 
-        A result that cannot be written causes only a warning.
+        If the entry cannot be written, a warning is logged.
 
         Args:
             attempt: an attempt that has begun.
-            was_killed: whether it was killed with its job, so that ends may be missing.
+            was_killed: whether the attempt was killed with its job. Ranks may then have recorded no
+                end.
+
+        Returns:
+            The attempt with its end.
 
         Raises:
             UserError: the attempt's directory cannot be read.
@@ -239,7 +256,7 @@ class Ledger:
         ended = self._ended(attempt, decision, heartbeat, last if was_killed else time.time())
         try:
             self._write(ended)
-        except OSError as error:  # the job can be requeued without the entry
+        except OSError as error:  # The job can be requeued without the entry.
             log.warning("cannot write in %s: %s", shown(self.directory), reason(error))
         return ended
 
@@ -269,7 +286,7 @@ class Ledger:
         return attempt.model_copy(update=changes)
 
     def _end_killed(self) -> list[Attempt]:
-        """End the attempts that were killed with their job, and return all attempts."""
+        """Record the end of attempts that were killed with their job, and return all attempts."""
         for earlier in self.attempts():
             if earlier.ended is None:
                 self.end(earlier, was_killed=True)
@@ -287,7 +304,7 @@ class Ledger:
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Return the number of recent attempts in which each host caused a fault or was slow."""
+    """Count, for each host, the recent attempts in which the host caused a fault or was slow."""
     recent = attempts[-_RECENT_ATTEMPTS:]
     named = [host for each in recent for host in {*each.hosts, *each.stragglers}]
     return dict(Counter(sorted(named)).most_common())
@@ -296,7 +313,8 @@ def suspects(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
     """Return the hosts that the next attempt must avoid.
 
-    These were unfit in the last attempt, or suspects in at least two recent ones.
+    Such a host failed the preflight checks of the last attempt, or it caused a fault or was slow in
+    at least two of the last ten attempts.
     """
     unfit = set(attempts[-1].unfit) if attempts else set()
     faulty = {host for host, count in suspects(attempts).items() if count >= _MAX_HOST_FAULTS}
@@ -304,13 +322,25 @@ def bad_hosts(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def ledger_of(recipes: Sequence[Recipe]) -> Ledger:
-    """Return the ledger in the recipe's ``run_dir``, or in the parent folder of its stages."""
+    """Return the ledger of a run: in its ``run_dir``, or in the common parent folder of its stages.
+
+    Args:
+        recipes: stages of the run; a recipe without stages has one.
+    """
     first = Path(recipes[0].run_dir)
     return Ledger(first if len(recipes) == 1 else first.parent)
 
 
 def _saved(stages: Mapping[str, int]) -> tuple[int, Path | None]:
-    """Return the sum over stages of the newest checkpoint's step, and the newest checkpoint."""
+    """Return the saved progress of a run.
+
+    Args:
+        stages: ``run_dir`` of each stage -> number of its steps.
+
+    Returns:
+        The step of the newest checkpoint, summed over the stages, and the path of the newest
+        checkpoint of the last stage that has one.
+    """
     total, newest = 0, None
     for run_dir in stages:
         store = CheckpointStore(Path(run_dir))
