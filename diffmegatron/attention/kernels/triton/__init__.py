@@ -1,1 +1,1 @@
-"""Own kernels, in Triton."""
+"""The backend with this package's own Triton kernels."""

@@ -1,15 +1,23 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
-"""Triton backward: dK and dV by key block, and in the one-pass form dQ too.
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
+"""Triton backward kernel for dK and dV; in the one-pass form it also computes dQ.
 
-With P_i the maps and dP = dO V^T, shared by both:
+P_i = softmax(S_i) is map i (1 or 2) with scores S_i = scale Q_i K_i^T and output O_i = P_i V. dO is
+the gradient of O1 - lambda O2. Both maps share dP = dO V^T:
 
     D_i = rowsum(dO * O_i)      dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)
-    dV = (P1 - lambda P2)^T dO  dQi = dSi Ki            dKi = dSi^T Qi
+    dV = (P1 - lambda P2)^T dO  dQi = scale dSi Ki      dKi = scale dSi^T Qi
 
-Split, this kernel and the one of `backward_dq` compute the scores and dP twice (14d) and are
-deterministic; the one-pass form adds dQ up in memory from here (10d), in an order that changes
-from run to run. MAPS 1 is the backward of one map alone.
+The backward pass has two forms:
+
+- Split: this kernel computes dK and dV, and the kernel of `backward_dq` computes dQ. Both kernels
+  compute the scores and dP, which together needs 14d multiply-adds per (query, key) pair. The
+  result is deterministic.
+- One-pass: this kernel also adds dQ up in memory by atomic additions. It needs 10d multiply-adds.
+  The order of the additions changes from run to run, and so do the last bits of dQ.
+
+A program handles N keys, in blocks of M query rows. D and DV are the widths of queries and values,
+rounded up to powers of 2. MAPS = 1 is the backward pass of one map alone.
 """
 
 import triton
@@ -64,11 +72,11 @@ def _key_block_gradients(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add what the query rows [row_begin, row_end) of one head contribute.
+    """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
-    QKV are `[M, N]`; dK is `[N, D]` and dV `[N, DV]`. With TMA, on Hopper, these are transposed:
-    of a product with D rows or more two warpgroups each take a part, and both of its operands lie
-    in shared memory.
+    Blocks of the maps and of their gradients are `[M, N]`. dK is `[N, D]` and dV `[N, DV]`. With
+    TMA (on Hopper) dK is `[D, N]` and dV `[DV, N]`: these products have at least D rows, which two
+    warpgroups share, and both operands stay in shared memory.
     """
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
@@ -91,9 +99,11 @@ def _key_block_gradients(
             combined = tl.zeros([M, N], dtype=q1.dtype)
             dscores1 = tl.zeros([M, N], dtype=q1.dtype)
             dscores2 = tl.zeros([M, N], dtype=q1.dtype)
-            # Always true, which the compiler must not know: to a product whose result it sees reach
-            # another product it gives all warps along the rows, and with M = 64, as many as one
-            # warpgroup multiplies, two of them would both compute the whole block.
+            # The condition is always true, but the compiler cannot see that. If it saw that the
+            # results of these products are operands of other products, it would lay all warps along
+            # the rows. One warpgroup multiplies 64 rows, so with M = 64 both warpgroups would
+            # compute the whole block. Under a condition the compiler loses sight of these uses, and
+            # gives each warpgroup half of the columns.
             if first_row < opaque(row_end, INTERPRETED):
                 combined, dscores1, dscores2 = _map_gradients(
                     q1, k1, q2, k2, v, grad, lse1_ptr, lse2_ptr, delta1_ptr, delta2_ptr, lambda_,
@@ -151,7 +161,7 @@ def _map_gradients(
 ):
     """Return P1 - lambda P2, dS1 and dS2 of one block, each `[M, N]` in the inputs' dtype."""
     dmap = _pairs(grad, v, TRANSPOSED, ACCUMULATE, INTERPRETED)
-    # Past the end a log-sum-exp of +inf makes every weight zero.
+    # Rows past the end get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     combined = _weights(q1, k1, lse1, visible, scale_log2, TRANSPOSED, ACCUMULATE, INTERPRETED)
@@ -175,7 +185,10 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return map^T tile of `[M, N]` and `[M, D]`: `[N, D]`, or TRANSPOSED `[D, N]`."""
+    """Return map^T tile, a sum over the M query rows of a block.
+
+    `of_map` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`, or with TRANSPOSED `[D, N]`.
+    """
     if TRANSPOSED:
         product = multiply(tl.trans(tile), of_map, ACCUMULATE, INTERPRETED)
     else:
@@ -194,7 +207,11 @@ def _weights(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return a map's block `[M, N]`: exp(q k^T - lse of each query), zero where hidden."""
+    """Return a block `[M, N]` of a softmax map: 2^(q k^T scale_log2 - lse).
+
+    `scale_log2` is softmax_scale * log2(e), and `lse` is the base-2 log-sum-exp of each query.
+    Hidden pairs are zero.
+    """
     scores = _pairs(q, k, TRANSPOSED, ACCUMULATE, INTERPRETED)
     return tl.where(visible, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
 
@@ -207,12 +224,15 @@ def _pairs(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return rows keys^T `[M, N]` of `[M, D]` and `[N, D]`, TRANSPOSED through its transpose.
+    """Return rows keys^T, `[M, N]`, of `rows` `[M, D]` and `keys` `[N, D]`.
 
-    Every product then reads the loop's tiles transposed, and none as they are. In a tile that a
-    product reads directly Triton's pipeliner wants a buffer more, for products in flight when the
-    next is loaded; here all are waited for before. Without it tiles can be loaded two blocks ahead
-    at d = 128, and one block ahead means no overlap: loads are issued at the end of a block.
+    TRANSPOSED computes keys rows^T and transposes the result. All products of the loop then read
+    the tiles that the loop loads (Q and dO) transposed, and no product reads them directly. If a
+    product reads a tile directly, Triton's pipeliner reserves an additional buffer, because the
+    product may still run while the next tile is loaded. Here the loop waits for its products before
+    it loads the next tile. Without the additional buffer, at d = 128 shared memory suffices to load
+    tiles two blocks ahead. Loading one block ahead would not overlap with products, because Triton
+    issues loads at the end of a block.
     """
     if TRANSPOSED:
         product = tl.trans(multiply(keys, tl.trans(rows), ACCUMULATE, INTERPRETED))
@@ -237,10 +257,10 @@ def _add_dq(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add dS K of one block to the contiguous `[batch, length, heads, width]`.
+    """Add dS K of one block to dQ, a contiguous `[batch, length, heads, width]` tensor.
 
-    From registers: a reduction by TMA would want 32 KiB of shared memory, for which dK and dV of 64
-    keys leave no shared memory at d = 128.
+    The atomic additions read dQ from registers. A reduction by TMA would need another 32 KiB of
+    shared memory, which is not available at d = 128 with blocks of 64 keys.
     """
     dq = multiply(dscores, k, ACCUMULATE, INTERPRETED)
     rows = opaque(first_row, INTERPRETED) + tl.arange(0, M)
@@ -305,9 +325,9 @@ def dkdv_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute dK and dV of N keys of one kv head, over all its query heads; ONE_PASS adds dQ.
+    """Compute dK and dV of N keys of one kv head; ONE_PASS also adds to dQ.
 
-    Grid: (key blocks, batch * kv_heads).
+    Grid: (key blocks, batch * kv_heads). The program loops over all query heads of the kv head.
     """
     first_key = tl.program_id(0) * N
     batch = tl.program_id(1) // kv_heads

@@ -1,6 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
-"""Triton backward: dQ by query block, second half of the split form (see `backward_dkdv`)."""
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
+"""Triton backward kernel for dQ, the second kernel of the split form.
+
+`backward_dkdv` has the first kernel, the equations and the meaning of the symbols. A program
+handles M query rows, in blocks of N keys.
+"""
 
 import triton
 import triton.language as tl
@@ -49,7 +53,11 @@ def _dq_of_block(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add what the keys [key_begin, key_end) contribute; maps are `[M, N]`."""
+    """Add the contributions of the keys [key_begin, key_end) to dQ1 and dQ2, `[M, D]`.
+
+    Weights (P), `dmap` (dP) and `dscores` (dS) are `[M, N]`. With MASKED, a row sees only its keys
+    [row_start, row_stop).
+    """
     for first_key in tl.range(key_begin, key_end, N, disable_licm=not LICM):
         keys = first_key + tl.arange(0, N)
         visible = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
@@ -132,7 +140,10 @@ def dq_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute dQ of M query rows of one head. Grid: (row blocks, batch * heads)."""
+    """Compute dQ of both maps for M query rows of one head.
+
+    Grid: (blocks of query rows, batch * heads). With MAPS = 1 only the first map exists.
+    """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -149,7 +160,7 @@ def dq_kernel(
         grad, batch, head, first_row, query_length,
         stride_gb, stride_gs, stride_gh, value_width, M, DV, TMA,
     )  # fmt: skip
-    # Past the end a log-sum-exp of +inf makes every weight zero.
+    # Rows past the end get a log-sum-exp of +inf, which makes their weights zero.
     lse1 = load_rows(lse1_ptr, batch, head, first_row, query_length, heads, float("inf"), M)
     delta1 = load_rows(delta1_ptr, batch, head, first_row, query_length, heads, 0.0, M)
     q2_tile, lse2, delta2 = q1_tile, lse1, delta1
@@ -167,6 +178,7 @@ def dq_kernel(
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
     if not DOCUMENTS:
+        # All rows see the whole key blocks before `unmasked_end`, so these blocks need no mask.
         unmasked_end = tl.min(row_stop, 0) // N * N
         dq1, dq2 = _dq_of_block(
             dq1, dq2, q1_tile, q2_tile, grad_tile, k1, k2, v, lse1, lse2, delta1, delta2, lambda_,

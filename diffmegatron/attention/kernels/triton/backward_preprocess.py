@@ -1,6 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
-"""Triton backward, preprocess: delta of both maps, through the headwise RMSNorm if it was fused."""
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
+"""Triton kernel before the other backward kernels: deltas, and the norm's backward pass.
+
+The delta of map i is D_i = rowsum(dO * O_i), where O_i is the output of the map and dO the gradient
+of out = O1 - lambda O2. If the forward kernel applied the headwise RMSNorm, this kernel first
+computes dO from the gradient of the normed output.
+"""
 
 import triton
 import triton.language as tl
@@ -33,10 +38,12 @@ def preprocess_kernel(
     NORM: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute D1 and D2 of M rows of one head; with NORM first through the headwise RMSNorm.
+    """Compute D1 and D2 of M query rows of one head; with NORM also the norm's gradients.
 
-    Grid: (row blocks, batch * heads). NORM reads the gradient of the normed output, writes that of
-    `out`, and one partial row of the norm weight's gradient per program.
+    Grid: (blocks of query rows, batch * heads). With NORM, `grad_ptr` has the gradient of the
+    normed output. The kernel then stores the gradient of `out`. Each program also stores the sum
+    over its rows of the gradient of the norm's weight, one row `[value_width]` of
+    `grad_weight_ptr`.
     """
     first_row = tl.program_id(0) * M
     batch = tl.program_id(1) // heads
@@ -57,7 +64,7 @@ def preprocess_kernel(
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
         rows = first_row + tl.arange(0, M)
         mean_square = tl.sum(out * out, 1) / value_width
-        # Past the end there are zeros, of which an eps of 0 would make NaN.
+        # Rows past the end are zero. With an eps of 0 their rstd would be infinite, and then NaN.
         rstd = tl.where(rows < query_length, 1.0 / tl.sqrt(mean_square + norm_eps), 0.0)
         unit = out * rstd[:, None]
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -80,7 +87,7 @@ def preprocess_kernel(
             stride_batch, stride_row, stride_head, value_width, M, DV, False,
         )  # fmt: skip
         delta2 = tl.sum(grad * out2.to(ACCUMULATE), 1)
-        # out = out1 - lambda out2, so out1 need not be kept.
+        # out1 = out + lambda out2, so the forward pass need not save out1.
         delta1 += tl.load(lambda_ptr).to(ACCUMULATE) * delta2
         store_rows(delta2_ptr, delta2, batch, head, first_row, query_length, heads, M)
     store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads, M)

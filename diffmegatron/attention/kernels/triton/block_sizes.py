@@ -1,9 +1,10 @@
-"""Block sizes of the Triton kernels, as plain functions of the problem, callable without a GPU.
+"""Block sizes of the Triton kernels, as plain functions that need no GPU.
 
-They were chosen to compile for sm_90 and sm_80 with the fewest spills in the loops and without a
-product that two warps both compute, and to fit the other chips
-(tests/kernels/test_triton_compile.py holds the figures). None has been timed on a GPU yet:
-tools/benchmarks/tune_attention.py does that.
+The block sizes depend on the width of a head, the dtype and the chip. They were chosen by the
+output of Triton's compiler for sm_90 and sm_80: as few register spills in the loops as possible,
+and no matrix product that two groups of warps both compute. They also fit the shared memory of the
+other chips. tests/kernels/test_triton_compile.py contains the figures. No block size has been timed
+on a GPU yet; tools/benchmarks/tune_attention.py does that.
 """
 
 from enum import Enum
@@ -13,14 +14,20 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """Rows of queries M and of keys N per block, and how the kernel is compiled.
+    """Block sizes of one kernel, and the options of its compilation.
 
-    With tensor descriptors it takes three stages for loads to overlap with products: a block's
-    loads are issued when its products are, and with two stages the next block waits for them.
+    Loads through tensor descriptors overlap with products only if there are three pipeline stages.
+    Triton issues loads at the end of a loop iteration. With two stages these are the loads of the
+    next iteration, which has to wait for them at once. With three stages they are the loads of the
+    iteration after the next.
 
     Attributes:
-        licm: loop-invariant code motion: what does not change in the loops is computed before them
-            and kept in registers, of which descriptors of shared tiles take several a tile.
+        M: number of query rows in a block.
+        N: number of keys in a block.
+        num_warps, num_stages: launch options of Triton.
+        licm: whether the compiler applies loop-invariant code motion. It then computes values that
+            do not change in a loop before the loop, and keeps them in registers. The descriptors
+            with which matrix instructions address one shared-memory tile are several such values.
     """
 
     M: int
@@ -36,8 +43,9 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class Target(Enum):
     """A class of chips that the kernels are compiled for.
 
-    HOPPER loads 16-bit tiles through tensor descriptors; the others take plain pointers. LARGE
-    chips have 163 KiB of shared memory for a block of threads, SMALL ones 99.
+    HOPPER loads 16-bit tiles through tensor descriptors (TMA). LARGE and SMALL load all tiles
+    through plain pointers. A thread block may use at least 163 KiB of shared memory on LARGE chips,
+    and 99 KiB on SMALL chips.
     """
 
     HOPPER = "hopper"
@@ -46,10 +54,12 @@ class Target(Enum):
 
 
 def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
-    """Return the target for a chip of this compute capability, SMALL for unknown ones.
+    """Return the target for a chip of this compute capability, SMALL for unknown chips.
 
-    fp32 tiles through descriptors spill kilobytes in the backward. Blackwell (10.x) takes plain
-    pointers: its pipeliner stops the process at `tiles.opaque` in a loop that loads ahead.
+    fp32 tiles are loaded through plain pointers, because with descriptors the backward kernels
+    would spill kilobytes. So are all tiles on Blackwell (10.x), because there Triton's pipeliner
+    aborts the process if a loop with prefetched loads contains the inline assembly of
+    `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -58,7 +68,7 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
 
 
 def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Return the blocks of `forward_kernel`."""
+    """Return the block sizes of `forward_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:
@@ -67,12 +77,16 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
 
 
 def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
-    """Return the blocks of `dkdv_kernel` in one of its forms."""
+    """Return the block sizes of `dkdv_kernel`.
+
+    `one_pass` selects the form of the kernel that also computes dQ.
+    """
     is_cramped = target is Target.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # At d = 128 dQ does not fit beside dK and dV, whatever is kept.
+        # At d = 128 the one-pass form spills registers in any case, and less often with code
+        # motion.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:
@@ -81,7 +95,7 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
 
 
 def dq_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
-    """Return the blocks of `dq_kernel`."""
+    """Return the block sizes of `dq_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return Blocks(32, 32, 4, 1)
     if target is Target.HOPPER:

@@ -1,9 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
-"""Triton forward: both maps in one program, one after the other.
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
+"""Triton forward kernel: each program computes both maps of a block of query rows.
 
-Side by side, two accumulators of `[rows, 2d]` would not fit the registers. The second map's result
-goes to memory first (the backward wants it there) and is read again when the first map is done.
+The program computes the maps one after the other, because two accumulators of `[rows, 2d]` side by
+side would not fit the registers. It first computes the output of the second map and stores it in
+memory, where the backward pass needs it anyway. Then it computes the output of the first map, loads
+the second output again and subtracts it.
+
+A block has M query rows and N keys. D and DV are the widths of queries and values, rounded up to
+powers of 2. The sources q, k and v are described in `tiles`.
 """
 
 import triton
@@ -45,7 +50,13 @@ def _attend(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Continue the online softmax over the keys [key_start, key_stop)."""
+    """Continue the online softmax of M query rows over the keys [key_start, key_stop).
+
+    The state of each row is `largest`, the largest score s so far; `total`, the sum of
+    2^(s - largest); and `accumulator` `[M, DV]`, the sum of 2^(s - largest) v. Scores have base 2,
+    so `scale_log2` is softmax_scale * log2(e). With MASKED, a row sees only its keys
+    [row_start, row_stop).
+    """
     for first_key in tl.range(key_start, key_stop, N, disable_licm=not LICM):
         k = load_tile(
             k_source, batch, kv_head, first_key, key_length,
@@ -59,7 +70,7 @@ def _attend(
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         reference = new_largest
         if MASKED:
-            # A row that has seen no key yet: -inf minus -inf would be NaN.
+            # In a row without a visible key so far, -inf minus -inf would be NaN, so subtract 0.
             reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - reference[:, None])
         rescale = tl.exp2(largest - reference)
@@ -113,8 +124,14 @@ def _one_map(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return softmax(q k^T) v of M rows, `[M, DV]`; write the rows' log2-sum-exp2."""
-    # Rows past the end repeat the last one, so that they do not widen the interval of keys.
+    """Return the output of one map for M query rows, `[M, DV]`, and store their log-sum-exps.
+
+    The output is softmax(q k^T) v. The log-sum-exp has base 2: log2(sum(2^s)), where the scores s
+    are q k^T times `scale_log2`. A row without visible keys has an output of zero and a log-sum-exp
+    of -inf.
+    """
+    # Rows past the end get the interval of the last row, so that they do not widen the block's
+    # range of keys.
     rows = tl.minimum(first_row + tl.arange(0, M), query_length - 1)
     row_start, row_stop = keys_of_rows(
         rows, query_length, key_length, shift, start_ptr, stop_ptr, CAUSAL, DOCUMENTS
@@ -130,6 +147,7 @@ def _one_map(
     key_stop = tl.max(row_stop, 0)
     unmasked_stop = key_start
     if not DOCUMENTS:
+        # All rows see the whole key blocks before `unmasked_stop`, so these blocks need no mask.
         unmasked_stop = tl.min(row_stop, 0) // N * N
         accumulator, largest, total = _attend(
             accumulator, largest, total, q, k_source, v_source,
@@ -200,12 +218,14 @@ def forward_kernel(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute M query rows of one head. Grid: (row blocks, batch * heads).
+    """Compute attention of M query rows of one head.
 
-    MAPS 2 writes out = out1 - lambda out2 and out2; MAPS 1 writes the first map's out alone.
-    NORM writes the headwise RMSNorm of out too, times `norm_weight` and `norm_scale`.
+    Grid: (blocks of query rows, batch * heads). With MAPS = 2 the kernel stores out = out1 - lambda
+    out2, and out2, where out_i is the output of map i. With MAPS = 1 it stores only out = out1.
+    With NORM it also stores the headwise norm, RMSNorm(out) times `norm_weight` and `norm_scale`,
+    in `normed_ptr`. This norm covers the `value_width` channels of a head.
     """
-    # The last rows see the most keys under causality: they start first.
+    # With a causal mask the last rows see the most keys, so they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -228,7 +248,7 @@ def forward_kernel(
         width, value_width, M, N, D, DV, CAUSAL, DOCUMENTS, TMA, LICM, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
     if MAPS == 2:
-        tl.debug_barrier()  # other threads of this program wrote parts of what is read next
+        tl.debug_barrier()  # Other threads stored parts of the out2 tile that is loaded next.
         out2 = load_tile(
             out2_ptr, batch, head, first_row, query_length,
             tl.cast(query_length, tl.int64) * (heads * value_width), heads * value_width,
@@ -239,7 +259,7 @@ def forward_kernel(
     if NORM:
         columns = tl.arange(0, DV)
         weight = tl.load(norm_weight_ptr + columns, mask=columns < value_width, other=0.0)
-        # Columns past the width hold zeros and add nothing to the sum.
+        # Columns past `value_width` are zero and add nothing to the sum.
         rstd = 1.0 / tl.sqrt(tl.sum(out * out, 1) / value_width + norm_eps)
         normed = out * rstd[:, None] * (weight.to(ACCUMULATE) * norm_scale)[None, :]
         store_tile(

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: grids, blocks, pointers or tensor descriptors."""
+"""Launch functions of the Triton kernels, with their grids, block sizes and arguments."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +22,19 @@ from .forward import forward_kernel
 
 LOG2_E = math.log2(math.e)
 PREPROCESS_ROWS = 32
-# CUDA's limit of a launch's second dimension.
+# CUDA's limit for the second dimension of a grid, which is batch * heads here.
 MOST_HEADS = 65535
 
 
 class Problem(NamedTuple):
-    """Settings that all kernels of one call share."""
+    """Settings that all kernels of one call share.
+
+    Attributes:
+        softmax_scale: factor of the scores.
+        mask: visible (query, key) pairs.
+        one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
+        target: class of chips that the kernels are compiled for.
+    """
 
     softmax_scale: float
     mask: AttentionMask
@@ -36,15 +43,20 @@ class Problem(NamedTuple):
 
     @property
     def tma(self) -> bool:
-        """True if tiles are loaded through tensor descriptors."""
+        """True if the kernels load tiles through tensor descriptors."""
         return self.target is Target.HOPPER
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
-    """Return what all kernels of a call share; None is chosen by the queries and their device.
+    """Return the settings that all kernels of a call share.
+
+    Args:
+        call: attention call.
+        one_pass: form of the backward pass; None for the form that `default_one_pass` chooses.
+        target: class of chips; None to choose it with `target_of`.
 
     Raises:
-        ValueError: more heads than a launch takes.
+        ValueError: batch * heads exceeds the limit of a launch.
     """
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
@@ -55,7 +67,7 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
     if target is None:
-        # Elsewhere than on a GPU the kernels are interpreted, where blocks of any size fit.
+        # On a CPU, Triton interprets the kernels, and blocks of any size fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
         target = target_of(q.dtype, capability)
     return Problem(call.scale, call.mask, one_pass, target)
@@ -69,7 +81,17 @@ def launch_forward(
     problem: Problem,
     norm: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 1.0),
 ) -> None:  # fmt: skip
-    """Launch `forward_kernel` on q1, k1, q2, k2, v; without lambda_ on the first map alone."""
+    """Launch `forward_kernel` for both maps, or for the first map alone if lambda_ is None.
+
+    Args:
+        inputs: q1, k1, q2, k2, v, each `[b, length, heads, width]`.
+        lambda_: 0-dim factor of the second map, or None.
+        outs: tensors that receive out1 - lambda out2, and out2 (None with one map).
+        lses: tensors `[b, h, s]` that receive the base-2 log-sum-exps of each map.
+        problem: settings of the call.
+        norm: weight of the headwise norm, tensor that receives the normed output, eps and scale.
+            Without a norm the first two are None.
+    """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     blocks = forward_blocks(width, q1.dtype, problem.target)
@@ -96,7 +118,19 @@ def launch_preprocess(
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """Return the gradient of `out`, both maps' deltas `[b, h, s]`, the norm weight's gradient."""
+    """Launch `preprocess_kernel`, the first kernel of the backward pass.
+
+    Args:
+        grad: gradient of the output, after the norm if there is one.
+        out: output before the norm, out1 - lambda out2.
+        out2: output of the second map.
+        lambda_: 0-dim factor of the second map.
+        norm: weight (None without a norm), eps and scale of the headwise norm.
+
+    Returns:
+        The gradient of `out`, the deltas rowsum(dO * O_i) of both maps `[b, h, s]`, and the
+        gradient of the norm's weight (None without a norm).
+    """
     norm_weight, norm_eps, norm_scale = norm
     delta1, delta2 = row_values(out), row_values(out)
     batch, length, heads, width = out.shape
@@ -126,12 +160,21 @@ def launch_backward(
     deltas: tuple[Tensor, Tensor | None],
     problem: Problem,
 ) -> QKV:
-    """Return the gradients of q1, k1, q2, k2, v; without lambda_ of the first map alone."""
+    """Launch the backward kernels, and return the gradients of queries, keys and values.
+
+    Args:
+        inputs: q1, k1, q2, k2, v.
+        grad: gradient of out1 - lambda out2, before any norm.
+        lambda_: 0-dim factor of the second map; None to differentiate the first map alone.
+        lses: base-2 log-sum-exp of each map, `[b, h, s]`.
+        deltas: rowsum(dO * O_i) of each map, `[b, h, s]`.
+        problem: settings of the call.
+    """
     q1, k1, _, _, v = inputs
     batch, length, heads, width = q1.shape
     key_length, kv_heads = k1.shape[1:3]
     maps = 1 if lambda_ is None else 2
-    # A lone map has lambda 0, which the kernel reads but does not use.
+    # With one map the kernels load lambda but do not use it, so pass a zero.
     lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
     if problem.one_pass:
         dqs = [deltas[0].new_zeros(q1.shape) for _ in range(maps)]
@@ -170,12 +213,12 @@ def launch_backward(
 
 
 def _scaled(dq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Scale and cast in one pass over memory."""
+    """Return `dq * scale` in `dtype`, with one pass over memory."""
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
 def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any]:
-    """Return q1, k1, q2, k2, v (and grad) as pointers or tensor descriptors."""
+    """Return q1, k1, q2, k2, v (and grad) as pointers, or with TMA as tensor descriptors."""
     if not tma:
         return list(tensors)
     rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
@@ -183,7 +226,7 @@ def _sources(tensors: tuple[Tensor, ...], blocks: Blocks, tma: bool) -> list[Any
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describe `[b, heads, length, width]` in blocks of some rows of one head."""
+    """Return a descriptor of `[b, length, heads, width]` that loads `rows` rows of one head."""
     by_head = x.transpose(1, 2)
     block = [1, 1, rows, triton.next_power_of_2(x.shape[3])]
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
@@ -210,9 +253,11 @@ def _constants(q: Tensor, v: Tensor, blocks: Blocks, problem: Problem, maps: int
 
 
 def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in one common layout that kernels and descriptors accept.
+    """Return the tensors with equal strides that the kernels and TMA descriptors accept.
 
-    The last stride is 1 and the others are multiples of 16 bytes above 0, as TMA wants them.
+    The last stride is 1. The other strides are positive multiples of 16 bytes, and so is each
+    address, because TMA requires this. If a tensor violates these conditions, all tensors are
+    copied.
     """
     first = tensors[0]
     step = 16 // first.element_size()
@@ -228,19 +273,22 @@ def same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_values(q: Tensor) -> Tensor:
-    """Return an uninitialised `[b, h, s]` in the dtype of accumulation."""
+    """Return an uninitialised tensor `[b, h, s]` for one number per query row of `q`.
+
+    Its dtype is fp32, or fp64 for fp64.
+    """
     batch, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, length, dtype=dtype)
 
 
 def accumulate(q: Tensor) -> tl.dtype:
-    """Return the dtype in which sums over inputs like `q` are kept."""
+    """Return the dtype in which the kernels accumulate sums over inputs like `q`."""
     return tl.float64 if q.dtype == torch.float64 else tl.float32
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current, as Triton launches on the current one."""
+    """Return a context in which the tensor's device is current, because Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

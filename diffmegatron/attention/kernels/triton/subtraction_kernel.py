@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
 """The subtraction of DIFF V2 in Triton: `signal - lambda noise` per token and signal head.
 
-Heads have shape `[batch, length, groups (r + 1), width]`. Each group has r signal heads, and then
-its noise head. Lambda is contiguous, `[batch, length, groups r]`. A program computes some rows of
-one group. It reads the noise head once, and sums the noise head's gradient over the signal heads in
-registers.
+Heads have the shape `[batch, length, groups (r + 1), width]`. Each group has r signal heads,
+followed by its noise head. Lambda is contiguous, `[batch, length, groups r]`. A program handles
+ROWS tokens of one group. It loads the noise head once, and sums the noise head's gradient over the
+signal heads in registers.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ ROWS = 32
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Compute `api.subtract_noise`."""
+    """Return `signal - lambda noise`, as `api.subtract_noise` describes it."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
@@ -58,7 +58,7 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy, with a last stride of 1."""
+    """Return the tensor, or a contiguous copy if its last stride is not 1."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
@@ -80,7 +80,11 @@ def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...]
 
 @triton.jit
 def _place(length, groups, M: tl.constexpr):
-    """Return batch, group and first row of this program; row blocks vary fastest, then groups."""
+    """Return the batch, group and first row of this program.
+
+    Consecutive programs handle the row blocks of one group, then the next group of the same batch
+    row.
+    """
     blocks = tl.cdiv(length, M)
     first_row = (tl.program_id(0) % blocks) * M
     group = (tl.program_id(0) // blocks) % groups
@@ -90,7 +94,7 @@ def _place(length, groups, M: tl.constexpr):
 
 @triton.jit
 def _lambda_pointers(lambda_ptr, batch, head, first_row, length, heads, M: tl.constexpr):
-    """Return the pointers to lambda of M rows of one signal head."""
+    """Return the pointers to lambda for M rows of one signal head."""
     rows = first_row + tl.arange(0, M)
     return lambda_ptr + (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
 
@@ -111,7 +115,7 @@ def subtract_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute M rows of one group's signal heads, less lambda times its noise head."""
+    """Compute `signal - lambda noise` for M rows of all signal heads of one group."""
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     noise = load_tile(
@@ -151,7 +155,11 @@ def subtract_backward_kernel(
     D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute dsignal = dout, dnoise = -sum of lambda dout, dlambda = -rowsum(dout * noise)."""
+    """Compute the gradients for M rows of one group.
+
+    dsignal = dout, dnoise is minus the sum of lambda * dout over the group's signal heads, and
+    dlambda = -rowsum(dout * noise).
+    """
     batch, group, first_row = _place(length, groups, M)
     is_row = first_row + tl.arange(0, M) < length
     all_heads = groups * (ratio + 1)

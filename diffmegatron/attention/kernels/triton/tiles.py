@@ -1,13 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-# Parameters of kernels are values of the compiler and have no Python types.
-"""Functions that the Triton kernels share: tiles, products, and visible intervals.
+# Kernel parameters are values of Triton's compiler, so they have no Python types.
+"""Functions that the Triton kernels share: loads, stores, products and visible intervals.
 
-Tensors are `[batch, length, heads, width]`; the last stride is 1, others are any. A *source* is a
-pointer, or with TMA a host-side tensor descriptor over `[batch, heads, length, width]` of block
-`[1, 1, ROWS, WIDTH]`. The kernels read both through `load_tile`. The dimensions of size one come
-first, because only then the compiler folds the reshape into the load and keeps the tile in shared
-memory. A tile `[1, ROWS, 1, WIDTH]` would pass through registers, which then spill. WIDTH is a
-power of 2, and columns past `width` are read as zero.
+Tensors are `[batch, length, heads, width]`. Their last stride is 1, and the other strides are
+arbitrary. A *tile* is `[ROWS, WIDTH]`: ROWS consecutive rows (positions) of one head. WIDTH is
+`width` rounded up to a power of 2, and columns past `width` are read as zero.
+
+A *source* is the argument from which `load_tile` reads: a pointer, or with TMA a tensor descriptor
+that the host creates. The descriptor covers the view `[batch, heads, length, width]` in blocks of
+`[1, 1, ROWS, WIDTH]`. The dimensions of size one come first, because only then the compiler folds
+the reshape to `[ROWS, WIDTH]` into the load and keeps the tile in shared memory. A block of
+`[1, ROWS, 1, WIDTH]` would pass through registers, and registers would spill.
 """
 
 import triton
@@ -29,7 +32,10 @@ def load_tile(
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load rows `[ROWS, WIDTH]` of one head from `first_row` on; zeros past the end."""
+    """Load the tile `[ROWS, WIDTH]` of one head that starts at `first_row`.
+
+    Rows past the end and columns past `width` are zero.
+    """
     if TMA:
         tile = source.load([batch, head, first_row, 0]).reshape([ROWS, WIDTH])
     else:
@@ -57,7 +63,10 @@ def store_tile(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write `[ROWS, WIDTH]` to a contiguous `[batch, length, heads, width]` tensor."""
+    """Store a tile in a contiguous `[batch, length, heads, width]` tensor.
+
+    Rows past the end and columns past `width` are not stored.
+    """
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     row_index = (tl.cast(batch, tl.int64) * length + rows.to(tl.int64)) * heads + head
@@ -68,7 +77,10 @@ def store_tile(
 
 @triton.jit
 def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.constexpr):
-    """Load `[ROWS]` of a contiguous `[batch, heads, length]` tensor; `other` past the end."""
+    """Load one number per row, `[ROWS]`, from a contiguous `[batch, heads, length]` tensor.
+
+    Rows past the end get the value `other`.
+    """
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     return tl.load(base + rows, mask=rows < length, other=other)
@@ -76,7 +88,7 @@ def load_rows(pointer, batch, head, first_row, length, heads, other, ROWS: tl.co
 
 @triton.jit
 def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.constexpr):
-    """Write `[ROWS]` to a contiguous `[batch, heads, length]` tensor."""
+    """Store one number per row, `[ROWS]`, in a contiguous `[batch, heads, length]` tensor."""
     rows = first_row + tl.arange(0, ROWS)
     base = pointer + (tl.cast(batch, tl.int64) * heads + head) * length
     tl.store(base + rows, values, mask=rows < length)
@@ -84,12 +96,14 @@ def store_rows(pointer, values, batch, head, first_row, length, heads, ROWS: tl.
 
 @triton.jit
 def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Multiply with the accumulator's dtype.
+    """Return the matrix product of a and b in the dtype ACCUMULATE.
 
-    fp32 is multiplied as tf32, because ieee and tf32x3 would spill kilobytes of registers.
+    fp32 operands are multiplied as tf32, because Triton's more exact input precisions, `ieee` and
+    `tf32x3`, would spill kilobytes of registers.
     """
     if INTERPRETED:
-        # The interpreter's dot of bf16 operands is wrong (triton 3.6 to 3.9).
+        # In Triton 3.6 to 3.9 the interpreter computes tl.dot of bf16 operands wrongly, so widen
+        # them first.
         product = tl.dot(a.to(ACCUMULATE), b.to(ACCUMULATE), out_dtype=ACCUMULATE)
     else:
         product = tl.dot(a, b, out_dtype=ACCUMULATE, input_precision="tf32")
@@ -98,10 +112,11 @@ def multiply(a, b, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def opaque(x, INTERPRETED: tl.constexpr):
-    """Return the integer x so that the compiler recomputes all values that depend on it.
+    """Return the integer x, without letting the compiler see that the result equals x.
 
-    Otherwise the compiler computes the addresses of two accesses to the same rows once, and keeps
-    them in registers across the loops in between. The forward at d = 128 has no registers for them.
+    The compiler then recomputes all values that depend on the result. Otherwise it would compute
+    the addresses of two accesses to the same rows once, and keep them in registers across the loops
+    in between. At d = 128 the forward kernel has no free registers for these addresses.
     """
     if INTERPRETED:
         copy = x
@@ -123,10 +138,11 @@ def keys_of_rows(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Return the key interval [start, stop) that each query row sees.
+    """Return the interval of visible keys, [start, stop), of each query row.
 
-    `shift` is the first query's position minus the first key's. With DOCUMENTS the intervals,
-    which include causality, are read from `[query_length]` tables.
+    `shift` is the position of the first query minus the position of the first key. With DOCUMENTS
+    the intervals are loaded from two tables `[query_length]` (`AttentionMask.key_intervals`), which
+    already respect causality.
     """
     if DOCUMENTS:
         start = tl.load(start_ptr + rows, mask=rows < query_length, other=0)
@@ -150,7 +166,11 @@ def queries_of_keys(
     CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Return the query interval [start, stop) that sees each key, as `keys_of_rows` inverted."""
+    """Return the interval of query rows, [start, stop), that see each key.
+
+    This is the inverse relation of `keys_of_rows`. With DOCUMENTS the intervals are loaded from two
+    tables `[key_length]` (`AttentionMask.query_intervals`).
+    """
     if DOCUMENTS:
         start = tl.load(start_ptr + keys, mask=keys < key_length, other=0)
         stop = tl.load(stop_ptr + keys, mask=keys < key_length, other=0)

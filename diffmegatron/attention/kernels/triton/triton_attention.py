@@ -1,7 +1,9 @@
 """The Triton backend: the kernels as autograd functions.
 
-Saved for the backward: the inputs, out, out2 and a log-sum-exp per map (out1 = out + lambda out2).
-Two maps are computed together where every signal head has its own noise head; else one by one.
+The forward pass saves the inputs, the output `out`, the output `out2` of the second map, and a
+log-sum-exp per map. The first map's output follows as out1 = out + lambda out2. If every signal
+head has its own noise head, one kernel computes both maps. Otherwise each map is computed by a
+kernel launch of its own.
 """
 
 from collections.abc import Sequence
@@ -30,13 +32,14 @@ from .kernel_launch import (
 def attend(
     call: AttentionCall, *, one_pass: bool | None = None, target: Target | None = None
 ) -> Tensor:
-    """Compute both maps in one kernel, or each in its own where signal heads share a noise head.
+    """Compute attention with one or two maps.
 
     Args:
-        call: its norm is applied in the forward's epilogue, but after it where noise heads are
-            shared.
-        one_pass: backward with dQ added up in memory; `default_one_pass` by default.
-        target: how to compile; `target_of` the tensors' device by default.
+        call: attention call. The forward kernel applies its norm. If signal heads share a noise
+            head, the norm is applied after the kernels.
+        one_pass: whether the backward pass adds up dQ in the kernel of dK and dV; by default
+            `default_one_pass` decides.
+        target: class of chips to compile for; by default `target_of` chooses it.
     """
     problem = problem_of(call, one_pass, target)
     queries, keys, v = call.maps
@@ -53,16 +56,16 @@ def attend(
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one map's part in `api.chunk_attention`, of values of any width.
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
 
-    It is not differentiable.
+    The values may have any width. The function is not differentiable.
     """
     out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return what `api.chunk_gradients` does."""
+    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = whole.deltas(grad, call.lambda_)
     problem = problem_of(call, None, None)
@@ -70,7 +73,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BothMaps(torch.autograd.Function):
-    """Both maps in one kernel, and the headwise norm in its epilogue."""
+    """Attention with two maps in one kernel, which also applies the headwise norm."""
 
     @staticmethod
     def forward(
@@ -116,7 +119,10 @@ class _BothMaps(torch.autograd.Function):
 
 
 class _SeparateMaps(torch.autograd.Function):
-    """One map, or two one by one: the inputs are all queries, then all keys."""
+    """Attention with one map, or with two maps in separate kernel launches.
+
+    `queries_and_keys` has the queries of all maps and then the keys of all maps.
+    """
 
     @staticmethod
     def forward(
@@ -145,7 +151,7 @@ class _SeparateMaps(torch.autograd.Function):
 
 
 def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k^T) v in fp32, or fp64 for fp64, and log2-sum-exp2 `[b, h, s]`."""
+    """Return softmax(q k^T) v and its base-2 log-sum-exp `[b, h, s]`, in fp32 (fp64 for fp64)."""
     q, k, v = (same_strides(x)[0] for x in (q, k, v))
     lse = row_values(q)
     out = lse.new_empty(*q.shape[:3], v.shape[3])
@@ -161,7 +167,16 @@ def _gradients(
     deltas: tuple[Tensor, ...],
     problem: Problem,
 ) -> QKV:
-    """Compute gradients from each map's log2-sum-exp2 `[b, heads, s]` and D `[b, s, heads]`."""
+    """Return the gradients of queries, keys and values.
+
+    Args:
+        grad: gradient of out1 - lambda out2, `[b, s, h, e]`.
+        maps: queries, keys and values.
+        lambda_: 0-dim factor of the second map, or None with one map.
+        lses: base-2 log-sum-exp of each map, `[b, heads, s]`.
+        deltas: rowsum(dO * O_i) of each map, `[b, s, heads]`.
+        problem: settings of the call.
+    """
     (v,) = same_strides(maps.v)
     first, last = maps.queries[0], maps.queries[-1]
     if lambda_ is not None and first.shape == last.shape:
