@@ -1,4 +1,4 @@
-"""Average the weights of a run's last checkpoints into a checkpoint of weights."""
+"""Average the weights of a run's newest checkpoints and write them as a weights-only checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,21 +21,23 @@ from diffmegatron.files import shown
 
 
 def average_checkpoints(run_dir: Path, last: int, out: Path) -> Path:
-    """Write the mean of the newest checkpoints of a run, with the position of the newest one.
+    """Write a checkpoint with the mean weights of a run's newest checkpoints.
 
-    The float32 master weights are added in float64, one tensor at a time.
+    Its step and its position in the data are those of the newest checkpoint. The float32 master
+    weights are added in float64, one tensor at a time.
 
     Args:
-        run_dir: folder of the run; with stages, the last stage is used.
+        run_dir: folder of the run. If it has stages, checkpoints of the last stage are averaged.
         last: number of checkpoints to average.
-        out: folder for the new checkpoint; it must not have checkpoints.
+        out: folder for the new checkpoint; it must not contain checkpoints yet.
 
     Returns:
-        The checkpoint's directory. It holds only weights, so that no run can resume from it.
+        Directory of the new checkpoint. It holds only weights, so a run can start from it but not
+        resume from it.
 
     Raises:
         UserError: there are too few checkpoints, one is damaged, they belong to different networks,
-            or ``out`` has checkpoints or cannot be written.
+            or ``out`` already has checkpoints or cannot be written.
     """
     if (out / CHECKPOINTS).exists():
         raise UserError(f"{shown(out)} has checkpoints already; give a folder without checkpoints")

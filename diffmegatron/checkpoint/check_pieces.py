@@ -1,4 +1,7 @@
-"""The places of pieces in tensors, and the check that pieces cover a whole tensor."""
+"""Position of each stored piece in its tensor, and the check that the pieces cover the tensor.
+
+A piece is a contiguous range of a tensor-parallel shard, which one rank stores (`sharded.py`).
+"""
 
 import math
 from collections.abc import Iterable
@@ -15,19 +18,19 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Axes = Annotated[tuple[_Count, ...], Field(max_length=8)]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a rectangular part of a tensor."""
+"""Offset and shape of a rectangular region of a tensor, one number per axis each."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a piece: a range of elements in a flattened box of a named tensor.
+    """The position of a piece: a range of elements in a flattened box of a named tensor.
 
     Attributes:
-        name: name of the whole tensor.
-        global_shape: shape of the whole tensor.
-        offset: first index of the box in the whole tensor, per axis.
+        name: name of the unsharded tensor.
+        global_shape: shape of the unsharded tensor.
+        offset: first index of the box in the unsharded tensor, per axis.
         shape: shape of the box.
-        start: first element of the range in the flattened box.
+        start: index of the range's first element in the flattened box (row-major order).
         numel: number of elements in the range.
 
     Raises:
@@ -59,17 +62,18 @@ class Place:
 
 
 def check_tiling(places: Iterable[Place], owner: str) -> None:
-    """Check that places of one tensor cover every element exactly once.
+    """Check that the pieces of one tensor cover every element exactly once.
 
-    The boxes must form a grid, whose cells may differ in size, as the boxes of every layout do. It
-    is then enough to compare each box with the edges of the grid instead of with every other box.
+    The boxes must form a grid, whose cells may differ in size. The boxes of every parallel layout
+    do. It is therefore enough to compare each box with the edges of the grid, instead of comparing
+    all pairs of boxes.
 
     Args:
-        places: places of one tensor; at least one.
-        owner: name of the checkpoint for the error.
+        places: positions of all pieces of one tensor; at least one.
+        owner: name of the checkpoint in error messages.
 
     Raises:
-        UserError: the places overlap, leave elements out, or disagree about the tensor's shape.
+        UserError: the pieces overlap, leave elements out, or differ in ``global_shape``.
     """
     boxes: dict[Box, list[Place]] = {}
     for place in places:
@@ -89,7 +93,10 @@ def check_tiling(places: Iterable[Place], owner: str) -> None:
 
 
 def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether every box extends from one edge of the grid to the next, on every axis."""
+    """Return whether every box extends from one edge of the grid to the next, on every axis.
+
+    The edges of the grid on an axis are the offsets of all boxes, and the size of the tensor.
+    """
     for axis, size in enumerate(shape):
         edges = sorted({offset[axis] for offset, _ in boxes} | {size})
         following = dict(pairwise(edges))
@@ -99,7 +106,7 @@ def _is_grid(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _is_gapless(places: list[Place]) -> bool:
-    """Return whether the ranges of one box cover it from its first element to its last."""
+    """Return whether the ranges in one box cover it without gaps and overlaps."""
     end = 0
     for place in sorted(places, key=lambda each: each.start):
         if place.start != end:

@@ -1,11 +1,18 @@
-"""The format of a checkpoint, which training, export and evaluation read through this module.
+"""The format of a checkpoint. Training, export and evaluation read checkpoints with this module.
 
-``rank_XXXXX.safetensors`` holds one rank's share of the float32 master weights and Adam's moments,
-and its random states. ``state.json`` holds the position in the run and in the data, and
-``recipe.yaml`` the resolved recipe. Only the random states depend on the layout.
+A checkpoint is a directory with these files:
 
-A checkpoint may hold only weights, for example of an imported model. A run can start from it but
-not resume from it. Its weights are split into as many files as the maximum file size requires.
+- ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
+  and the rank's random states;
+- ``state.json``: the number of steps done, and the position in the data;
+- ``recipe.yaml``: the resolved recipe;
+- ``manifest.json``: sizes and checksums of the other files.
+
+A run with another parallel layout can read everything except the random states.
+
+A checkpoint may hold only weights, for example of an imported model. A run can start from such a
+checkpoint but not resume from it. Its weights are split into as many files as the maximum file size
+requires.
 
 ``sharded.py`` splits tensors into pieces, ``writing.py`` writes the bytes of a file, and
 ``checkpoint_manifest.py`` lists the files with their checksums.
@@ -42,19 +49,23 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, parse_json, read_bytes, shown
 
 STATE = "state.json"
-# The user decides how long the recipe's list of sources and the guard's window in the state are.
+# The limits are generous because users choose two lengths: the recipe's list of data sources, and
+# the window of recent losses that the guard stores in the state.
 _MAX_BYTES = {RECIPE: 1 << 24, STATE: MAX_BYTES}
 
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
 _SAMPLE_ORDER_KEYS = ("seq_length", "global_batch_size", "seed")
 
 Contents = Literal["run", "weights"]
-"""``run``: weights with optimizer and random states. ``weights``: only weights."""
+"""Content of a checkpoint: ``run`` adds optimizer and random states to what ``weights`` has."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class _State(BaseModel):
-    """The content of ``state.json``. The loader and the guard define ``data`` and ``guard``."""
+    """The content of ``state.json``.
+
+    The data loader defines the content of ``data``, and the guard the content of ``guard``.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,13 +80,13 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run, equal on every rank.
+    """The progress of a run, which is equal on every rank.
 
     Attributes:
-        step: number of steps done, including skipped ones.
-        updates: number of updates applied, which Adam counts.
-        data: state of the loader; None at the beginning.
-        guard: state of the guard; None at the beginning.
+        step: number of steps done, including steps that the guard skipped.
+        updates: number of optimizer updates applied; Adam's step count.
+        data: state of the data loader; None at the beginning.
+        guard: state of the guard against loss spikes; None at the beginning.
     """
 
     step: int
@@ -108,10 +119,10 @@ class Checkpoint:
             yield name, self.tensors.whole(WEIGHT, name)
 
     def fingerprint(self) -> str:
-        """Return a hash that distinguishes models of one shape.
+        """Return a hash that distinguishes models of the same shape.
 
-        It covers the first row of every layer's linear_qkv, and does not depend on the layout and
-        precision of the run that wrote the checkpoint.
+        The hash covers the first row of every layer's linear_qkv weight. It does not depend on the
+        layout and precision of the run that wrote the checkpoint.
         """
         digest = hashlib.sha256()
         for layer in range(self.recipe.model.num_layers):
@@ -129,15 +140,19 @@ def rank_file(rank: int) -> str:
 def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Open and verify a checkpoint. Every reader of a checkpoint uses this function.
 
-    Four things are checked. The files and their sizes match the manifest. The state and the recipe
-    match their checksums and are valid. The headers of the ranks' files describe pieces that form
-    whole float32 tensors. The content of the ranks' files matches its checksums and has only finite
-    numbers; this check reads every byte.
+    It checks that
+
+    - the files and their sizes match the manifest;
+    - the state and the recipe match their checksums and are valid;
+    - the headers of the rank files describe pieces that form complete float32 tensors;
+    - the content of the rank files matches their checksums and has only finite numbers (this check
+      reads every byte).
 
     Args:
         directory: directory of the checkpoint.
-        share: (i, n): check the content of every n-th file from the i-th on, if n processes open
-            the checkpoint together and combine their results.
+        share: (i, n), where i is the index of this process among n processes that open the
+            checkpoint together. Process i checks the content of the files i, i + n, i + 2n, and so
+            on; the caller combines the results. The default checks all files.
 
     Raises:
         UserError: the directory is not a checkpoint, or is damaged.
@@ -162,7 +177,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
 
 def read_recipe(directory: Path) -> Recipe:
-    """Read the recipe of a checkpoint. Of the other files only the manifest is read.
+    """Read the recipe of a checkpoint. No file except the recipe and the manifest is read.
 
     Raises:
         UserError: the directory is not a checkpoint, or one of the two files is damaged.
@@ -178,7 +193,7 @@ def finish_checkpoint(
     entries: list[FileEntry],
     contents: Contents = "run",
 ) -> None:
-    """Write the small files and the manifest of a checkpoint, then rename it to its final name.
+    """Write the state, recipe and manifest of a checkpoint, then rename it to its final name.
 
     One process calls this after all ranks have written their files.
     """
@@ -207,7 +222,7 @@ def _read_small(directory: Path, name: str, entries: dict[str, FileEntry]) -> by
 
 
 def _rank_files(directory: Path, world_size: int, entries: dict[str, FileEntry]) -> list[str]:
-    """Return the names of the ranks' files, after a check that no other file is listed."""
+    """Check that the manifest lists one file per rank and no other, and return their names."""
     files = sorted(entries.keys() - {STATE, RECIPE})
     if len(files) != world_size or files != [rank_file(rank) for rank in range(world_size)]:
         raise UserError(
@@ -226,8 +241,8 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
     """Check that a run may resume from a checkpoint with a possibly edited recipe.
 
     The network, the tokenizer, the order of the samples and the trained parameters must be equal.
-    Layout, precision, learning rate, number of steps and the mixture's weights may change; the
-    state of the loader records the weights.
+    Layout, precision, learning rate and number of steps may change. The weights of the data sources
+    may also change, because the loader's state records the weights of each period of the run.
 
     Args:
         directory: directory of the checkpoint.

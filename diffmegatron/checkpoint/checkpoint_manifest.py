@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, which lists every file with its size and checksum.
 
-The manifest is written last. A directory without a manifest, or whose files differ from it, does
-not count as a checkpoint.
+The manifest is written last. A directory that has no manifest, or whose files do not match the
+manifest, does not count as a checkpoint.
 
 :func:`read_manifest` compares names, kinds and sizes of the files without reading them. This
 detects files that are missing, truncated or unknown.
@@ -65,7 +65,7 @@ class Manifest:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Read a file and return its entry."""
+    """Read a file and return its manifest entry."""
     checksum, size = 0, 0
     with path.open("rb") as stream:
         while block := stream.read(_BUFFER):
@@ -80,7 +80,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint and compare it with the files, without reading them.
+    """Read the manifest of a checkpoint and compare it with the files, without reading the files.
 
     Raises:
         UserError: the manifest is missing, damaged, or of another format or step; or a file is
@@ -129,12 +129,12 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
-    except OSError as error:  # a run may remove an old checkpoint while it is listed
+    except OSError as error:  # a run may remove this checkpoint at the same time
         raise UserError(f"cannot read {shown(directory)}: {reason(error)}") from None
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of a file, or of a link itself; None if there is no file."""
+    """Return the ``lstat`` of a path, without following links; None if the path does not exist."""
     try:
         return path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -151,7 +151,7 @@ def _check_ordinary(path: Path, status: os.stat_result) -> None:
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """Return the error for a path that is not a checkpoint, with the nearest checkpoints."""
+    """Return the error message for a path that is not a checkpoint; list checkpoints near it."""
     kind = "it is a file" if directory.is_file() else f"it has no {MANIFEST}"
     if not directory.exists():
         kind = "it does not exist"

@@ -1,4 +1,8 @@
-"""The folder of a run's checkpoints, in which a directory ``step_XXXXXXXX`` is always complete."""
+"""The folder of a run's checkpoints.
+
+A checkpoint is written under another name and renamed to ``step_XXXXXXXX`` when all its files are
+on the disk. An interrupted save therefore never leaves an incomplete directory of this name.
+"""
 
 import errno
 import logging
@@ -52,7 +56,10 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def complete(self) -> list[int]:
-        """Return the steps of all complete checkpoints, ascending, and warn of damaged ones."""
+        """Return the steps of all complete checkpoints, ascending; log a warning for damaged ones.
+
+        Only the manifest and the sizes of the files are checked.
+        """
         found = []
         for step in self.steps():
             try:
@@ -64,7 +71,7 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, and warn of damaged ones."""
+        """Return the path of the newest complete checkpoint; log a warning for damaged ones."""
         complete = self.complete()
         return self.path(complete[-1]) if complete else None
 
@@ -107,20 +114,24 @@ class CheckpointStore:
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Rename a checkpoint, so that it no longer counts, then delete its files.
+        """Rename a checkpoint so that no reader finds it any more, then delete its files.
 
         Raises:
-            OSError: the checkpoint cannot be removed. If another user owns its directory, it keeps
-                its name.
+            OSError: the checkpoint cannot be removed. If its directory is not writable, for example
+                because another user owns it, the checkpoint stays complete under its name.
         """
         path = self.path(step)
-        # A rename needs permission on the parent only, but the deletion needs it on the directory.
+        # Renaming needs write permission on the parent folder only, but deleting the files needs it
+        # on the directory itself. This check prevents a rename without the deletion.
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         shutil.rmtree(self._rename_removed(step))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a checkpoint from which the run could not resume, so that it no longer counts."""
+        """Rename a checkpoint that the run cannot resume from, so that no reader finds it any more.
+
+        Its files are kept under the returned path.
+        """
         left = self.directory / f"step_{step:08d}{_LEFT}"
         shutil.rmtree(left, ignore_errors=True)
         return self.path(step).rename(left)
@@ -137,7 +148,8 @@ def prunable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> li
     Args:
         steps: steps of complete checkpoints, ascending.
         keep_last: number of newest checkpoints to keep; at least 1.
-        keep_every: multiples of this step are also kept; None: no other checkpoint is kept.
+        keep_every: checkpoints at multiples of this step are also kept; None: only the newest
+            checkpoints are kept.
     """
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 

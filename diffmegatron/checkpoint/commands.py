@@ -96,9 +96,9 @@ def prune(
 ) -> None:
     """Remove complete checkpoints that no option keeps.
 
-    Damaged ones are never removed.
+    Damaged checkpoints are never removed.
 
-    The options apply to each stage of a recipe.
+    In a run with stages, the options apply to each stage separately.
     """
     from diffmegatron.checkpoint.checkpoint_store import prunable
     from diffmegatron.checkpoint.stage_folders import stage_folders
@@ -126,7 +126,7 @@ def inspect(
         ),
     ],
 ) -> None:
-    """Verify a checkpoint and print its position and tensors.
+    """Verify a checkpoint and print its step, position in the data, and tensors.
 
     The versions of the libraries that wrote it are printed too.
     """
@@ -163,7 +163,7 @@ def average(
 ) -> None:
     """Average the weights of the newest checkpoints of a run.
 
-    A run with stages is represented by its last stage.
+    In a run with stages, checkpoints of the last stage are averaged.
 
     The result can be used by export, evaluate and checkpoint.start_from.
     """

@@ -1,11 +1,11 @@
 """Reader of one safetensors file that :mod:`~diffmegatron.checkpoint.writing` wrote.
 
-Opening a file checks its header, which must describe vectors of float32, then vectors of bytes,
-without gaps up to the end of the file. :meth:`TensorFile.check_content` checks the checksum and the
-finiteness of the numbers in one pass.
+Opening a file checks its header. The tensors must be one-dimensional, first those of float32 and
+then those of bytes, and must fill the file without gaps. :meth:`TensorFile.check_content` then
+checks the checksum and that all numbers are finite, in one pass over the file.
 
-``safetensors.safe_open`` does not return the position of a tensor in the file, so each of the two
-checks would have to read the whole file.
+``safetensors.safe_open`` would need one pass for each of the two checks, because it does not return
+the position of a tensor in the file.
 """
 
 import zlib
@@ -23,8 +23,7 @@ from diffmegatron.files import MAX_BYTES, parse_json, reason, shown
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _LENGTH_BYTES = 8
 _BUFFER = 1 << 22
-# First bytes of a pickle of protocols 2 to 5, and of a zip archive, which torch.save writes. As the
-# header length at the start of a safetensors file they would exceed the file.
+# First bytes of a pickle (protocols 2 to 5), and of a zip archive, which torch.save writes.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -32,7 +31,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The header's description of a vector. Offsets are bytes from the end of the header."""
+    """Entry of a one-dimensional tensor in the header. Offsets are bytes after the header's end."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -60,7 +59,7 @@ class TensorFile:
     Attributes:
         path: path of the file.
         metadata: strings of the header's ``__metadata__``.
-        tensors: descriptions of the tensors by name.
+        tensors: header entry of each tensor by name.
 
     Raises:
         UserError: the file cannot be read, or has another format.
@@ -80,7 +79,7 @@ class TensorFile:
         self._float_bytes = self._check_order(size - self._begin)
 
     def array(self, name: str) -> np.ndarray:
-        """Return a read-only view [n] of a tensor in the mapped file, float32 or uint8."""
+        """Return a tensor [n], float32 or uint8, as a read-only view of the memory-mapped file."""
         tensor = self.tensors[name]
         first, last = (self._begin + offset for offset in tensor.data_offsets)
         return self._content[first:last].view(_DTYPES[tensor.dtype])
@@ -130,7 +129,11 @@ class TensorFile:
             return stream.read(length), size
 
     def _check_order(self, content_bytes: int) -> int:
-        """Check for gaps and overlaps, and return how many leading bytes of the content are F32."""
+        """Check the tensors for gaps and overlaps, and return the number of bytes of float32.
+
+        Args:
+            content_bytes: size of the file without its header.
+        """
         end = float_bytes = 0
         ordered = sorted(self.tensors.values(), key=lambda each: (each.dtype, each.data_offsets))
         for tensor in ordered:

@@ -1,11 +1,14 @@
 """Sharded storage of named tensors, which a run with any layout can read.
 
-Each rank writes the pieces that it owns into one safetensors file. A piece is a flat float32 range
-of elements from a box of a named tensor (:class:`~diffmegatron.model.parameter_shards.Shard`),
-because a rank owns a ZeRO partition of a tensor-parallel shard. The file's header lists the places
-of its pieces. A reader joins pieces to any box, so tensor, pipeline and data-parallel sizes may
-differ between saving and loading. While reading, a rank holds at most one whole tensor beside its
-own shards.
+Each rank writes the pieces that it owns into one safetensors file. A piece is a contiguous range of
+float32 elements of a flattened box. The box is a rectangular region of a named tensor, namely a
+tensor-parallel shard (:class:`~diffmegatron.model.parameter_shards.Shard`). The range covers those
+elements of the shard that are in the rank's ZeRO partition. The file's header lists the position of
+each piece.
+
+A reader assembles any box from the pieces, so tensor, pipeline and data-parallel sizes may differ
+between saving and loading. While reading, a rank's memory holds at most one unsharded tensor in
+addition to the rank's own shards.
 
 ``torch.distributed.checkpoint`` is not used, because reading its pickled metadata can run code.
 """
@@ -29,15 +32,24 @@ from diffmegatron.model.parameter_shards import Shard
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""The float32 master weight and Adam's moments. A parameter that is not trained has no moments."""
+"""Kinds of stored values: the float32 master weight and Adam's two moments.
+
+A frozen parameter has no moments.
+"""
 OWN = "random."
-"""Prefix of the names of a rank's random states, each a vector of bytes."""
+"""Prefix of the names of a rank's random states, which are uint8 [n] each."""
 _PIECES = "pieces"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of elements of a box: its place, and its values by kind, each [n] float32."""
+    """A range of n elements of a flattened shard, which one rank stores.
+
+    Attributes:
+        shard: the shard; it is a box of a named tensor.
+        start: index of the range's first element in the flattened shard.
+        tensors: values of the range for each of :data:`KINDS`, float32 [n] each.
+    """
 
     shard: Shard
     start: int
@@ -46,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece in a file, with its index there."""
+    """A piece in a file; ``index`` is its number in the file's list of pieces."""
 
     place: Place
     file: TensorFile
@@ -54,12 +66,12 @@ class _Stored:
 
 
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Split a range of a flattened parameter into pieces of its shards.
+    """Split a range of a flattened parameter into one piece for each shard that it overlaps.
 
     Args:
-        shards: shards of the parameter.
-        start: first element of the range in the flattened parameter.
-        tensors: values of the range by kind, each [n].
+        shards: shards that the parameter consists of.
+        start: index of the range's first element in the flattened parameter.
+        tensors: values of the range for each of :data:`KINDS`, [n] each.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -75,15 +87,15 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
 def named_tensors(
     pieces: Iterable[Piece], extra: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return a rank's tensors under the names that they have in its file.
+    """Return the tensors that a rank writes, by their names in its file.
 
     Args:
         pieces: pieces that the rank owns.
         extra: additional tensors of this rank by name, such as its random states.
 
     Returns:
-        The tensors by their names in the file, as views, and the description of the pieces for
-        :func:`write_pieces`.
+        The tensors by name, which share memory with the pieces, and a JSON description of the
+        pieces. :func:`write_pieces` needs both.
     """
     tensors: dict[str, Tensor] = {}
     described = []
@@ -101,14 +113,14 @@ def write_pieces(path: Path, tensors: Mapping[str, Tensor], description: str) ->
 
     Args:
         path: file to write.
-        tensors: tensors of :func:`named_tensors`, on the CPU.
-        description: description of the pieces from :func:`named_tensors`.
+        tensors: tensors from :func:`named_tensors`, on the CPU.
+        description: JSON description of the pieces from :func:`named_tensors`.
     """
     return write_safetensors(path, tensors, {_PIECES: description})
 
 
 class ShardedReader:
-    """A reader of boxes of named tensors from the files of a checkpoint.
+    """Reader of named tensors, and of boxes of them, from the files of a checkpoint.
 
     Args:
         directory: directory of the checkpoint.
@@ -132,7 +144,7 @@ class ShardedReader:
             check_tiling(places, shown(directory))
 
     def check_content(self, entry: FileEntry) -> None:
-        """Read a whole file and check its checksum and numbers."""
+        """Read a whole file; check its checksum and that all its numbers are finite."""
         self._files[entry.name].check_content(entry)
 
     def names(self) -> list[str]:
@@ -140,21 +152,21 @@ class ShardedReader:
         return list(self._boxes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
+        """Return the unsharded shape of a tensor."""
         return next(iter(self._boxes_of(name).values()))[0].place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the stored kinds of a tensor: only the weight if it was not trained."""
+        """Return the :data:`KINDS` stored for a tensor: only the weight if it was frozen."""
         stored = next(iter(self._boxes_of(name).values()))[0]
         return _kinds(stored.file, stored.index)
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """Return a whole tensor, float32."""
+        """Return one kind of values of an unsharded tensor, in float32."""
         shape = self.shape(name)
         return self.box(kind, name, (0,) * len(shape), shape)
 
     def box(self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return a box of a tensor, float32.
+        """Return one kind of values of a box of a tensor, in float32.
 
         Raises:
             UserError: the tensor or its kind is missing, or the box exceeds the tensor.
@@ -181,7 +193,7 @@ class ShardedReader:
         return wanted
 
     def extra(self, file: str, name: str) -> Tensor | None:
-        """Return an extra tensor of a rank's file, or None."""
+        """Return a rank's additional tensor, such as a random state; None if it was not saved."""
         if file not in self._files or name not in self._files[file].tensors:
             return None
         return torch.tensor(self._files[file].array(name))
@@ -195,7 +207,7 @@ class ShardedReader:
 
 
 def _places(file: TensorFile) -> list[Place]:
-    """Check that a file contains exactly the tensors of its pieces, and return their places.
+    """Check that a file has the tensors of its pieces and no others, and return their positions.
 
     Raises:
         UserError: the description is damaged, or a tensor is missing, unknown or of another shape.
@@ -220,13 +232,13 @@ def _places(file: TensorFile) -> list[Place]:
 
 
 def _kinds(file: TensorFile, index: int) -> tuple[str, ...]:
-    """Return the kinds that a piece has in its file: all of them, or only the weight."""
+    """Return the :data:`KINDS` that a file has for a piece: all of them, or only the weight."""
     is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
     return KINDS if is_trained else (WEIGHT,)
 
 
 def _join(kind: str, shape: tuple[int, ...], pieces: list[_Stored]) -> Tensor:
-    """Assemble a box from the pieces that cover it; float32."""
+    """Assemble a box of this shape, in float32, from the pieces that cover it."""
     flat = torch.empty(math.prod(shape))
     values = flat.numpy()
     for piece in pieces:

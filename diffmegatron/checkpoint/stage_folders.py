@@ -1,4 +1,4 @@
-"""The folders of a recipe's stages within its ``run_dir``."""
+"""The folders of a recipe's stages within its ``run_dir``. Each stage is a run of its own."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from diffmegatron.own_code import NotImportedError
 
 @dataclass(frozen=True)
 class StageFolder:
-    """A run within a ``run_dir``.
+    """The folder of one stage, or of a run without stages.
 
     Attributes:
-        name: name of the stage; None: the ``run_dir`` is one run without stages.
-        run_dir: folder of the stage, ``RUN_DIR/NAME``.
+        name: name of the stage; None for a run without stages.
+        run_dir: ``RUN_DIR/NAME`` for a stage; ``RUN_DIR`` for a run without stages.
     """
 
     name: str | None
@@ -33,10 +33,10 @@ class StageFolder:
 def stage_folders(
     run_dir: Path, having: str = CHECKPOINTS, recipe: str = RECIPE
 ) -> list[StageFolder]:
-    """Return the stages of a ``run_dir`` in the order of training, or its only run.
+    """Return the stages of a ``run_dir`` in the order of training; without stages, the only run.
 
-    Each stage comes after the one that its ``checkpoint.start_from`` names. Stages that started
-    from the same one are sorted by name.
+    Each stage comes after the stage that its ``checkpoint.start_from`` names. Stages that started
+    from the same stage are sorted by name.
 
     Args:
         run_dir: ``run_dir`` of a recipe.
@@ -61,7 +61,7 @@ def stage_folders(
 
 
 def last_stage(run_dir: Path) -> StageFolder:
-    """Return the last stage that has a checkpoint, or the only run.
+    """Return the last stage that has a checkpoint; without stages, the only run.
 
     Raises:
         UserError: ``run_dir`` has no checkpoint, or several last stages.
@@ -73,10 +73,10 @@ def last_stage(run_dir: Path) -> StageFolder:
 
 
 def only_last(folders: Sequence[StageFolder]) -> StageFolder:
-    """Return the last stage: the only one that is not the start of another stage.
+    """Return the last stage, which is the only stage that no other stage started from.
 
     Raises:
-        UserError: several stages are last.
+        UserError: there are several such stages.
     """
     starts = {_start(folder.run_dir) for folder in folders}
     ends = [folder for folder in folders if folder.name is None or folder.name not in starts]
@@ -89,10 +89,11 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
 
 
 def has_run(path: Path) -> bool:
-    """Return whether a folder is the ``run_dir`` of a run. The folder of a checkpoint is not.
+    """Return whether a folder is a ``run_dir``. The folder of a single checkpoint is not.
 
     Raises:
-        NotImportedError: a stage's recipe names code of the user that was not imported.
+        NotImportedError: the recipe of a stage needs user code (key ``imports``) that was not
+            imported in this process.
     """
     try:
         stage_folders(path)
@@ -116,7 +117,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """Return the name of the stage from which a stage started, if it is in the same ``run_dir``."""
+    """Return the name of the stage that a stage started from; None if it is not in this run_dir."""
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:
@@ -135,7 +136,7 @@ def _in_order(starts: dict[str, str | None]) -> Iterator[str]:
     left = dict(starts)
     while left:
         ready = [name for name, start in left.items() if start not in left]
-        # Recipes that users wrote may start from each other in a circle.
+        # Recipes that users edited may start from each other in a circle, so that none is first.
         for name in ready or list(left):
             del left[name]
             yield name

@@ -36,19 +36,19 @@ def write_checkpoint(
     position: Position = BEGINNING,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write whole weights as a checkpoint from which runs can start.
+    """Write unsharded weights as a checkpoint from which runs can start.
 
-    Neither a process group nor an engine is needed. The memory holds one file's weights at a time.
+    No process group and no training engine are needed. At most one file's weights are in memory.
 
     Args:
-        weights: name and value of every tensor of the network; stored in float32.
+        weights: name and value of every tensor of the network, which are stored in float32.
         recipe: recipe of the network.
-        run_dir: folder in which ``checkpoints`` is created.
-        position: position of the run that trained the weights.
-        max_file_bytes: maximum size of a file, unless a single tensor is larger.
+        run_dir: folder in which the folder ``checkpoints`` is created.
+        position: progress of the run that trained the weights.
+        max_file_bytes: maximum size of a file; a larger tensor gets a file of its own.
 
     Returns:
-        The checkpoint's directory.
+        Directory of the checkpoint.
 
     Raises:
         UserError: the checkpoint cannot be written.
@@ -69,7 +69,7 @@ def write_checkpoint(
 def _split_into_files(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield the pieces of each file."""
+    """Yield a list of pieces for each file of at most ``max_bytes``; each piece is a tensor."""
     pieces: list[Piece] = []
     num_bytes = 0
     for name, tensor in weights:
@@ -86,15 +86,18 @@ def _split_into_files(
 
 @torch.no_grad()
 def load_network(checkpoint: Checkpoint, recipe: Recipe, parallel_state: ParallelState) -> Network:
-    """Build this rank's part of a network for inference, with the weights of a checkpoint.
+    """Build this rank's shard of a network for inference, with the weights of a checkpoint.
+
+    The weights are rounded to the precision of the run that wrote the checkpoint, except the
+    parameters that this run kept in float32.
 
     Args:
-        checkpoint: checkpoint whose weights are rounded to the precision of its run.
-        recipe: recipe with the layout and the precision of the arithmetic.
+        checkpoint: checkpoint with the weights.
+        recipe: recipe with the network, the parallel layout and the precision of the arithmetic.
         parallel_state: process groups and coordinates of this rank.
 
     Raises:
-        UserError: the checkpoint is of another network.
+        UserError: the checkpoint belongs to another network.
     """
     precision = DTYPES[checkpoint.recipe.training.precision]
     network = build_model(recipe, parallel_state, initial_weights=False).eval()

@@ -1,8 +1,10 @@
 """Writer of one safetensors file, which streams it to the disk and computes its checksum.
 
-``safetensors.torch.save_file`` holds Python's global lock while it writes, which would stop the
-training during a background save, and the checksum would need a second pass over the file. The
-format is eight bytes of length, a JSON header, and the tensors' bytes
+``safetensors.torch.save_file`` is not used for two reasons. It holds Python's global interpreter
+lock while it writes, which would stall the training during a background save. Its file would also
+have to be read again for the checksum.
+
+A file consists of the header's length in eight bytes, a JSON header, and the bytes of the tensors
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -26,9 +28,14 @@ def write_safetensors(
 ) -> FileEntry:
     """Write contiguous CPU tensors, float32 or uint8, and flush them to the disk.
 
+    Args:
+        path: file to write.
+        tensors: tensors by name.
+        metadata: strings for the header's ``__metadata__``.
+
     Returns:
-        The file's entry. Its checksum covers the bytes in memory, so that it also detects damage on
-        the way to the disk.
+        The file's entry for the manifest. Its checksum is computed from the bytes in memory, so it
+        also detects damage on the way to the disk.
     """
     # Put four-byte elements first, so that every tensor starts at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
@@ -39,8 +46,8 @@ def write_safetensors(
             stream.write(block)
             size += len(block)
             if size - advised >= _BUFFER:
-                # This makes Linux write the pages now, while the next checksum is computed, instead
-                # of writing all of them at the end.
+                # Linux then writes these pages while the next checksum is computed, instead of
+                # writing all pages at the end.
                 os.posix_fadvise(stream.fileno(), advised, size - advised, os.POSIX_FADV_DONTNEED)
                 advised = size
         stream.flush()
