@@ -1,1 +1,1 @@
-"""Recipes: `schema.py` defines their sections, `load.py` reads them."""
+"""Recipes, the YAML settings of a run: `schema.py` defines the keys, `load.py` reads the files."""

@@ -9,15 +9,16 @@ from diffmegatron.config.divisibility import context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
-# Libraries that plans assume for "auto". torch for CUDA brings Triton. FlashAttention and
-# flex_head_fa are installed by hand; with them "auto" takes less memory and time.
+# Optional libraries that estimates assume to be installed when they resolve "auto". Triton comes
+# with the CUDA builds of torch. FlashAttention and flex_head_fa need a separate installation; with
+# them "auto" needs less memory and time than estimated.
 PLANNED_LIBRARIES = frozenset({"triton"})
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def attention_call(recipe: RecipeSections, attention: Variant, device_type: str) -> Call:
-    """Return the properties that the choice of a layer's backend depends on.
+    """Return the properties of a layer's attention call, which determine its possible backends.
 
     Args:
         recipe: the recipe.
@@ -36,10 +37,11 @@ def attention_call(recipe: RecipeSections, attention: Variant, device_type: str)
 def planned_backend(
     recipe: RecipeSections, attention: Variant, device: Literal["gpu", "cpu"] = "gpu"
 ) -> str:
-    """Return the name of the backend that a layer's memory and time are counted for.
+    """Return the name of the backend for which a layer's memory and time are estimated.
 
-    A backend that the recipe names for differential attention is assumed to be installed. "auto",
-    which ordinary attention always uses, is resolved with :data:`PLANNED_LIBRARIES`.
+    ``training.attention_backend`` applies to differential attention; softmax attention always uses
+    "auto". A backend that the recipe names is assumed to be installed. "auto" is resolved as if
+    only :data:`PLANNED_LIBRARIES` were installed.
 
     Raises:
         UserError: the backend in the recipe cannot run the layer; the message has the reason.

@@ -1,4 +1,4 @@
-"""The ``data`` section of a recipe: tokenizer, sources and their weights, held-out splits."""
+"""The ``data`` section of a recipe: tokenizer, weighted sources and held-out splits."""
 
 import math
 from pathlib import PurePath
@@ -11,19 +11,19 @@ from diffmegatron.section import PathText, Section, Seed, Size
 
 
 def _prefix(path: str) -> str:
-    """Return PREFIX for ``PREFIX.parts``, the folder of its parts."""
+    """Return PREFIX for ``PREFIX.parts``, the folder of a corpus that was prepared in parts."""
     named = PurePath(path)
     return str(named.with_suffix("")) if named.suffix == ".parts" else path
 
 
 def _folder(path: str) -> str:
-    """Return the folder of a ``tokenizer.json``; an export copies other files of that folder."""
+    """Replace the path of a ``tokenizer.json`` by its folder, whose files an export copies."""
     named = PurePath(path)
     return str(named.parent) if named.name == "tokenizer.json" else path
 
 
 class Source(Section):
-    """A prepared corpus (``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.json``) and its weight."""
+    """A prepared corpus (``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``) and its weight."""
 
     path: Annotated[PathText, AfterValidator(_prefix)]
     weight: float = Field(default=1.0, ge=0, description="relative share of the tokens")
@@ -32,9 +32,9 @@ class Source(Section):
 class Upsampling(Section):
     """Length up-sampling (Fu et al., arXiv 2402.10171): a larger share of long documents.
 
-    Documents of at least ``long_tokens`` tokens are kept, shorter ones with probability
-    ``keep_short``. ``per_source`` preserves the share of tokens of each source; ``global`` lets the
-    shares shift towards sources with long documents.
+    Documents of at least ``long_tokens`` tokens are always kept. Shorter documents are kept with
+    probability ``keep_short``. ``per_source`` preserves each source's share of the tokens;
+    ``global`` lets the shares shift towards sources with long documents.
     """
 
     mode: Literal["none", "per_source", "global"] = "none"
@@ -43,7 +43,7 @@ class Upsampling(Section):
 
 
 class DataConfig(Section):
-    """Sources of the training data, their shares and packing, and the held-out splits."""
+    """Sources of the training data and their weights, packing, and the held-out splits."""
 
     tokenizer: Annotated[PathText, AfterValidator(_folder)] = "cl100k_base"
     sources: tuple[Source, ...] = Field(min_length=1, max_length=128)

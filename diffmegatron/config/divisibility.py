@@ -1,4 +1,7 @@
-"""Check that a layout divides the model and its batches; errors name the nearest one that does."""
+"""Check that a parallel layout divides the model and its batches.
+
+Each error names the nearest layout that does.
+"""
 
 import math
 from typing import Literal
@@ -10,15 +13,14 @@ from diffmegatron.files import clipped
 from diffmegatron.section import divisors
 
 # Ten times the largest number of ranks in use; searching the divisors of such numbers is fast.
-# Ten times what has been run; a search over divisors of any number up to it is quick.
 MAX_WORLD_SIZE = 2**20
 
 
 def check_layout(recipe: RecipeSections) -> None:
-    """Check the layout as far as it does not depend on the number of ranks.
+    """Check everything about the layout that does not depend on the number of ranks.
 
     Raises:
-        ValueError: naming the size, the layout and the nearest layout that fits.
+        ValueError: a size is not divisible; the message names the nearest layout that fits.
     """
     _check_tensor(recipe)
     _check_context(recipe)
@@ -31,8 +33,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     """Return the data-parallel size on ``world_size`` ranks.
 
     Raises:
-        UserError: ``world_size`` is too large, is not a multiple of the layout, or the batch is not
-            divisible by the data-parallel size.
+        UserError: ``world_size`` is too large or not a multiple of tensor x context x pipeline; or
+            the global batch does not give each data-parallel rank equally many microbatches.
     """
     check_ranks(world_size)
     parallel, training = recipe.parallel, recipe.training
@@ -48,7 +50,8 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     per_microbatch = data * training.micro_batch_size
     batch = training.global_batch_size
     if batch % per_microbatch:
-        # The error proposes another microbatch first, because the batch often comes from a paper.
+        # The error proposes a smaller microbatch rather than another global batch, because the
+        # global batch often comes from a paper.
         smaller = range(training.micro_batch_size - 1, 0, -1)
         micro = next((size for size in smaller if batch % (data * size) == 0), None)
         nearest = max(1, round(batch / per_microbatch)) * per_microbatch
@@ -72,12 +75,12 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
 
 
 def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
-    """Return how context-parallel ranks communicate; resolve ``auto``.
+    """Return how context-parallel ranks communicate, with ``auto`` resolved.
 
-    ``auto`` prefers Ulysses, which moves the least data (each rank's own queries, keys, values and
-    outputs, once) and keeps the kernels as fast as on one rank. It needs a number of key-value
-    heads per tensor-parallel rank that the ranks divide. Otherwise ``auto`` selects the ring, which
-    works with any number of ranks and divides memory by it.
+    ``auto`` prefers Ulysses. It moves the least data (each rank sends its own queries, keys, values
+    and outputs once), and its kernels are as fast as on one rank. Ulysses requires that the
+    context-parallel size divides the number of key-value heads per tensor-parallel rank. Otherwise
+    ``auto`` selects the ring, which works with any number of ranks and divides memory by it.
     """
     parallel = recipe.parallel
     if parallel.context_communication != "auto":
@@ -98,7 +101,7 @@ def _check_tensor(recipe: RecipeSections) -> None:
     tensor = recipe.parallel.tensor
     model = recipe.model
     sharded = {
-        # A rank holds whole key-value heads with all queries that use them.
+        # A rank holds complete key-value heads with all query heads that use them.
         "model.attention.num_kv_heads": model.attention.num_kv_heads,
         "model.ffn_hidden_size": model.ffn_hidden_size,
         "model.vocab_size": model.vocab_size,
@@ -116,7 +119,12 @@ def _check_tensor(recipe: RecipeSections) -> None:
 
 
 def _check_context(recipe: RecipeSections) -> None:
-    """Require two equal zigzag parts of the sequence on every rank, sharded over tensor."""
+    """Require a sequence length that all ranks can share equally.
+
+    In the zigzag order each context-parallel rank has two equal chunks of the sequence. With
+    sequence parallelism, tensor-parallel ranks shard each chunk further. Ulysses also requires that
+    context-parallel ranks divide the key-value heads.
+    """
     parallel, length = recipe.parallel, recipe.training.seq_length
     if parallel.context == 1:
         return
@@ -143,7 +151,7 @@ def _check_context(recipe: RecipeSections) -> None:
 
 
 def _check_ring(recipe: RecipeSections) -> None:
-    """Require for a ring a backend that can attend to chunks of a sequence."""
+    """Require a backend that can attend to chunks of a sequence, if the layout uses a ring."""
     backend = recipe.training.attention_backend
     kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
     if (
@@ -179,7 +187,10 @@ def _check_pipeline(recipe: RecipeSections) -> None:
 
 
 def _check_recompute(recipe: RecipeSections) -> None:
-    """Require equal groups, because Megatron-core's ``uniform`` would go past the last layer."""
+    """Check ``recompute.layers`` against the number of layers of a virtual stage.
+
+    The groups of ``uniform`` must be equal, because Megatron-core would go past the last layer.
+    """
     recompute, parallel = recipe.recompute, recipe.parallel
     layers = recipe.model.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     if recompute.granularity != "full":

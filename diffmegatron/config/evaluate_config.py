@@ -1,4 +1,4 @@
-"""A suite of evaluation that runs within training: an entry of ``training.evaluate``."""
+"""An evaluation suite that runs during training: an entry of ``training.evaluate``."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from diffmegatron.section import Count, Section
 
 
 class EvaluateConfig(Section):
-    """The suite named ``suite``, run every ``every`` steps; other keys are the suite's settings.
+    """The suite named ``suite``, which runs every ``every`` steps.
 
-    The settings are checked when training starts, because this package must not import evaluation.
+    Other keys are settings of the suite. They are checked when training starts, because this
+    package must not import the evaluation package.
     """
 
     model_config = ConfigDict(extra="allow")

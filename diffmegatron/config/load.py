@@ -1,9 +1,9 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
-``extends`` in a recipe names another recipe by a relative path, or a list of them; later ones take
-precedence. Mappings merge key by key, and other values replace each other. Every error names the
-file that a key came from. A text that begins with ``./`` or ``../`` is a path relative to the file
-it is in, and is made absolute.
+``extends`` in a recipe names the recipe that it builds on, by a relative path, or a list of
+recipes, of which later ones take precedence. Mappings are merged key by key; any other value
+replaces the inherited value. Every error names the file that a key came from. A text that begins
+with ``./`` or ``../`` is a path relative to the file that contains it, and is made absolute.
 """
 
 import os
@@ -24,11 +24,11 @@ from diffmegatron.own_code import import_recipe_code, require_imported
 from diffmegatron.validation import describe, first_error
 
 COMMAND_LINE = "the command line"
-# Limit on the files of a recipe; a file counts each time that another one extends it.
+# Limit on the files of a recipe; a file counts each time that another file extends it.
 MAX_FILES = 32
 
-# Merged values of the files, and the file of each dotted key. They are never modified, because
-# files and YAML aliases share parts of them.
+# Values: merged values of the files. Origins: name of the file that set each dotted key. Both are
+# never modified in place, because files and YAML aliases share parts of them.
 Values = dict[str, Any]
 Origins = dict[str, str]
 
@@ -42,7 +42,8 @@ def load_recipe(
         path: YAML file.
         overrides: ``section.key=value`` strings; the value is YAML, in which ``./`` is the working
             directory.
-        to_plan: whether files that other commands will write may be missing.
+        to_plan: whether the recipe is only estimated, so that files which other commands will write
+            may be missing.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -57,12 +58,12 @@ def load_recipe(
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Recipe, ...]:
-    """Read a recipe or its stages; each stage starts with the weights of an earlier one.
+    """Read a recipe or its stages; each stage starts with the weights of an earlier stage.
 
-    ``stages`` is a list of mappings. Each has a ``name``, an optional ``start_from`` (default: the
-    stage before it), and changes of the recipe around them. The stage's ``run_dir`` becomes
-    ``run_dir/name``, and its ``checkpoint.start_from`` the ``run_dir`` of the stage that it starts
-    from.
+    ``stages`` is a list of mappings. Each mapping has a ``name``, an optional ``start_from``
+    (default: the stage before it), and the keys in which the stage differs from the rest of the
+    recipe. A stage's ``run_dir`` becomes ``run_dir/name``. Its ``checkpoint.start_from`` becomes
+    the ``run_dir`` of the stage that it starts from.
 
     Args:
         path: YAML file.
@@ -75,7 +76,7 @@ def load_stages(
 
     Raises:
         UserError: a recipe is wrong (:func:`load_recipe`), two stages share a name, or a stage
-            cannot start with the weights of the stage before it.
+            cannot start with the weights of its ``start_from``.
     """
     path = Path(path)
     values, origins = _Files().read(path)
@@ -117,8 +118,8 @@ def load_resolved(path: Path) -> Recipe:
     """Read a recipe that :func:`dump_recipe` wrote: one file without ``extends`` and ``stages``.
 
     Raises:
-        UserError: the file cannot be read or is not such a recipe, or its imports were not
-            requested in this process.
+        UserError: the file cannot be read or is not such a recipe, or its ``imports`` (user code)
+            were not requested with ``--import`` in this process.
     """
     values = _read_mapping(path)
     for key in ("extends", "stages"):
@@ -129,11 +130,11 @@ def load_resolved(path: Path) -> Recipe:
 
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of values that are not in a file.
+    """Check values that do not come from a file, and return their recipe.
 
     Args:
         values: values of the recipe.
-        name: name of the values in messages.
+        name: name of the values in error messages.
         overrides: as for :func:`load_recipe`.
     """
     return _validate(*_overridden(values, {}, overrides), name)
@@ -145,7 +146,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 class _Files:
-    """Files of one recipe; each is parsed once."""
+    """Reader of the files of one recipe, which merges each file once."""
 
     def __init__(self) -> None:
         self._merged: dict[Path, tuple[Values, Origins] | None] = {}
@@ -153,7 +154,7 @@ class _Files:
 
     @property
     def paths(self) -> list[Path]:
-        """Resolved paths of the files that were read; a file precedes the files it extends."""
+        """Resolved paths of the files that were read; each file precedes the files it extends."""
         return [*self._merged]
 
     def read(self, path: Path) -> tuple[Values, Origins]:
@@ -199,9 +200,9 @@ def _parents(extends: Any, path: Path) -> list[str]:
 
 
 def _anchored(value: Any, folder: Path) -> Any:
-    """Make texts that begin with ``./`` or ``../`` absolute paths, relative to ``folder``.
+    """Replace texts that begin with ``./`` or ``../``, relative to ``folder``, by absolute paths.
 
-    The resolved recipe then has the same meaning in every folder.
+    The resolved recipe then has the same meaning in every working directory.
     """
     if isinstance(value, dict):
         return {key: _anchored(each, folder) for key, each in value.items()}
@@ -213,7 +214,7 @@ def _anchored(value: Any, folder: Path) -> Any:
 
 
 def _merged(below: Values, above: Values) -> Values:
-    """Return ``below`` updated by ``above``, mapping by mapping; neither is modified."""
+    """Return ``below`` updated by ``above``, also in nested mappings; neither is modified."""
     both = dict(below)
     for key, value in above.items():
         is_mapping = isinstance(value, dict) and isinstance(both.get(key), dict)
@@ -233,7 +234,11 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 def _overridden(
     values: Values, origins: Origins, overrides: Sequence[str], to_plan: bool = False
 ) -> tuple[Values, Origins]:
-    """Return values and origins after the overrides of the command line."""
+    """Apply the overrides of the command line, import the user's code, and read further files.
+
+    Returns:
+        The resulting values, and the origin of each key.
+    """
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -251,7 +256,7 @@ def _overridden(
 
 
 def _with_files(values: Values, to_plan: bool) -> Values:
-    """Return values with the content of files that ``model.attention`` names."""
+    """Return the values with the content of the files that ``model.attention`` names."""
     model = values.get("model")
     attention = model.get("attention") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(attention, dict):
@@ -266,7 +271,7 @@ def _with_files(values: Values, to_plan: bool) -> Values:
 
 
 def _placed(values: Values, name: str, before: Recipe | None) -> Values:
-    """Give a stage its own folder and the weights of the stage that it starts from."""
+    """Set a stage's ``run_dir``, and its ``start_from`` if it follows the stage ``before``."""
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
     if before is not None and isinstance(values.get("checkpoint", {}), dict):
@@ -275,7 +280,7 @@ def _placed(values: Values, name: str, before: Recipe | None) -> Values:
 
 
 def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> Recipe:
-    """Return the recipe of these values; ``stage`` names a stage in messages."""
+    """Check values and return their recipe; ``path`` and ``stage`` are names for error messages."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -286,7 +291,7 @@ def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> R
 
 
 def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path: str) -> str:
-    """Describe a pydantic error by the origin of the key, the key and the mistake."""
+    """Describe a pydantic error in a sentence: the file, the key and the mistake."""
     key = ".".join(str(part) for part in error["loc"])
     origin = _origin(key, origins, path)
     if error["type"] == "extra_forbidden":
@@ -308,7 +313,7 @@ def _origin(key: str, origins: dict[str, str], path: str) -> str:
 
 
 def _origin_of_clash(message: str, origins: dict[str, str]) -> str:
-    """Return the origins of the keys that a message names; empty if no file has set them."""
+    """Return the origins of the keys that a message names; "" if no file has set any of them."""
     named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message)
     return " and ".join(dict.fromkeys(origins[key] for key in named if key in origins))
 
@@ -333,7 +338,11 @@ def _kinds(values: Values) -> list[str]:
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Return where a key of ``model.attention`` belongs if it is in a wrong place."""
+    """Return a hint for an unknown key that exists in some kind of ``model.attention``.
+
+    The hint names the place or the kind of attention to which the key belongs. None if no kind has
+    such a key.
+    """
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None

@@ -10,10 +10,11 @@ Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 class LoraConfig(Section):
-    """W x becomes W x + (alpha / rank) B A x in the projections named by ``targets``.
+    """Low-rank adapters of the projections named by ``targets``.
 
-    A is [rank, in] and B [out, rank], which starts at zero; W is frozen. ``linear_qkv`` and
-    ``linear_fc1`` are fused, and their parts share an A, as in Megatron's own LoRA.
+    W x becomes W x + (alpha / rank) B A x, where A is [rank, in] and B is [out, rank]. B starts at
+    zero, and W is frozen. ``linear_qkv`` and ``linear_fc1`` are fused projections; their fused
+    parts share one A, as in Megatron's own LoRA.
     """
 
     rank: Annotated[Size, Field(le=4096)]

@@ -20,15 +20,16 @@ from diffmegatron.section import Section, Size, SizeOrZero
 class Initialization(Section):
     """Initial weights, normally distributed with standard deviation ``std``.
 
-    ``scaled`` (default) divides the standard deviation of the two projections that write into the
-    residual stream by sqrt(2 num_layers), so that its variance does not grow with depth (GPT-2, and
-    Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at 1. The file
-    of a kind of attention defines the initial values of its own parameters.
+    ``scaled`` (default) divides ``std`` by sqrt(2 num_layers) for the two projections of a layer
+    that write into the residual stream, so that the variance of the stream does not grow with depth
+    (GPT-2, and Megatron-core's default). ``normal`` uses ``std`` everywhere. Norm weights start at
+    1. Each kind of attention defines the initial values of its own parameters.
 
-    The paper does not name a scheme. Embeddings start at N(0, 1): the headwise norm makes the
-    output of every differential head as large as a trained one from the first step, and embeddings
-    of 0.02 would be small beside it (docs/recipes.md shows the loss). Tied embeddings start with
-    ``std``, because the output layer is the same matrix and would produce logits that large.
+    The paper of the Differential Transformer does not name a scheme. Embeddings start at N(0, 1),
+    because the headwise norm makes the output of every differential head as large as a trained
+    one from the first step, and embeddings of 0.02 would be small beside it (docs/recipes.md shows
+    the loss). Tied embeddings start with ``std``, because the same matrix is the output layer,
+    whose logits would be too large with N(0, 1).
     """
 
     scheme: Literal["scaled", "normal"] = "scaled"
@@ -41,12 +42,12 @@ class Initialization(Section):
 class ModelConfig(Section):
     """The network.
 
-    ``attention`` is the section of one kind of attention, or a list of such sections with the
-    layers of each (:mod:`diffmegatron.attention.variants.pattern`).
+    ``attention`` is the section of one kind of attention. It can also be a list of such sections,
+    each with the layers that it applies to (:mod:`diffmegatron.attention.variants.pattern`).
 
-    ``baseline`` replaces the attention by softmax attention of the same width, keys and values, for
-    the Transformer that a differential model is compared with. The resolved recipe contains the
-    resulting numbers of heads.
+    ``baseline`` gives the Transformer that a differential model is compared with: it replaces the
+    attention by softmax attention of the same width, with as many keys and values. The resolved
+    recipe contains the resulting numbers of heads.
     """
 
     num_layers: Size
@@ -76,7 +77,7 @@ class ModelConfig(Section):
     @field_validator("attention", mode="after")
     @classmethod
     def _sized(cls, attention: Variant, others: ValidationInfo) -> Variant:
-        """Fill in values that follow from other keys, so that the saved recipe contains them."""
+        """Fill in sizes that follow from other keys, so that the saved recipe contains them."""
         if "hidden_size" not in others.data or "baseline" not in others.data:
             return attention
         sized = attention.sized(others.data["hidden_size"])
@@ -103,12 +104,12 @@ class ModelConfig(Section):
 
     @property
     def replaced(self) -> Variant | None:
-        """Attention that ``baseline`` has replaced; None without ``baseline``."""
+        """Differential attention that ``baseline`` has replaced; None without ``baseline``."""
         return self._replaced
 
     @property
     def tokens(self) -> int:
-        """Number of rows of the embedding that belong to tokens."""
+        """Number of rows of the embedding that belong to tokens, without padding rows."""
         return self.vocab_size - self.vocab_padding
 
     @property

@@ -19,7 +19,8 @@ class Schedule(Section):
 
     ``linear`` and ``cosine`` decay from the end of the warm-up to the last step. ``constant`` never
     decays. ``wsd`` (warm-up, stable, decay: Hu et al., 2024, arXiv 2404.06395) stays at the peak
-    and decays linearly over the last steps. A length is given in steps or as a share of the run.
+    and decays linearly over the last steps. The lengths of the warm-up and of this decay are given
+    in steps or as a share of the run.
     """
 
     kind: Literal["linear", "cosine", "constant", "wsd"] = "linear"
@@ -58,7 +59,7 @@ class Schedule(Section):
         return _steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
     def decay(self, total_steps: int) -> int:
-        """Return the number of last steps in which ``wsd`` decays, at least one."""
+        """Return the number of steps, at least one, over which ``wsd`` decays at the end."""
         return max(1, _steps(self.decay_steps, self.decay_ratio, total_steps))
 
 
@@ -69,9 +70,10 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
 
-    ``trainable`` is a list of patterns of tensor names; other tensors are frozen. The rows of
-    ``linear_qkv`` can be named separately, as ``...linear_qkv.weight:k`` (``:q``, ``:v``,
-    ``:[kv]``). ``lr_multipliers`` maps patterns of whole tensors to factors of the learning rate.
+    ``trainable`` is a list of patterns of tensor names; all other tensors are frozen. A suffix
+    selects only the query, key or value rows of ``linear_qkv``: ``...linear_qkv.weight:k`` (also
+    ``:q``, ``:v``, ``:[kv]``). ``lr_multipliers`` maps patterns of tensor names, without suffix, to
+    factors of the learning rate.
     """
 
     lr: float = Field(gt=0)

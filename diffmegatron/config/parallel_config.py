@@ -8,7 +8,7 @@ from diffmegatron.section import Ranks, Section, Size
 
 
 class ParallelConfig(Section):
-    """Parallel layout; ranks beyond tensor x context x pipeline are data parallel."""
+    """Parallel layout. The data-parallel size is the ranks over tensor x context x pipeline."""
 
     tensor: Ranks = 1
     pipeline: Ranks = 1
@@ -91,10 +91,10 @@ class ParallelConfig(Section):
 class RecomputeConfig(Section):
     """Activations that the backward pass computes again instead of keeping (by Megatron-core).
 
-    ``selective`` recomputes the core attention, which gains nothing with a fused kernel, because
-    those recompute it anyway. ``full`` recomputes whole layers: ``uniform`` in groups of
-    ``layers``, keeping only the input of each group; ``block`` only the first ``layers`` of each
-    stage.
+    ``selective`` recomputes the core attention (scores, softmax, values). It saves nothing with a
+    fused attention kernel, which recomputes these anyway. ``full`` recomputes whole layers. Its
+    method ``uniform`` recomputes all layers in groups of ``layers`` and keeps only the input of
+    each group; ``block`` recomputes only the first ``layers`` layers of each stage.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

@@ -1,4 +1,4 @@
-"""The sections of a recipe, each checked alone."""
+"""The sections of a recipe, each with checks of its own values only."""
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from diffmegatron.section import PathText, Section
 
 
 class RecipeSections(Section):
-    """Sections of a recipe before the checks between them; after these they are a ``Recipe``."""
+    """The sections of a recipe. The subclass ``Recipe`` adds the checks across sections."""
 
     run_dir: PathText
     imports: tuple[str, ...] = Field(

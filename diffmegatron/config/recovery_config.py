@@ -28,11 +28,12 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
-    A step that is not finite is never applied. A spike is a loss or gradient norm more than
-    ``sigma`` standard deviations above the mean of the last ``window`` applied steps, once half of
-    these exist. ``spikes`` selects whether it is recorded and applied, or skipped. After
-    ``patience`` consecutive skipped steps the run stops, or returns to its newest good checkpoint
-    and continues with the data after the skipped steps, at most ``max_rollbacks`` times.
+    The update of a step that is not finite is never applied. A spike is a loss or gradient norm
+    more than ``sigma`` standard deviations above the mean of the last ``window`` applied steps; it
+    is detected as soon as half a window of steps exists. ``spikes`` selects whether a spike is
+    ignored, recorded (its update is applied), or skipped. After ``patience`` consecutive skipped
+    steps the run stops (``then: stop``), or it returns to its newest good checkpoint and continues
+    with the data after the skipped steps (``then: rollback``, at most ``max_rollbacks`` times).
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

@@ -11,9 +11,10 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies of ``model.rope_theta``.
 
     ``linear`` divides all frequencies by ``factor`` (position interpolation, arXiv 2306.15595).
-    ``llama3`` (Llama 3.1) keeps wavelengths below ``original_length / high_freq_factor``, divides
-    the frequencies of those above ``original_length / low_freq_factor`` by ``factor``, and
-    interpolates between the two.
+    ``llama3`` (Llama 3.1) depends on the wavelength of a frequency, in tokens. A frequency with a
+    wavelength below ``original_length / high_freq_factor`` is kept. One with a wavelength above
+    ``original_length / low_freq_factor`` is divided by ``factor``. Between the two limits, the
+    result is interpolated.
     """
 
     kind: Literal["linear", "llama3"]

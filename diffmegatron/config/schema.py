@@ -47,7 +47,10 @@ class Recipe(RecipeSections):
             )
 
     def _check_documents(self) -> None:
-        """Require both resets or none: rotary attention depends only on distances."""
+        """Refuse positions that restart per document while attention crosses documents.
+
+        Rotary embeddings depend only on distances, which would be wrong across documents.
+        """
         if self.data.reset_position_ids and not self.data.reset_attention_mask:
             raise ValueError(
                 "data.reset_position_ids is on and data.reset_attention_mask is off; rotary "
@@ -63,6 +66,6 @@ class Recipe(RecipeSections):
         return data_parallel_size(self, world_size)
 
     def num_microbatches(self, world_size: int) -> int:
-        """Return the microbatches per step of each data-parallel rank on ``world_size`` ranks."""
+        """Return the number of microbatches per step that each data-parallel rank processes."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size
         return self.training.global_batch_size // per_microbatch

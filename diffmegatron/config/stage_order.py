@@ -1,4 +1,4 @@
-"""The stages of a recipe: their names, and whether one can start from another."""
+"""The stages of a recipe: their names, overrides, and checks that one can start from another."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,20 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
 MAX_STAGES = 64
-# Prefix of an override for one stage.
+# Prefix of an override that changes only one stage: stages.NAME.key=value.
 STAGES = "stages."
-# Files that a run and its jobs write into run_dir, which also holds the folders of stages.
+# Files and folders that a run and its jobs write into run_dir. Stages cannot have these names,
+# because the folders of stages are also in run_dir.
 RESERVED = frozenset(
     {"attempts", "checkpoints", "events", "job.sh", "job.yaml", "job_number", "lock", "profile"}
     | {"metrics.jsonl", "recipe.yaml", "stacks", "tensorboard", "torchrun.sh", "wandb_id"}
 )
-# Numbered files of jobs, and temporary files that are renamed to a reserved name.
+# Reserved too: numbered files of jobs, and temporary files that are renamed to a reserved name.
 _RESERVED_FORMS = re.compile(
     rf"job_\d+\.log|preflight_\d+|({'|'.join(map(re.escape, sorted(RESERVED)))})\..*"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# Keys of the network that a stage may change, because its initial weights do not depend on them.
+# Keys of the network that a stage may change, because any value fits the weights it starts from.
 _ROTARY = ("model.rope_theta", "model.rope_scaling")
 _FREE = frozenset({*_ROTARY, "model.initialization"})
 
@@ -35,9 +36,9 @@ class Stage:
     """One entry of ``stages``.
 
     Attributes:
-        changes: values of a stage that replace the values outside ``stages``, nested by section.
-        start_from: name of the stage whose weights it starts with; None for a stage that uses the
-            recipe's ``checkpoint.start_from``.
+        changes: values of the stage, nested by section, which replace the recipe's other values.
+        start_from: name of the stage whose weights this stage starts with; None if it uses
+            ``checkpoint.start_from`` instead.
     """
 
     changes: dict[str, Any]
@@ -81,7 +82,7 @@ def read_stages(stages: Any, path: str) -> dict[str, Stage]:
 
 
 def is_stage_name(name: str) -> bool:
-    """Return whether a folder in ``run_dir`` may have this name."""
+    """Return whether a stage, and so its folder in ``run_dir``, may have this name."""
     is_reserved = name in RESERVED or _RESERVED_FORMS.fullmatch(name)
     return _NAME.fullmatch(name) is not None and not is_reserved
 
@@ -96,12 +97,13 @@ def _starts_elsewhere(origin: str, start: Any) -> UserError:
 def by_stage(
     overrides: Sequence[str], stages: Mapping[str, Stage], path: str
 ) -> dict[str, list[str]]:
-    """Return the overrides of each stage; ``stages.NAME.`` before a key selects one stage.
+    """Return the overrides that apply to each stage, by the stage's name.
 
-    Overrides of one stage follow the overrides of all stages.
+    An override ``stages.NAME.key=value`` applies to one stage, as ``key=value``. Any other override
+    applies to all stages, and comes first.
 
     Raises:
-        UserError: no stage has that name, or the override changes where it starts from.
+        UserError: no stage has that name, or the override changes what the stage starts from.
     """
     shared = [each for each in overrides if not each.startswith(STAGES)]
     own: dict[str, list[str]] = {name: [] for name in stages}
@@ -124,19 +126,20 @@ def by_stage(
 
 
 def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
-    """Refuse a run that cannot start with the weights of another run.
+    """Check that a run can start with the weights of another run.
 
-    The run may add LoRA to the weights.
+    The two networks must be equal with these exceptions. The new run may add LoRA, may change the
+    keys in ``_FREE``, and may have a kind of attention that extends the kind of the weights
+    (:meth:`~diffmegatron.attention.variants.base.Variant.foundation`).
 
     Args:
-        before: recipe of the weights.
-        before_name: its name in messages.
-        now: recipe of the run that starts with them.
-        now_name: its name in messages.
+        before: recipe of the run that wrote the weights.
+        before_name: name of ``before`` in error messages.
+        now: recipe of the run that starts with the weights.
+        now_name: name of ``now`` in error messages.
 
     Raises:
-        UserError: the networks or tokenizers differ; the message names the first key. The attention
-            of ``now`` may be a kind that extends the other's.
+        UserError: the networks or tokenizers differ; the message names the first such key.
     """
     attention = now.model.attention
     foundation = attention.foundation()
@@ -162,17 +165,17 @@ def check_follows(before: Recipe, before_name: str, now: Recipe, now_name: str) 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
     """Return the rotary embedding's changes from ``before`` to ``now`` as ``key old -> new``.
 
-    Changes are allowed, because training on longer sequences needs them. They are reported, because
-    a later stage that does not repeat a change undoes it.
+    Such changes are allowed, because training on longer sequences needs them. The caller reports
+    them, because a later stage that does not repeat a change silently undoes it.
     """
     was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
 def model_keys(model: ModelConfig, attention: Variant) -> dict[str, Any]:
-    """Return the settings of a network by dotted key.
+    """Return the settings of a network by dotted key, such as ``model.num_layers``.
 
-    ``attention`` replaces the network's own attention, and its keys come first.
+    The settings of ``attention``, which replaces ``model.attention``, come first.
     """
     others = model.model_dump(exclude={"attention"})
     return {f"model.attention.{key}": value for key, value in attention.keys().items()} | {

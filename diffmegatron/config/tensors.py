@@ -1,6 +1,7 @@
 """Names and shapes of all tensors of a recipe's network, computed without torch.
 
-They equal those that :mod:`diffmegatron.model.parameter_shards` reads from the built network.
+The names and shapes equal those that :mod:`diffmegatron.model.parameter_shards` reads from the
+built network.
 """
 
 import math
@@ -19,13 +20,14 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of the network, over all tensor-parallel ranks.
+    """An unsharded tensor of the network.
 
     Attributes:
-        name: name of the tensor; within a layer without the prefix ``decoder.layers.N.``
-        shape: full shape.
-        sharded: whether tensor-parallel ranks shard it; otherwise each rank holds all of it.
-        float32: whether it is float32 in a bf16 run too.
+        name: name of the tensor. The prefix ``decoder.layers.N.`` is left out by functions that
+            describe a layer, and added by :func:`in_layer`.
+        shape: unsharded shape.
+        sharded: whether tensor-parallel ranks shard it; otherwise each rank holds a full copy.
+        float32: whether it stays float32 in a bf16 run.
     """
 
     name: str
@@ -39,13 +41,13 @@ class NamedTensor:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the fused parts of its rows; empty if it is not fused."""
+        """Names of the parts that are fused along the rows; empty if the tensor is not fused."""
         fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         return ("q", "k", "v") if fused else ()
 
 
 def layer_tensors(model: ModelConfig, kind: Variant) -> list[NamedTensor]:
-    """Return the tensors of a layer with this kind of attention."""
+    """Return the tensors of a layer with this kind of attention, by names within the layer."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
     declared = [
@@ -92,7 +94,10 @@ def outer_tensors(model: ModelConfig) -> list[NamedTensor]:
 
 
 def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]:
-    """Return a stage's tensors outside the layers; a tied embedding is on the first and last."""
+    """Return the tensors outside the layers that pipeline stage ``stage`` (from 0) holds.
+
+    The first and the last stage each hold a copy of a tied embedding.
+    """
     last = recipe.parallel.pipeline - 1
     first_has = {EMBEDDING}
     last_has = {FINAL_NORM, EMBEDDING if recipe.model.tied_embeddings else OUTPUT}
@@ -101,7 +106,7 @@ def stage_outer_tensors(recipe: RecipeSections, stage: int) -> list[NamedTensor]
 
 
 def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
-    """Return the layer numbers (from 0) of a pipeline rank, as a range per virtual stage."""
+    """Return the layers (from 0) of a pipeline stage (from 0), as one range per virtual stage."""
     ranks, virtual = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     size = recipe.model.num_layers // (ranks * virtual)
     firsts = ((number * ranks + stage) * size for number in range(virtual))
@@ -109,7 +114,7 @@ def stage_layers(recipe: RecipeSections, stage: int) -> list[range]:
 
 
 def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]:
-    """Return the kinds of attention on a pipeline rank, each with its number of layers there."""
+    """Return the kinds of attention in a pipeline stage, each with its number of layers there."""
     own = stage_layers(recipe, stage)
     counts = (
         (kind, sum(overlap(some, others) for some in own for others in layers))
@@ -119,24 +124,24 @@ def stage_kinds(recipe: RecipeSections, stage: int) -> list[tuple[Variant, int]]
 
 
 def in_layer(tensor: NamedTensor, layer: int | str) -> NamedTensor:
-    """Return a tensor of :func:`layer_tensors` with its full name in one layer."""
+    """Add the prefix of a layer to the name of a tensor from :func:`layer_tensors`."""
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}")
 
 
 def layer_number(name: str) -> int:
-    """Return the number (from 0) of the layer that contains the tensor of this name."""
+    """Return the number (from 0) of the layer that contains the tensor with this full name."""
     return int(name.removeprefix("decoder.layers.").partition(".")[0])
 
 
 def stage_tensors(recipe: RecipeSections, stage: int) -> Iterator[NamedTensor]:
-    """Yield all tensors of a pipeline stage."""
+    """Yield all tensors of a pipeline stage, with full names."""
     yield from stage_outer_tensors(recipe, stage)
     for own in stage_layers(recipe, stage):
         yield from _layers_tensors(recipe.model, own)
 
 
 def network_tensors(model: ModelConfig) -> Iterator[NamedTensor]:
-    """Yield all tensors of the network."""
+    """Yield all tensors of the network, with full names."""
     yield from outer_tensors(model)
     yield from _layers_tensors(model, range(model.num_layers))
 

@@ -10,7 +10,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ProfileConfig(Section):
-    """A trace of some steps, and on a GPU their allocations, written to ``run_dir/profile/``."""
+    """A profiler trace of some steps, and on a GPU their allocations, in ``run_dir/profile/``."""
 
     start: Count = Field(description="first traced step, from 1")
     steps: Annotated[int, Field(ge=1, le=100)] = Field(
@@ -22,7 +22,7 @@ class ProfileConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases in addition to TensorBoard; needs the package ``wandb``."""
+    """Logging to Weights & Biases in addition to TensorBoard; needs the package ``wandb``."""
 
     project: _Name
     entity: _Name | None = None

@@ -1,4 +1,4 @@
-"""Patterns of tensor names that select trained tensors and multiples of the learning rate."""
+"""Patterns of tensor names, which select the trained tensors and scale their learning rates."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ from diffmegatron.config.tensors import (
 )
 from diffmegatron.files import clipped
 
-# More layers than any such network has; every pattern is compared with every tensor.
+# More layers than any network that uses patterns. Every pattern is compared with every tensor, so
+# this bounds the time of the checks.
 MAX_LAYERS = 1024
 
 
@@ -30,21 +31,26 @@ def trains_everything(recipe: RecipeSections) -> bool:
 
 
 def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """Return the trained parts of a tensor, ("",) for one without parts, or () if it is frozen."""
+    """Return which fused parts of a tensor are trained.
+
+    Returns:
+        Names from :attr:`NamedTensor.parts`; ("",) for a trained tensor that is not fused; () for a
+        frozen tensor.
+    """
     parts = _parts(tensor)
     if trains_everything(recipe) or is_lora(tensor.name):
         return parts
     return _matched_parts(tensor.name, parts, recipe.optimizer.trainable or ())
 
 
-# A search plans a recipe in thousands of layouts, each with the same tensors.
+# Cached because a search for layouts estimates thousands of layouts that have the same tensors.
 @lru_cache(maxsize=2**14)
 def _matched_parts(name: str, parts: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in parts if any(_matches(each, name, part) for each in patterns))
 
 
 def frozen_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """Return the frozen parts of a tensor that also has trained parts."""
+    """Return the frozen parts of a fused tensor that is partly trained; () for any other tensor."""
     trained = trained_parts(tensor, recipe)
     return tuple(part for part in tensor.parts if part not in trained) if trained else ()
 
@@ -63,8 +69,8 @@ def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
 def without_replaced_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     """Remove the patterns that match only tensors which ``model.baseline`` has removed.
 
-    A recipe and its baseline then differ in ``model.baseline`` only. A pattern that matches no
-    tensor of either is kept, and is refused later.
+    A recipe can therefore be trained with and without ``model.baseline``. A pattern that matches no
+    tensor of the two networks is kept here; :func:`check_trainable` refuses it.
     """
     if model.replaced is None or model.num_layers > MAX_LAYERS:
         return optimizer
@@ -86,7 +92,8 @@ def check_trainable(recipe: RecipeSections) -> None:
     """Check that every pattern matches a tensor, and that every pipeline stage trains a tensor.
 
     Raises:
-        ValueError: naming the key, the pattern and the nearest name, or the stage.
+        ValueError: a pattern matches no tensor (the message names the key, the pattern and the
+            nearest name), a stage trains no tensor, or a tensor has two learning-rate factors.
     """
     optimizer, model = recipe.optimizer, recipe.model
     patterns = optimizer.trainable
@@ -167,7 +174,10 @@ def _no_match(key: str, pattern: str, recipe: RecipeSections) -> ValueError:
 
 
 def _likeness(pattern: str, name: str) -> float:
-    """Return a similarity from 0 to 1; a leading wildcard stands for the beginning of the name."""
+    """Return the similarity of a pattern and a tensor name, from 0 to 1.
+
+    A leading wildcard stands for the beginning of the name, so only the rest is compared.
+    """
     end = pattern.lstrip("*.")
     if end != pattern:
         name = ".".join(name.split(".")[-1 - end.count(".") :])

@@ -1,9 +1,9 @@
 """Read and write YAML within limits, for the files of recipes and the values of overrides.
 
 The data model is JSON's, and numbers follow YAML 1.2. PyYAML implements YAML 1.1, which reads
-``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date. ruamel.yaml implements 1.2 and
-refuses duplicate keys, but it is slower to import and to read, and the limits would still be our
-own code.
+``1e-6`` as text, ``1:30`` as 90 and ``2001-01-01`` as a date, so its rules for unquoted text are
+replaced here. ruamel.yaml implements 1.2 and refuses duplicate keys, but it is slower to import and
+to read, and the limits would still need code here.
 """
 
 import re
@@ -14,15 +14,18 @@ import yaml
 from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
-# Limit of a file in bytes; it is parsed within a second. The largest recipe has two thirds of it.
+# Limit on the size of a file in bytes, which is parsed within a second. The largest possible recipe
+# has two thirds of this size.
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 32
 # Limit on values and keys; each alias counts as all the nodes that it repeats.
 MAX_NODES = 5_000
-# Longer integers are text, which no key accepts; Python refuses to convert more than 4,300 digits.
+# An integer with more digits is parsed as text, which no key for a number accepts. Python refuses
+# to convert more than 4,300 digits.
 _DIGITS = 300
 
 _TAG = "tag:yaml.org,2002:"
+# For each type of unquoted text: a regular expression, and the possible first characters.
 _NOTATION = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"(?i:true|false|yes|no|on|off)", list("tTfFyYnNoO")),
@@ -40,7 +43,7 @@ _NOTATION = {
 
 
 class _Notation(yaml.resolver.BaseResolver):
-    """Resolution of unquoted text, shared by the loader and the dumper."""
+    """Rules for the type of unquoted text, shared by the loader and the dumper."""
 
 
 for name, (pattern, first) in _NOTATION.items():
@@ -59,11 +62,11 @@ class _Loader(_Notation, yaml.SafeLoader):
         # Numbers of levels above and below the node that is being composed.
         self._depth = self._height = 0
         self._nodes = 0
-        # Number of nodes and levels of each complete node, which an alias repeats.
+        # Numbers of nodes and levels below each complete node; each alias of it adds them again.
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node within the limits; nested nodes call this method too."""
+        """Compose a node and check the limits; PyYAML calls this method for nested nodes too."""
         event, nodes, beside = self.peek_event(), self._nodes, self._height
         if getattr(event, "tag", None) is not None:
             self._refuse(f"tag {event.tag!r} is not allowed in a recipe; leave it out", event)
@@ -80,7 +83,7 @@ class _Loader(_Notation, yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping and refuse duplicate keys, of which PyYAML would use the last."""
+        """Compose a mapping and refuse duplicate keys; PyYAML would silently use the last one."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
