@@ -1,4 +1,8 @@
-"""The hooks of every run, in the order in which they are called."""
+"""The built-in hooks of every run: saves, guard, metrics, evaluations and profiling.
+
+The classes stand in the order in which a run calls them. :func:`builtin_hooks` explains why the
+order matters.
+"""
 
 import math
 from collections.abc import Collection, Sequence
@@ -26,17 +30,21 @@ from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import rollback_checkpoint
 
 PROFILE = "profile"
-# Torch would record allocations and frees without a limit.
+# Number of allocations and frees that torch's memory history holds. The default has no limit.
 _MAX_ALLOCATIONS = 1_000_000
 _PRINTED = {HELD_OUT: "held-out loss", TEST: "test loss"}
 
 
 def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]:
-    """Return the hooks of a run in the order of their calls.
+    """Return the built-in hooks of a run in the order in which the run calls them.
 
-    The order matters. A save that a finite step has confirmed must count before the guard may roll
-    back to it. Metrics and evaluations belong to the step at which the guard leaves the run. A save
-    begins after the evaluation of its weights.
+    The order matters:
+
+    - A save becomes a checkpoint once a later step is finite (``FinishSaveHook``). This happens
+      before the guard acts, so that the guard can roll back to this checkpoint.
+    - A rollback of the guard changes ``run.step``. Metrics and evaluations come after the guard,
+      so that they are recorded under the new step.
+    - Weights are evaluated before they are saved.
 
     Args:
         recipe: recipe of the run.
@@ -55,7 +63,7 @@ def builtin_hooks(recipe: Recipe, evaluators: Sequence[Evaluator]) -> list[Hook]
 
 
 class FinishSaveHook(Hook):
-    """Completes the open save once every rank has written and a step was finite."""
+    """Completes the open save once every rank has written its file and a later step was finite."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -65,11 +73,14 @@ class FinishSaveHook(Hook):
 
 
 class GuardHook(Hook):
-    """Dumps each anomalous step, and rolls back or ends the run as the guard decided."""
+    """Writes a report of each anomalous step, and rolls back or ends the run if necessary.
+
+    The hook carries out ``run.decision``, the guard's decision on the step.
+    """
 
     def __init__(self) -> None:
-        # Update count of the last rollback's checkpoint. If it has not grown by the next rollback,
-        # no step could be applied in between.
+        # Number of optimizer updates in the checkpoint of the last rollback. If the run has the
+        # same number at the next rollback, no step was applied between the two rollbacks.
         self._updates_returned_to: int | None = None
 
     @override
@@ -82,9 +93,10 @@ class GuardHook(Hook):
             self._roll_back(run)
 
     def _roll_back(self, run: Run) -> None:
-        """Load the newest good checkpoint, and continue with the data that follows.
+        """Load the newest intact checkpoint, but keep the position in the data.
 
-        The batches since the checkpoint, which include the offending ones, are not read again.
+        Training continues with the batch after the anomalous step. The batches between the
+        checkpoint and that step, which caused the anomaly, are not read again.
         """
         with run.pause():
             run.close_save()
@@ -103,7 +115,7 @@ class GuardHook(Hook):
 
 
 def give_up(run: Run, decision: StepDecision) -> NoReturn:
-    """End the run without saving by a UserError with the decision's reason."""
+    """Raise a UserError with the reason of ``decision``; the run ends without saving."""
     run.close_save()
     newest = run.store.latest()
     raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
@@ -132,10 +144,11 @@ def _dump(run: Run) -> None:
 
 
 def _largest_logits(run: Run) -> dict[int, float]:
-    """Return the largest logit per layer on the last batch with the present weights.
+    """Return the largest attention logit of each layer on the last batch, by layer number.
 
-    If the step was applied, these are the weights after its update. Empty under context
-    parallelism, where queries meet the keys of other ranks only inside the kernels.
+    The logits are computed with the present weights. If the step was applied, these are the
+    weights after its update. The result is empty under context parallelism, because there only the
+    attention kernels see the keys of other ranks.
     """
     if run.parallel_state.context_size > 1:
         return {}
@@ -171,13 +184,13 @@ class MetricsHook(Hook):
 
 
 class EvaluationHook(Hook):
-    """Measures held-out losses and the suites of ``training.evaluate`` at the steps they are due.
+    """Evaluates held-out losses and the suites of ``training.evaluate`` at the steps they are due.
 
-    A run that received a stop signal before an evaluation or during it resumes at that step, and
-    first measures what is not recorded of it.
+    A stop signal can end a run before or during an evaluation. The resumed run first runs the
+    evaluators of that step that have no value in ``metrics.jsonl``.
 
     Args:
-        evaluators: all evaluators that may be due at a step.
+        evaluators: all evaluators of the recipe, one per held-out split and suite.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
@@ -215,7 +228,11 @@ class EvaluationHook(Hook):
 
 
 def _should_continue(run: Run) -> bool:
-    """Return whether an evaluation continues, which it does until any rank must stop."""
+    """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
+
+    Also reports progress to the watchdog and to the job's record of this rank. If ``run.unsound``
+    is set, stop requests are ignored.
+    """
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
     run.stopping = agreed.stop and run.unsound is None
     run.watchdog.progress()
@@ -224,7 +241,7 @@ def _should_continue(run: Run) -> bool:
 
 
 class BeginSaveHook(Hook):
-    """Saves every ``checkpoint.interval`` steps, again after a failure, and at the end."""
+    """Begins a save every ``checkpoint.interval`` steps, after a failed save, and at the end."""
 
     @override
     def after_step(self, run: Run) -> None:
@@ -257,7 +274,11 @@ class BeginSaveHook(Hook):
 
 
 def _check_sound(run: Run) -> None:
-    """Refuse to save weights that the last update broke, as no later step would notice."""
+    """End the run without saving if the loss with the present weights is not finite.
+
+    During training, a later step detects weights that an update broke. After the last step there
+    is no later step, so the last batch is evaluated once more.
+    """
     if run.unsound is None and not math.isfinite(run.forward(run.last_batch()).loss):
         run.unsound = "loss of the last batch after its update is not finite"
     if run.unsound is not None:
@@ -265,7 +286,11 @@ def _check_sound(run: Run) -> None:
 
 
 class ProfileHook(Hook):
-    """Traces ``training.profile.steps`` steps from ``start`` on, once, on the configured ranks."""
+    """Traces the steps of ``training.profile`` on the configured ranks with torch's profiler.
+
+    Each rank writes one trace per start of the run, into ``run_dir/profile``. On a GPU it also
+    writes a snapshot of the memory allocations.
+    """
 
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config
@@ -308,7 +333,7 @@ class ProfileHook(Hook):
             if torch.cuda.is_available():
                 torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
-            # TensorBoard's profiler plugin looks for this ending.
+            # TensorBoard's profiler plugin finds traces by the suffix .pt.trace.json.gz.
             self._profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
             say(f"wrote the trace of steps {self._config.start} to {run.step} into {folder}")
         self._profile, self._is_done = None, True

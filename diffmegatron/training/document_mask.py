@@ -1,4 +1,4 @@
-"""Decide whether attention stays within a document, if the recipe leaves this to its sources."""
+"""Choice of ``data.reset_attention_mask`` from the data, for recipes that do not set it."""
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
@@ -8,13 +8,14 @@ from diffmegatron.training.monitoring.progress import say
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     """Return the recipe with ``data.reset_attention_mask`` set.
 
-    If the recipe leaves it open, attention stays within a document when sequences are packed and a
-    source has conversations or instructions. Next to other conversations a response would learn to
-    copy from them, which is not possible when the model is used.
+    A value in the recipe is kept. Otherwise the value is true (attention stays within a document)
+    if sequences are packed and a source has conversations or instructions. Without the mask, a
+    response could attend to unrelated conversations in the same packed sequence and learn to copy
+    from them. At inference there are no such conversations.
 
     Args:
         recipe: recipe of the run.
-        prints: whether this rank reports the decision.
+        prints: whether this rank prints a decision for the mask.
 
     Raises:
         UserError: If the manifest of a source cannot be read.

@@ -1,4 +1,4 @@
-"""The base class of hooks, and the registry of hooks from imported code."""
+"""The base class of training hooks, and the registry of hook classes from imported code."""
 
 from typing import TYPE_CHECKING
 
@@ -9,32 +9,39 @@ if TYPE_CHECKING:
 class Hook:
     """Base class for code that a run calls before, between and after its steps.
 
-    Pass instances of subclasses to ``train``. At each point every rank calls the same hooks in the
-    same order: the run's own (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`),
-    then the user's in the order given. A hook may therefore call collectives, but only outside
-    ``if run.parallel_state.is_main``. An exception ends the run; if one rank raises alone, the
-    others wait until the launcher or the watchdog ends them.
+    Pass instances of subclasses to :func:`~diffmegatron.training.trainer.train`. Every rank calls
+    the same hooks in the same order: first the built-in hooks
+    (:func:`~diffmegatron.training.builtin_hooks.builtin_hooks`), then the user's hooks in the order
+    of the ``hooks`` argument. A hook may therefore call collectives, but not inside
+    ``if run.parallel_state.is_main``, because then only rank 0 would call them.
+
+    An exception in a hook ends the run. If only one rank raises, the other ranks wait until the
+    launcher or the watchdog ends them.
     """
 
     def before_training(self, run: "Run") -> None:
-        """Run once, after everything is loaded and before the first step of this start."""
+        """Run once per start or resume of a run: after loading, before the first step."""
 
     def after_step(self, run: "Run") -> None:
-        """Run after step ``run.step``; after a rollback that is the step rolled back to."""
+        """Run after each step.
+
+        ``run.step`` is the number of the step. If the guard rolled the run back after this step,
+        ``run.step`` is the step of the checkpoint.
+        """
 
     def after_training(self, run: "Run") -> None:
-        """Run after the last step or a stop request, but not after an exception."""
+        """Run after the last step, or when a stop request ends the run; not after an exception."""
 
 
 HOOKS: list[type[Hook]] = []
-"""Hook classes of imported code, in the order of their registration."""
+"""Registered hook classes, in the order of :func:`register_hook` calls."""
 
 
 def register_hook(hook: type[Hook]) -> type[Hook]:
-    """Add a hook class, which is created without arguments, to every run; usable as a decorator.
+    """Add a hook class to every run; usable as a class decorator.
 
-    Meant for code that ``--import`` or a recipe's ``imports`` names, where no Python code can pass
-    hooks to ``train``.
+    Each run creates an instance without arguments. Use it in modules that ``--import`` or the
+    recipe's ``imports`` loads: a run from the command line has no ``hooks`` argument.
     """
     if hook not in HOOKS:
         HOOKS.append(hook)

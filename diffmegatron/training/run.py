@@ -1,4 +1,4 @@
-"""The state of a run on one rank, which the loop and its hooks work on."""
+"""The state of a training run on one rank, shared by the training loop and its hooks."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,22 +37,24 @@ from diffmegatron.training.saving.start_from import load_weights, open_start
 
 
 class Run:
-    """One rank's share of a run, opened at its newest checkpoint.
+    """The state of a training run on one rank.
+
+    The constructor loads the newest intact checkpoint in ``run_dir``, or begins a new run.
 
     Attributes:
         recipe: recipe of the run.
-        parallel_state: layout, and this rank's place in it.
-        network: this rank's virtual stages of the model.
+        parallel_state: parallel layout, and this rank's place in it.
+        network: this rank's virtual pipeline stages of the model.
         engine: ZeRO optimizer of the network.
         loader: loader of the training batches.
-        step: number of the last step done; 0 before the first.
-        values: metrics of that step by name: loss, gradient norm, learning rates.
-        agreed: values of that step that all ranks agreed on.
+        step: number of the last completed step; 0 before the first step.
+        values: metrics of the last completed step by name: loss, gradient norm, learning rates.
+        agreed: loss, gradient norm and flags of that step, reduced over all ranks.
         decision: the guard's decision on that step.
         stopping: whether the run saves and ends after this step's hooks. A hook that sets it must
             set it on every rank.
-        unmeasured: names of the evaluators that are due at this step and have not run; the next
-            start of the run begins with them.
+        unmeasured: names of the evaluators that are due at this step and have no result yet. If
+            the run stops now, the resumed run first runs these evaluators.
         unsound: reason why the present weights may be broken; None if the last step was finite.
     """
 
@@ -108,32 +110,35 @@ class Run:
 
     @property
     def is_at_last_step(self) -> bool:
-        """True if the last step of the recipe is done."""
+        """True if the last step of the recipe is completed."""
         return self.step >= self.recipe.training.total_steps
 
     @property
     def is_finished(self) -> bool:
-        """True if the last step is done and every evaluation due at it is recorded."""
+        """True if the last step is completed and every evaluation due at it has a result."""
         return self.is_at_last_step and not self.unmeasured
 
     def set_step(self, step: int) -> None:
-        """Record that a step is done, or loaded from a checkpoint."""
+        """Set the number of the last completed step, after a step or after loading a checkpoint."""
         self.step = step
         self.network.at_step(step)
         self.rank_record.set_step(step, self.recipe.run_dir)
 
     def position(self) -> Position:
-        """Return the position of the run, for a checkpoint."""
+        """Return step, update count, data position and guard state, to save in a checkpoint."""
         return Position(self.step, self.engine.updates, self.loader.state(), self.guard.state())
 
     def resume(self, checkpoint: Checkpoint) -> Position:
-        """Load a checkpoint of this run; called on all ranks."""
+        """Load a checkpoint of this run, and return its position; called on all ranks."""
         if self.parallel_state.is_main:
             say(f"resuming from {checkpoint.directory}")
         return load_snapshot(checkpoint, self.engine, self.shards, self.parallel_state)
 
     def agree(self, loss: Tensor, gradient_norm: Tensor | float = 0.0) -> Agreement:
-        """Exchange loss, gradient norm, stop requests and writing threads among all ranks."""
+        """Reduce loss, gradient norm, stop requests and the state of saves over all ranks.
+
+        Called on all ranks; see :func:`~diffmegatron.training.compute.agreement.agree`.
+        """
         return agree(
             loss,
             gradient_norm,
@@ -143,12 +148,16 @@ class Run:
         )
 
     def last_batch(self) -> list[Batch]:
-        """Read this rank's share of the last step's global batch again."""
+        """Read again this data-parallel rank's microbatches of the last step's global batch."""
         size = self.recipe.training.global_batch_size
         return self.loader.read_step(max(0, self.loader.consumed_samples - size))
 
     def forward(self, microbatches: Sequence[Batch]) -> Agreement:
-        """Return the loss of a global batch in evaluation mode; called on all ranks."""
+        """Return the loss of a global batch in evaluation mode; called on all ranks.
+
+        Args:
+            microbatches: this data-parallel rank's microbatches.
+        """
         self.network.eval()
         batch = on_this_rank(microbatches, self.parallel_state)
         agreed = self.agree(forward_only(self.network, batch, self.parallel_state))
@@ -156,33 +165,40 @@ class Run:
         return agreed
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
-        """Record metrics of this step by name; called on every rank, written by rank 0."""
+        """Record metrics of the current step, by name; only rank 0 writes them."""
         for writer in (self.metrics, self.wandb):
             if writer is not None and values:
                 writer.write(self.step, values)
 
     def rewind_metrics(self) -> None:
-        """Drop the metrics of later steps than this one, and restart the speed measurement."""
+        """Drop the metrics of steps after ``self.step``, and restart the speed measurement.
+
+        Called after a rollback.
+        """
         if self.metrics is not None:
             self.metrics.rewind(self.step)
         self.source_losses.clear()
         self.progress = self._new_progress()
 
     def close_save(self) -> None:
-        """End the open save, if any; called on all ranks."""
+        """Complete or drop the open save, if there is one; called on all ranks."""
         with self.watchdog.patience():
             self.write_metrics(self.saver.close())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the time inside out of the measured speed, and let the watchdog allow for a save."""
+        """Exclude the time inside the context from the measured speed.
+
+        The watchdog's limit inside the context is ``watchdog.startup_seconds``, which also allows
+        for a save.
+        """
         started = time.perf_counter()
         with self.watchdog.patience():
             yield
         self.progress.skip(time.perf_counter() - started)
 
     def _begin(self) -> Position:
-        """Begin a new run, from the weights of ``checkpoint.start_from`` if the recipe sets it."""
+        """Begin a new run; load the weights of ``checkpoint.start_from`` if the recipe sets it."""
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
@@ -201,7 +217,8 @@ class Run:
         run_dir = Path(self.recipe.run_dir)
         with log_write_errors(run_dir / RECIPE):
             write_durably(run_dir / RECIPE, dump_recipe(self.recipe).encode())
-        # A run without a checkpoint is new: drop all entries of an earlier start, also of step 0.
+        # A run without a checkpoint starts over, so drop all metrics of earlier starts, including
+        # those of step 0.
         last_step = -1 if self.saver.saved_step is None else self.step
         return exits.enter_context(MetricsWriter(run_dir, last_step))
 

@@ -1,4 +1,7 @@
-"""The training loop; everything beside the steps is in hooks."""
+"""The training loop: :func:`train` runs a recipe, and :func:`train_step` does one step.
+
+Saves, metrics, evaluations and the guard's reactions are hooks that run between the steps.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -34,27 +37,27 @@ def train(
     hooks: Sequence[Hook] = (),
     stop: StopRequest | None = None,
 ) -> bool:
-    """Run a recipe on the ranks the launcher started, or on this process alone.
+    """Train a recipe on all ranks that the launcher started, or on this process alone.
 
     Writes ``recipe.yaml``, ``metrics.jsonl``, ``tensorboard/`` and ``checkpoints/`` into
-    ``run_dir``, and ``events/`` and ``stacks/`` when needed. Resumes from the newest good
-    checkpoint there if the recipe allows it.
+    ``run_dir``, and ``events/`` and ``stacks/`` when needed. Resumes from the newest intact
+    checkpoint in ``run_dir`` if ``checkpoint.resume`` is true.
 
     Args:
         recipe: recipe of the run, checked by
             :func:`~diffmegatron.training.training_stages.train_stages`.
-        record: receives each step of this rank.
+        record: record of this rank for the job script; the run updates its step.
         evaluators: one evaluator per entry of ``training.evaluate``.
-        hooks: hooks of the user, called after the run's own; the same on every rank.
-        stop: stop requests that the caller listens for; None if this run listens for its own.
+        hooks: user-defined hooks, called after the built-in hooks; the same on every rank.
+        stop: handler of stop signals that the caller has entered; None to enter a new one.
 
     Returns:
-        True if the last step is done and every evaluation due at it is recorded; False if the run
-        stopped on request and saved.
+        True if the last step is completed and every evaluation due at it is recorded; False if the
+        run stopped after a stop signal and saved.
 
     Raises:
-        UserError: If the recipe, the data, the layout or a checkpoint do not fit, the guard stopped
-            the run, ``run_dir`` was moved or removed, or the last save failed.
+        UserError: If the recipe, the data, the layout or a checkpoint do not fit together, the
+            guard stopped the run, ``run_dir`` was moved or removed, or the last save failed.
     """
     launch, record = read_launch(), record or RankRecord()
     recipe = decide_document_mask(recipe, prints=launch.rank == 0)
@@ -77,7 +80,7 @@ def train(
 
 
 def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
-    """Train from the present step to the last one; return whether the run is finished."""
+    """Train from ``run.step`` to the last step, and return whether the run is finished."""
     for hook in hooks:
         hook.before_training(run)
     while not (run.is_at_last_step or run.stopping):
@@ -90,7 +93,7 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> bool:
 
 
 def train_step(run: Run) -> None:
-    """Train on one global batch: gradients, the guard's decision, and the update if allowed."""
+    """Train on one global batch: compute gradients, and update the weights if the guard allows."""
     training, optimizer = run.recipe.training, run.recipe.optimizer
     rate = learning_rate(run.step + 1, training.total_steps, optimizer)
     with run.clock("data"):
@@ -112,7 +115,8 @@ def train_step(run: Run) -> None:
     run.agreed, run.decision = step_check.result
     run.source_losses.step_done(finite=run.decision.finite)
     run.unsound = None if run.decision.finite else run.decision.reason
-    # A run may not end after a non-finite step, because the weights it saves must be sound.
+    # A run that stops saves its weights. Only a finite step shows that the weights are sound, so a
+    # stop request waits for one.
     run.stopping = run.agreed.stop and run.decision.finite
     run.values = {
         "train/loss": run.agreed.loss,

@@ -1,4 +1,4 @@
-"""Train the stages of a recipe, one run after the other."""
+"""Training of a recipe with several stages; each stage is a run with its own ``run_dir``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,20 +29,21 @@ def train_stages(
     open_evaluators: OpenEvaluators | None = None,
     hooks: Sequence[Hook] = (),
 ) -> bool:
-    """Run the stages of a recipe one after the other, skipping finished ones.
+    """Train the stages of a recipe one after the other; skip the stages that are finished.
 
     Args:
         recipes: one recipe per stage.
-        record: receives each step of this rank.
-        open_evaluators: opens the evaluators of ``training.evaluate``.
-        hooks: hooks of the user, the same instances in every stage.
+        record: record of this rank for the job script; each run updates its step.
+        open_evaluators: function that opens the evaluators of a recipe's ``training.evaluate``.
+        hooks: user-defined hooks, the same instances in every stage.
 
     Returns:
-        True if all stages are finished.
+        True if all stages are finished; False if the training stopped after a stop signal.
 
     Raises:
-        UserError: See :func:`train`. Also, before any stage runs, if the ranks do not fit the
-            layout of a stage, or if a stage uses wandb and it is not installed.
+        UserError: As in :func:`~diffmegatron.training.trainer.train`. Also, before any stage runs,
+            if the number of ranks does not fit the layout of a stage, or if a stage uses wandb and
+            wandb is not installed.
     """
     launch = read_launch()
     for recipe in recipes:
@@ -57,7 +58,8 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
-        # One request for all stages: a signal at the end of a stage also stops the stages after it.
+        # All stages share one StopRequest, so that a signal at the end of a stage also stops the
+        # following stages.
         with StopRequest(launch, record.folder if record else None) as stop:
             for recipe, each in zip(unfinished, evaluators, strict=True):
                 if recipe is not unfinished[0] and _should_stop(stop, recipe):
@@ -70,7 +72,7 @@ def train_stages(
 
 
 def _should_stop(stop: StopRequest, following: Recipe) -> bool:
-    """Return, on every rank, whether any rank must stop before the following stage."""
+    """Return, on every rank, whether any rank must stop before the stage ``following``."""
     pending: list[bool] = [False] * distributed.get_world_size()
     is_pending = stop.is_pending(following.checkpoint.time_limit_margin)
     distributed.all_gather_object(pending, is_pending)
@@ -81,7 +83,9 @@ def _should_stop(stop: StopRequest, following: Recipe) -> bool:
 
 
 def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
-    """Return the stages that are not finished, as rank 0 finds them; it prints the finished ones.
+    """Return the recipes of the stages that are not finished.
+
+    Rank 0 reads the run directories, sends the result to all ranks, and prints the finished stages.
 
     Raises:
         UserError: If a finished stage was trained with another recipe.
@@ -101,7 +105,13 @@ def _unfinished(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]
 
 
 def _is_finished(recipe: Recipe) -> bool:
-    """Return whether the newest checkpoint and the metrics are complete; reads small files only."""
+    """Return whether a stage has its last checkpoint and all evaluations of its last step.
+
+    Only small files are read: the manifest and recipe of the checkpoint, and the metrics.
+
+    Raises:
+        UserError: If the checkpoint was trained with another recipe.
+    """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
     if newest is None or read_manifest(newest).step != steps:

@@ -1,1 +1,1 @@
-"""The computation of a step on this rank's microbatches, and the agreement of ranks on it."""
+"""The computation of a training step: microbatches, forward and backward passes, agreement."""

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a step, by one small all-reduce."""
+"""Agreement of all ranks on a step's loss, gradient norm and flags, by one small all-reduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values that are the same on every rank.
+    """Values of a step after the reduction over all ranks, so the same on every rank.
 
     Attributes:
-        loss: loss of the step; infinite if it is not finite on any rank.
-        gradient_norm: gradient norm of the step; infinite if it is not finite on any rank.
-        stop: whether any rank must stop.
-        writing: whether any rank still writes its file of a checkpoint.
+        loss: loss of the step; infinite if the loss of at least one rank is not finite.
+        gradient_norm: gradient norm of the step; infinite if the norm of at least one rank is not
+            finite.
+        stop: whether at least one rank must stop.
+        writing: whether at least one rank is still writing its checkpoint file.
     """
 
     loss: float
@@ -35,23 +36,26 @@ def agree(
     writing: bool,
     parallel_state: ParallelState,
 ) -> Agreement:
-    """Reduce the values of all ranks to their maximum.
+    """Return the maximum of each value over all ranks; called on all ranks.
 
-    Loss and norm are already reduced, but within groups whose sums may differ in the last bit, and
-    ranks that decide differently on a step would diverge. Reading the result waits for the device;
-    the training loop reads the loss of every step anyway.
+    The loss and the norm are already reduced within process groups, but the results of two groups
+    may differ in the last bit. All ranks need equal values, because ranks that decide differently
+    on a step would diverge.
+
+    Reading the result on the CPU waits for the device. This costs nothing extra, because the
+    training loop reads the loss of every step.
 
     Args:
         loss: 0-dim float32.
         gradient_norm: 0-dim float32 or a number.
         stop: whether this rank must stop.
-        writing: whether this rank still writes its file of a checkpoint.
-        parallel_state: layout of the ranks.
+        writing: whether this rank is still writing its checkpoint file.
+        parallel_state: parallel layout, and this rank's place in it.
     """
     flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
     norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
     numbers = torch.cat([torch.stack([loss.float(), norm]), flags])
-    # The maximum of NaN and a number depends on the communication library.
+    # Replace NaN, because the maximum of NaN and a number depends on the communication library.
     numbers = torch.where(numbers.isfinite(), numbers, torch.inf)
     distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
     agreed = numbers.tolist()
@@ -59,14 +63,23 @@ def agree(
 
 
 class StepCheck:
-    """Callback of the engine's step: agree with all ranks, then let the guard decide."""
+    """Callback for the optimizer step: agrees on the step with all ranks, then calls the guard.
+
+    Args:
+        guard: guard of the run.
+        agree_on: function that reduces the step's values over all ranks, given the gradient norm.
+    """
 
     def __init__(self, guard: Guard, agree_on: Callable[[Tensor], Agreement]) -> None:
         self._guard, self._agree_on = guard, agree_on
         self._result: tuple[Agreement, StepDecision] | None = None
 
     def allow(self, gradient_norm: Tensor) -> bool:
-        """Return whether the optimizer may update the weights; called once per step."""
+        """Return whether the optimizer may update the weights; called once per step on every rank.
+
+        Args:
+            gradient_norm: gradient norm before clipping, 0-dim float32.
+        """
         agreed = self._agree_on(gradient_norm)
         decision = self._guard.decide(agreed.loss, agreed.gradient_norm)
         self._result = agreed, decision
@@ -74,6 +87,6 @@ class StepCheck:
 
     @property
     def result(self) -> tuple[Agreement, StepDecision]:
-        """Agreement on the step, and the guard's decision."""
+        """Agreement and guard's decision of the step, available after :meth:`allow`."""
         assert self._result is not None, "the engine's step did not call allow"
         return self._result

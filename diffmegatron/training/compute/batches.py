@@ -1,4 +1,4 @@
-"""This rank's microbatches: verify the sources, open the loader, move batches to the device."""
+"""Microbatches of one rank: verify the data files, open the loader, move batches to the device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from diffmegatron.data.sampling.samples import open_samples
 from diffmegatron.errors import UserError
 from diffmegatron.parallel.parallel_state import ParallelState, fail_together
 
-# Fields of a batch with one value per token, [b, s].
+# Fields of Batch that have one value per token, shape [b, s].
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -28,15 +28,17 @@ def verify_sources(
     parallel_state: ParallelState,
     patience: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Hash every source file if ``data.verify`` is "hashes"; called on all ranks.
+    """Compare the hash of every data file with its manifest; called on all ranks.
 
-    The files are distributed over the ranks. The ranks synchronize after each gibibyte, so that
-    none waits for a terabyte of another's longer than a collective may take.
+    Does nothing unless ``data.verify`` is ``"hashes"``. Each rank hashes some of the files. All
+    ranks synchronize after each gibibyte, because a rank that waited until another rank has hashed
+    a terabyte would exceed the time limit of a collective.
 
     Args:
         data: the ``data`` section.
-        parallel_state: layout of the ranks.
-        patience: context manager that gives the watchdog time for one gibibyte.
+        parallel_state: parallel layout, and this rank's place in it.
+        patience: function whose context manager extends the watchdog's time limit. It is entered
+            for each gibibyte.
 
     Raises:
         UserError: On all ranks, if a file is damaged.
@@ -59,7 +61,13 @@ def verify_sources(
 
 
 def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
-    """Hash this rank's share of the files, the small index files last; yield after each part."""
+    """Hash every ``ranks``-th data file; yield after each gibibyte.
+
+    Small index files come last, so that the large files are spread evenly over the ranks.
+
+    Raises:
+        UserError: If a file is damaged.
+    """
     files = [
         (source.path, suffix)
         for source in data.sources
@@ -76,11 +84,17 @@ def open_loader(
     split: Split,
     state: Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Open the batches of a split for this rank, from a loader's saved ``state`` if given.
+    """Return a loader of this data-parallel rank's batches of a split.
+
+    Args:
+        recipe: recipe of the run.
+        parallel_state: parallel layout, and this rank's place in it.
+        split: part of the documents to read, such as "train".
+        state: saved state of a loader to resume from; None to begin with the first sample.
 
     Raises:
-        UserError: If the data cannot be opened, or the run needs more samples than a source has
-            that must not repeat.
+        UserError: If the data cannot be opened, or if the run needs more samples than a source
+            has and the recipe does not allow that source to repeat.
     """
     training = recipe.training
     samples = open_samples(recipe.data, training.seq_length, training.seed, split)
@@ -100,10 +114,14 @@ def open_loader(
 
 
 def on_this_rank(microbatches: Sequence[Batch], parallel_state: ParallelState) -> list[Batch]:
-    """Return this rank's share of the microbatches on its device.
+    """Return the microbatches on this rank's device, sharded for context parallelism.
 
-    Each context-parallel rank holds its zigzag shards of every sequence. Document boundaries stay
-    whole and on the CPU, where the kernels' wrappers read them.
+    Under context parallelism each rank gets its zigzag shard of every sequence. Document ids stay
+    unsharded and on the CPU, because the wrappers of the attention kernels read them there.
+
+    Args:
+        microbatches: microbatches of this data-parallel rank, with full sequences, on the CPU.
+        parallel_state: parallel layout, and this rank's place in it.
     """
     return [_on_this_rank(batch, parallel_state) for batch in microbatches]
 

@@ -10,9 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 def offloaded_activations(
     network: torch.nn.Module, *, enabled: bool
 ) -> AbstractContextManager[object]:
-    """Copy the tensors that autograd saves inside to the host, and back for the backward pass.
+    """Return a context in which autograd keeps the tensors saved for backward in host memory.
 
-    Weights are not copied. Torch's ``save_on_cpu`` would copy each matrix with every microbatch.
+    The backward pass copies them back to the device. Weights stay on the device; torch's
+    ``save_on_cpu`` would copy every weight matrix in every microbatch.
+
+    Args:
+        network: network whose weights stay on the device.
+        enabled: whether to offload; if False, the context does nothing.
     """
     if not enabled:
         return nullcontext()

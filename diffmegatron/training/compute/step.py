@@ -1,4 +1,9 @@
-"""Forward and backward passes of one step over this rank's microbatches."""
+"""Forward and backward passes of one step over this rank's microbatches.
+
+A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to a loss. In shapes,
+b is the number of sequences in a microbatch, s the sequence length, and v this tensor-parallel
+rank's number of rows of the vocabulary.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +22,13 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.offload import offloaded_activations
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
-# Receives each microbatch with the losses of its tokens [b, s], on the ranks of the last stage.
+# Function that is called with each microbatch and the losses of its tokens [b, s]. Only ranks of
+# the last pipeline stage call it.
 Observer = Callable[[Batch, Tensor], None]
 
 
 class Engine(Protocol):
-    """A network that accumulates and reduces gradients; the ZeRO engine is one."""
+    """Interface of a network that accumulates and reduces gradients, such as ``ZeroEngine``."""
 
     network: Network
 
@@ -30,7 +36,12 @@ class Engine(Protocol):
         """Run the forward pass of :class:`~diffmegatron.model.network.Network`."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add to the gradients; ``is_last`` marks the last microbatch of the step."""
+        """Add the gradients of a loss to the accumulated ones.
+
+        Args:
+            loss: scaled loss of a microbatch, 0-dim.
+            is_last: whether this is the last microbatch of the step.
+        """
 
 
 def forward_backward(
@@ -41,23 +52,25 @@ def forward_backward(
     offload_activations: bool = False,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Accumulate the gradients of a step.
+    """Run the forward and backward passes of a step, and return its mean loss.
 
-    Every counted token has the same weight, whichever microbatch or rank it is on, because packed
-    fine-tuning data has microbatches with few counted tokens or none.
+    Every counted token of the global batch has the same weight in the loss. A mean of the
+    microbatches' means would not have this property, because microbatches of packed fine-tuning
+    data can have few counted tokens or none.
 
     Args:
         engine: network that accumulates the gradients.
-        microbatches: this rank's share of its data-parallel rank's microbatches.
-        parallel_state: layout, and this rank's place in it.
-        offload_activations: whether saved activations are kept in host memory.
-        observe: receives the detached losses of the tokens.
+        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        parallel_state: parallel layout, and this rank's place in it.
+        offload_activations: whether tensors saved for backward are kept in host memory.
+        observe: called with each microbatch and the detached losses of its tokens.
 
     Returns:
-        Mean loss of the global batch; 0-dim float32, the same on every rank.
+        Mean loss of the counted tokens in the global batch; 0-dim float32, the same on every rank.
     """
     count = _count(microbatches, parallel_state)
-    # DeepSpeed averages over the data x context parallel ranks, and this is a sum over them.
+    # The loss is a sum over ranks, but DeepSpeed averages gradients over the data x context
+    # parallel ranks. The number of these ranks in the weight cancels the division.
     weight = parallel_state.data_size * parallel_state.context_size / count
     offloaded = partial(offloaded_activations, engine.network, enabled=offload_activations)
     if parallel_state.pipeline_size > 1:
@@ -76,7 +89,13 @@ def forward_backward(
 def forward_only(
     network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean loss of a global batch without gradients; 0-dim float32 on every rank."""
+    """Return the mean loss of a global batch without gradients; 0-dim float32, equal on all ranks.
+
+    Args:
+        network: network of this rank.
+        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        parallel_state: parallel layout, and this rank's place in it.
+    """
     if parallel_state.pipeline_size > 1:
         losses = _pipeline(network, microbatches, parallel_state, None, nullcontext)
     else:
@@ -85,19 +104,30 @@ def forward_only(
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the loss of every label of whole sequences of which ``batch`` is this rank's share.
+    """Return the loss of every token of a batch; called on all ranks.
+
+    Args:
+        network: network of this rank.
+        batch: one microbatch on this rank's device, sharded for context parallelism.
+        parallel_state: parallel layout, and this rank's place in it.
 
     Returns:
-        Float32 [b, s], the same on every rank of the model-parallel group.
+        Losses of the full, unsharded sequences, float32 [b, s], the same on every rank.
     """
     return _forward(network, batch, parallel_state, Tensor.float, has_labels=True)
 
 
 def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
-    """Return the most likely token after every position, -1 where a logit is not finite.
+    """Return the id of the most likely next token at every position; called on all ranks.
+
+    Args:
+        network: network of this rank.
+        batch: one microbatch on this rank's device, sharded for context parallelism.
+        parallel_state: parallel layout, and this rank's place in it.
 
     Returns:
-        Int64 [b, s] of whole sequences, the same on every rank of the model-parallel group.
+        Ids of the full, unsharded sequences, int64 [b, s], the same on every rank. The id is -1
+        where a logit is not finite.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -112,10 +142,20 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Return ``read`` of the network's output for whole sequences, [b, s]."""
+    """Run the network, and return ``read`` applied to its output, [b, s], on every rank.
+
+    Args:
+        network: network of this rank.
+        batch: one microbatch on this rank's device, sharded for context parallelism.
+        parallel_state: parallel layout, and this rank's place in it.
+        read: maps the output of the last stage to one value per token, for this rank's shard of
+            the sequences.
+        has_labels: whether the output is the loss of each token; otherwise the logits.
+    """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
-        # An interleaved schedule needs a multiple of the number of stages as microbatches.
+        # In an interleaved schedule the number of microbatches must be a multiple of the number of
+        # pipeline stages, so the batch is repeated.
         count = parallel_state.pipeline_size if len(network.virtual_stages) > 1 else 1
 
         def step(microbatches, stage):  # type: ignore[no-untyped-def]
@@ -132,7 +172,18 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Gather whole sequences from the last stage, and broadcast the first replica's to all."""
+    """Return the full sequences of the last pipeline stage on every rank.
+
+    The last stage gathers the context-parallel shards and broadcasts the result to the other
+    stages. Then the first rank of each data-parallel group broadcasts its result to the group.
+
+    Args:
+        own: values of this rank's sequence shards [b, s / context size]; None before the last
+            stage.
+        batch: batch of the values, which determines their shape.
+        parallel_state: parallel layout, and this rank's place in it.
+        dtype: dtype of the values.
+    """
     rows, length = batch.tokens.shape
     whole = torch.empty(
         rows, length * parallel_state.context_size, dtype=dtype, device=parallel_state.device
@@ -146,7 +197,8 @@ def _on_all_ranks(
         group = parallel_state.pipeline_group
         last = distributed.get_global_rank(group, parallel_state.pipeline_size - 1)
         distributed.broadcast(whole, last, group=group)
-    # Later decisions depend on the result, so it must not differ in the last bit between replicas.
+    # Replicas may differ in the last bit. All ranks need the same result, because they base
+    # decisions on it.
     group = parallel_state.data_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
@@ -155,14 +207,20 @@ def _on_all_ranks(
 def summed_loss(
     network: Callable[..., Tensor], batch: Batch, observe: Observer | None = None
 ) -> Tensor:
-    """Return the summed loss of the counted tokens; 0-dim float32."""
+    """Run the network on a microbatch, and return the summed loss of the counted tokens.
+
+    Returns:
+        0-dim float32, the sum over this rank's shard of the sequences.
+    """
     return _masked_sum(batch, _output(network, batch, has_labels=True), observe)
 
 
 def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
-    """Return the loss of each token [b, s], or this tensor-parallel rank's logits [b, s, v].
+    """Run a network or a pipeline stage on a microbatch.
 
-    A stage before the last returns its hidden states.
+    Returns:
+        On the last stage the loss of each token [b, s], or without labels this tensor-parallel
+        rank's shard of the logits [b, s, v]. On other stages the hidden states.
     """
     return network(
         batch.tokens,
@@ -174,10 +232,11 @@ def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -
 
 
 def _packed_documents(batch: Batch) -> PackedSeqParams | None:
-    """Return the ends of documents in the form that Megatron passes to every layer.
+    """Return the document boundaries as ``PackedSeqParams``, which Megatron passes to every layer.
 
-    The layout stays ``sbhd``. With the packed layout Megatron would size its rotary embedding by
-    the longest document, while ``max_seqlen`` here is the length of a row.
+    Returns None if attention crosses documents. The format is ``sbhd``, not the packed format
+    ``thd``: with ``thd`` Megatron would size its rotary embedding by ``max_seqlen`` as the longest
+    document, but here ``max_seqlen`` is the length of a sequence in the batch.
     """
     if batch.document_ids is None:
         return None
@@ -198,7 +257,7 @@ def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tenso
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
-    """Return the number of counted tokens of the global batch, at least 1; 0-dim float32."""
+    """Return the number of counted tokens in the global batch, or 1 if it is 0; 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
     distributed.all_reduce(count, group=parallel_state.data_group)
     return count.clamp(min=1.0)
@@ -214,22 +273,23 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    The schedule runs the network itself: it reads ``config``, which on DeepSpeed's engine is
-    something else.
+    The schedule calls the network directly, not through DeepSpeed's engine, because it reads
+    Megatron's ``config`` from the network. The engine's ``config`` is DeepSpeed's configuration.
 
     Args:
-        network: this rank's virtual stages.
-        microbatches: microbatches of this data-parallel rank.
-        parallel_state: layout, and this rank's place in it.
-        weight: factor of a summed loss in the gradients; None for no backward pass.
-        forward_context: context manager around each forward pass.
-        observe: receives the detached losses of the tokens.
+        network: this rank's virtual pipeline stages.
+        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        parallel_state: parallel layout, and this rank's place in it.
+        weight: factor by which the summed loss of a microbatch is multiplied before the backward
+            pass; None for no backward pass.
+        forward_context: function that returns a context manager for each forward pass.
+        observe: called with each microbatch and the detached losses of its tokens.
 
     Returns:
-        Summed losses of the microbatches on the last stage; an empty list on the others.
+        Summed loss of each microbatch on the last pipeline stage; an empty list on other stages.
     """
-    # The schedule divides each loss by the number of microbatches, and multiplies it by the
-    # context-parallel size because it divides the sequence length by that size.
+    # The schedule divides each loss by the number of microbatches and multiplies it by the
+    # context-parallel size. The factor cancels both operations.
     factor = len(microbatches) / parallel_state.context_size
     scale = None if weight is None else weight * factor
     step = partial(_forward_step, scale, forward_context, observe)
@@ -245,7 +305,20 @@ def _scheduled(
     *,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    """Return what ``step`` collects of every microbatch on the last stage; empty on the others."""
+    """Run Megatron's pipeline schedule on the microbatches.
+
+    Args:
+        network: this rank's virtual pipeline stages.
+        microbatches: microbatches on this rank's device.
+        parallel_state: parallel layout, and this rank's place in it.
+        step: Megatron's ``forward_step_func``, called with the iterator of microbatches and the
+            virtual stage. It returns the stage's output and a function that maps the output of the
+            last stage to a loss and a dict of tensors.
+        forward_only: whether to skip the backward passes.
+
+    Returns:
+        The dict of each microbatch on the last pipeline stage; an empty list on other stages.
+    """
     batch, stages = microbatches[0], list(network.virtual_stages)
     iterators = [iter(microbatches) for _ in stages]
     is_interleaved = len(stages) > 1
@@ -254,6 +327,7 @@ def _scheduled(
         data_iterator=iterators if is_interleaved else iterators[0],
         model=stages if is_interleaved else stages[0],
         num_microbatches=len(microbatches),
+        # The schedule divides this length by the context-parallel size.
         seq_length=batch.tokens.shape[1] * parallel_state.context_size,
         micro_batch_size=batch.tokens.shape[0],
         forward_only=forward_only,
@@ -278,14 +352,20 @@ def _scheduled_loss(
     batch: Batch, scale: Tensor | None, observe: Observer | None, losses: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     loss = _masked_sum(batch, losses, observe)
-    # The schedule divides its loss in place, so return a copy.
+    # The schedule divides the returned loss in place, so return a copy and keep ``loss`` intact.
     return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
 
 
 def _mean_over_ranks(
     losses: Sequence[Tensor], count: Tensor, parallel_state: ParallelState
 ) -> Tensor:
-    """Return the mean over all counted tokens of the global batch, from the last stage's losses."""
+    """Return the mean loss over all counted tokens of the global batch; 0-dim, on every rank.
+
+    Args:
+        losses: summed losses of this rank's microbatches; empty before the last pipeline stage.
+        count: number of counted tokens of the global batch, 0-dim.
+        parallel_state: parallel layout, and this rank's place in it.
+    """
     total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
     if losses:
         total += torch.stack(list(losses)).sum()

@@ -1,1 +1,1 @@
-"""Protection against faults: signals, watchdog, run lock, dumps of anomalous steps."""
+"""Fault tolerance: stop signals, watchdog, run lock and reports of anomalous steps."""

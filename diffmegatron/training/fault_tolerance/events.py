@@ -1,4 +1,4 @@
-"""Dump an anomalous step for a person to read: the layer, the rank and the data concerned."""
+"""Report of an anomalous step as a JSON file: its layers, ranks and samples, for a person."""
 
 import json
 import logging
@@ -37,17 +37,19 @@ def write_event(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> None:
-    """Write ``run_dir/events/step_XXXXXXXX.json`` and log a warning; called on all ranks.
+    """Write the report of an anomalous step, and log a warning; called on all ranks.
+
+    Rank 0 writes ``run_dir/events/step_XXXXXXXX.json``.
 
     Args:
         run_dir: directory of the run.
         step: number of the anomalous step, from 1.
-        decision: the guard's decision on it.
-        event: further JSON values, the same on every rank.
+        decision: the guard's decision on the step.
+        event: further values to write as JSON, the same on every rank.
         norms: norm of each gradient on this rank (``ZeroEngine.held_gradient_norms``).
         logits: largest attention logit of each of this rank's layers, by layer number.
-        shards: shards of each parameter, which carry its name.
-        parallel_state: layout of the ranks.
+        shards: shards of each parameter; they contain the parameter's name.
+        parallel_state: parallel layout, and this rank's place in it.
     """
     named = {shards[parameter][0].name: norm for parameter, norm in norms.items()}
     mine = {
@@ -73,7 +75,15 @@ def write_event(
 def stopped_by_guard(
     recipe: Recipe, step: int, decision: StepDecision, guard: Guard, newest: Path | None
 ) -> UserError:
-    """Return the error for a run that the guard stopped and a person must look at."""
+    """Return the error that ends a run stopped by the guard.
+
+    Args:
+        recipe: recipe of the run.
+        step: number of the anomalous step.
+        decision: the guard's decision on the step.
+        guard: guard of the run, for the numbers of skipped steps and rollbacks.
+        newest: directory of the newest checkpoint; None if there is none.
+    """
     warmup = recipe.optimizer.schedule.warmup(recipe.training.total_steps)
     return UserError(
         f"{decision.reason} at step {step}, after {guard.skipped} skipped steps and "
@@ -88,14 +98,21 @@ def _new_path(directory: Path, step: int) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / f"step_{step:08d}.json"
     attempt = 1
-    while path.exists():  # A run passes the same step again after a rollback.
+    while path.exists():  # After a rollback a run trains the same step again.
         attempt += 1
         path = directory / f"step_{step:08d}_{attempt}.json"
     return path
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Return the gradient norm of each layer, from ``layer_01``, and of each other tensor."""
+    """Return the gradient norm of each layer and of each tensor outside the layers.
+
+    Args:
+        norms: gradient norm of each tensor, by the tensor's name.
+
+    Returns:
+        Norms by layer name (``layer_01`` is the first layer) or tensor name.
+    """
     squares: dict[str, float] = defaultdict(float)
     for name, norm in norms.items():
         layer = _LAYER.match(name)
@@ -104,7 +121,7 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _json_numbers(value: Any) -> Any:
-    """Replace NaN and infinite values, which JSON does not have, by strings."""
+    """Return a JSON value with strings in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

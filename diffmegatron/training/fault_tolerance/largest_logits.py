@@ -1,4 +1,4 @@
-"""The largest attention logit of every layer, the first number to check when a loss spikes."""
+"""The largest attention logit of every layer, the first value to check when the loss spikes."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,22 @@ from torch import Tensor
 
 from diffmegatron.attention.self_attention import SelfAttention
 
-_QUERIES = 256  # Number of queries whose logits are in memory at once.
+_QUERIES = 256  # Number of query positions whose logits are in memory at once.
 
 
 def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
-    """Return the largest q k / sqrt(d) of each layer on this rank, over the visible pairs.
+    """Return the largest attention logit of each layer on this rank.
+
+    A logit is q · k / sqrt(d), where q is a query, k a key and d their width. The maximum is over
+    all heads, both softmax maps, and all keys that a query attends to (the causal mask and the
+    document mask apply).
 
     Args:
         network: network of this rank.
-        forward: runs the network on whole sequences.
+        forward: function that runs the network on full sequences, without context parallelism.
 
     Returns:
-        Largest logit over all maps and heads by global layer number; NaN if any logit is NaN.
+        Largest logit by global layer number, from 1; NaN if a logit of the layer is NaN.
     """
     found: dict[int, float] = {}
     layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
@@ -44,7 +48,7 @@ def _observe(
 ) -> None:
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # Concatenate the rows: [b s, heads, d].
+    # [s, b, heads, d] to [b s, heads, d]: the sequences of the batch one after the other.
     queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
     pairs = [
         (queries[:, mine], keys[:, theirs].unsqueeze(1))
@@ -58,14 +62,19 @@ def _observe(
             if first < end
         ]
     )
-    # Torch's maximum of NaN and a number is NaN.
+    # In torch the maximum of NaN and a number is NaN, so ``value`` is NaN if any logit is NaN.
     value = float(largest.max()) / math.sqrt(query.shape[3])
     known = found.get(layer.layer_number, -math.inf)
     found[layer.layer_number] = math.nan if math.isnan(value + known) else max(value, known)
 
 
 def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the largest causal q k of one document; queries [s, heads, d], keys [s, 1, d]."""
+    """Return the largest q · k of one document under the causal mask, 0-dim.
+
+    Args:
+        queries: query heads that share one key head, [s, heads, d].
+        keys: the key head, [s, 1, d].
+    """
     found = []
     for first in range(0, len(queries), _QUERIES):
         part = queries[first : first + _QUERIES]

@@ -1,4 +1,4 @@
-"""Protect a run from other runs, signals and hangs: run lock, stop requests, watchdog."""
+"""Run lock, stop signals and watchdog: protection of a run from other runs, signals and hangs."""
 
 import faulthandler
 import logging
@@ -22,20 +22,26 @@ from diffmegatron.training.monitoring.records import log_write_errors
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-# The operating system releases a lock when its process ends, even by SIGKILL. A file server may
-# hold the lock of a dead machine longer: NFS 4 for a lease of 90 seconds.
+# The operating system releases a lock when its process ends, even by SIGKILL. A file server can
+# hold the lock of a machine that crashed for longer: NFS 4 holds it for a lease of 90 seconds.
 _LOCK_PATIENCE_SECONDS = 120.0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# One request arrives several times: Slurm signals every process of a step, a terminal every
-# process of a job, and torchrun forwards signals to its ranks. A later signal is a second request.
+# A rank can receive the same stop request several times: Slurm signals every process of a step, a
+# terminal signals every process of a job, and torchrun forwards signals to its ranks. Signals
+# within this time count as one request; a later signal is a second request.
 _ONE_REQUEST_SECONDS = 5.0
-_ONE_INTERRUPT_SECONDS = 1.0  # A person waits at the keyboard.
+# The time for Ctrl-C (SIGINT) is shorter, because a person waits at the keyboard.
+_ONE_INTERRUPT_SECONDS = 1.0
 
 JOB_END = "job_end"
-"""File in an attempt's directory with the job's end, which the job script keeps up to date."""
+"""Name of the file with the end time of the Slurm job, in the directory of the attempt.
+
+The job script keeps the file up to date. An attempt is one start of the run by the job script.
+"""
 _MAX_JOB_END_BYTES = 100
-# Steps can take milliseconds, and reading the file at each would load the file server.
+# Seconds between two readings of the file. Steps can take milliseconds, and reading it at each
+# step would load the file server.
 _JOB_END_SECONDS = 10.0
 
 STACKS = "stacks"
@@ -43,9 +49,10 @@ _STANDARD_ERROR = 2
 
 
 def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLock:
-    """Return the lock that keeps a second run out of ``run_dir``; rank 0 enters it.
+    """Return a lock that prevents a second run in the same ``run_dir``.
 
-    Two runs in one directory would overwrite each other's checkpoints.
+    Two runs in one directory would overwrite each other's checkpoints. Rank 0 enters the lock as a
+    context manager and holds it during the run.
 
     Raises:
         UserError: On entering, if ``run_dir`` cannot be created or written, or if another run
@@ -64,14 +71,18 @@ def refuse_a_file(run_dir: Path) -> None:
 
 @contextmanager
 def stopping_at_once(record: RankRecord) -> Iterator[None]:
-    """End the process with exit status 75 on a stop signal: there is nothing to save yet.
+    """End the process with exit status 75 if a stop signal arrives inside the context.
 
-    Covers the imports of torch and everything else before :class:`StopRequest` is entered.
+    Used at the start of a process, for the import of torch and everything else before
+    :class:`StopRequest` is entered. At that time there is nothing to save.
+
+    Args:
+        record: record of this rank for the job script, which receives the reason of the end.
     """
 
     def end(number: int, _: FrameType | None) -> None:
         record.end(EXIT_STOPPED, f"{signal.Signals(number).name} {NOT_BEGUN}")
-        # An exception could be caught by the module that is being imported.
+        # Do not raise: the module that is being imported could catch the exception.
         os._exit(EXIT_STOPPED)
 
     previous = {number: signal.signal(number, end) for number in SIGNALS}
@@ -83,15 +94,16 @@ def stopping_at_once(record: RankRecord) -> Iterator[None]:
 
 
 class StopRequest:
-    """Remembers a stop signal to this rank; entered in the main thread around one or more runs.
+    """Handler of stop signals to this rank; a context manager around one or more runs.
 
-    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is remembered until the ranks agree on it at the
-    next step. A second one ends the process at once, with the exit status that a shell reports for
-    that signal. Rank 0 also watches the job's time limit, for all ranks.
+    It must be entered in the main thread. The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is stored.
+    At the end of the step all ranks exchange whether a rank has received a signal, so that all stop
+    together. A second signal ends the process at once, with the exit status that a shell reports
+    for that signal. Rank 0 also checks the job's time limit, for all ranks.
 
     Args:
-        launch: environment of this rank.
-        folder: directory of the attempt; None if no job script has begun one.
+        launch: environment variables of the launcher and the job for this rank.
+        folder: directory of the attempt; None without a job script.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: Path | None = None) -> None:
@@ -104,7 +116,7 @@ class StopRequest:
         """Return whether the run should save and end.
 
         Args:
-            margin_seconds: how long before the end of a Slurm job the run should stop.
+            margin_seconds: seconds before the end of a Slurm job at which the run should stop.
         """
         return self._first is not None or (
             self._limit is not None and self._limit.is_within(margin_seconds)
@@ -125,7 +137,7 @@ class StopRequest:
         if self._first is None:
             self._first = now
             if self._prints:
-                # print() fails in a handler that interrupts another print(); os.write does not.
+                # print() fails if this handler interrupts another print(); os.write() does not.
                 name = signal.Signals(number).name
                 with suppress(OSError):
                     os.write(2, f"{name}: stopping after this step; again: at once\n".encode())
@@ -134,12 +146,12 @@ class StopRequest:
 
 
 class TimeLimit:
-    """The end of a Slurm job, which an administrator may move while the job runs.
+    """The end time of a Slurm job, which an administrator can change while the job runs.
 
     Args:
-        at_start: end of the job as known at its start, in seconds since 1970; None if unknown.
-        folder: directory of the attempt, where ``slurm.sh`` writes the present end; None if there
-            is no attempt.
+        at_start: end time known at the start of the job, in seconds since 1970; None if unknown.
+        folder: directory of the attempt, into which ``slurm.sh`` writes the present end time; None
+            without a job script.
     """
 
     def __init__(self, at_start: float | None, folder: Path | None) -> None:
@@ -147,12 +159,12 @@ class TimeLimit:
         self._next_reading = 0.0
 
     def is_within(self, seconds: float) -> bool:
-        """Return whether the job ends within so many seconds, or has already reached its end."""
+        """Return whether the job ends in less than ``seconds``, or is past its end time."""
         self._read()
         return self._end is not None and time.time() > self._end - seconds
 
     def _read(self) -> None:
-        """Read the present end; keep the known end if the file is missing or damaged."""
+        """Read the present end time; keep the last one if the file is missing or damaged."""
         if self._folder is None or time.monotonic() < self._next_reading:
             return
         self._next_reading = time.monotonic() + _JOB_END_SECONDS
@@ -167,31 +179,34 @@ class TimeLimit:
 
 
 class Watchdog:
-    """Ends this process if a step or a save takes longer than configured, so the job restarts.
+    """Timer that ends this process if a step or a save takes too long, so that the job restarts.
 
-    The clock is faulthandler's thread in C: a Python thread would wait for the interpreter's lock
-    while a library call hangs with the lock held. When the time is up, the stacks of all threads
-    are written to ``folder/stacks/rank_XXXXX.txt`` and the process exits with status 1. The
-    launcher then ends the other ranks by SIGTERM, and each writes its stacks too. If the file
-    cannot be created, the stacks are written to standard error.
+    When the time is up, the stacks of all threads are written to ``folder/stacks/rank_XXXXX.txt``,
+    or to standard error if the file cannot be created. Then the process exits with status 1. The
+    launcher ends the other ranks by SIGTERM, and each of them writes its stacks too.
+
+    The timer is faulthandler's thread, which is written in C. A Python thread could not run if a
+    library call hangs while it holds the global interpreter lock.
 
     Args:
         config: time limits.
         folder: directory in which ``stacks`` is created.
-        rank: rank of this process by its launcher; the clock already runs while the ranks meet.
+        rank: rank of this process, as the launcher numbers it. The timer starts before
+            torch.distributed is initialized, so torch's rank is not available yet.
     """
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int) -> None:
         self._config = config
         self._path = folder / STACKS / f"rank_{rank:05d}.txt"
         self._limit = config.startup_seconds
-        # Bytes of the file when it was opened; None if it could not be opened.
+        # Size of the file in bytes when it was opened; None if it could not be opened.
         self._size: int | None = None
 
     def __enter__(self) -> Self:
         if self._config.enabled:
             self._file = self._open()
-            # The C handler also runs while a rank is inside a collective that never ends.
+            # On SIGTERM write the stacks too. The handler is in C, so it also runs while this rank
+            # hangs inside a collective.
             faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
             self._arm()
         return self
@@ -201,7 +216,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
             if error is None and self._size is not None:
-                # The run saved after its stop signal, so the stacks of that moment are not needed.
+                # The run ended without an error. If a stop signal wrote stacks, remove them.
                 with log_write_errors(self._path):
                     os.ftruncate(self._file, self._size)
             self._close()
@@ -218,20 +233,27 @@ class Watchdog:
     def _close(self) -> None:
         is_empty = os.fstat(self._file).st_size == 0
         os.close(self._file)
-        # The file may be missing, and the folder may hold the stacks of other ranks.
+        # Ignore errors: the file may be missing, or the folder not empty because other ranks have
+        # written their stacks.
         with suppress(OSError):
             if is_empty:
                 self._path.unlink()
             self._path.parent.rmdir()
 
     def progress(self) -> None:
-        """Allow ``step_seconds`` for the next step or evaluation batch."""
+        """Restart the timer with the limit ``watchdog.step_seconds``.
+
+        Called after each step and each batch of an evaluation.
+        """
         self._limit = self._config.step_seconds
         self._arm()
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """Allow ``startup_seconds`` for the work inside, such as a save or a load."""
+        """Set the limit to ``watchdog.startup_seconds`` inside the context, for a save or a load.
+
+        The timer restarts at the beginning and at the end.
+        """
         limit, self._limit = self._limit, self._config.startup_seconds
         self._arm()
         yield

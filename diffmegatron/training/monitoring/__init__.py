@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics, progress, seconds per phase, held-out losses and suites."""
+"""Measurements of a training run: metrics, speed, time per phase, held-out losses, evaluations."""

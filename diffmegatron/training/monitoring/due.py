@@ -1,4 +1,7 @@
-"""Steps at which each measurement of a run is due, and those not recorded yet (no torch)."""
+"""Selection of the evaluators that are due at a step (this module does not import torch).
+
+An evaluator measures a held-out loss or an evaluation suite during training.
+"""
 
 from pathlib import Path
 
@@ -11,15 +14,18 @@ TEST = "test/loss"
 
 
 def suite_evaluator_name(suite: str) -> str:
-    """Return the name of a suite's evaluator, which is the prefix of its metrics' names."""
+    """Return the name of the evaluator of a suite, such as ``eval/recall``.
+
+    The names of the suite's metrics begin with this name and ``/``.
+    """
     return f"eval/{suite}"
 
 
 def due_at(recipe: Recipe, step: int) -> list[str]:
     """Return the names of the evaluators that are due at a step.
 
-    Each is due at step 0, at multiples of its interval and at the last step. The loss on the test
-    documents is due at the last step only.
+    An evaluator is due at step 0, at multiples of its interval, and at the last step. The test loss
+    is due at the last step only.
     """
     training = recipe.training
     is_last = step >= training.total_steps
@@ -33,16 +39,19 @@ def due_at(recipe: Recipe, step: int) -> list[str]:
 
 
 def unrecorded_at(recipe: Recipe, step: int, run_dir: Path) -> list[str]:
-    """Return the names of the evaluators due at a step without a value in ``metrics.jsonl``.
+    """Return the names of the evaluators that are due at a step but have no recorded value.
+
+    Only the last entries of ``metrics.jsonl`` are read, so ``step`` must be its newest step.
 
     Args:
         recipe: recipe of the run.
-        step: newest step in ``metrics.jsonl``.
-        run_dir: present directory of the run, which may have been moved.
+        step: step of the run.
+        run_dir: directory of the run. It may differ from ``recipe.run_dir`` if it was moved.
     """
     try:
         entries = newest_entries(run_dir)
-    except UserError:  # Nothing can be read. The run sets such a file aside when it starts.
+    except UserError:
+        # The file is unreadable. When the run starts, it renames the file and begins a new one.
         entries = []
     recorded = [name for entry in entries if entry["step"] == step for name in entry]
     return [

@@ -1,4 +1,4 @@
-"""Measurements of a network during training: held-out losses, and the protocol for suites."""
+"""Evaluators, which measure a network during training: the protocol, and the held-out losses."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
@@ -16,10 +16,11 @@ Values = dict[str, float]
 
 
 class Evaluator(Protocol):
-    """A measurement of a network during training that does not change it.
+    """Interface of a measurement of the network during training that leaves the weights unchanged.
 
     Attributes:
-        name: name of its metric, or the prefix of its metrics' names, such as ``eval/recall``.
+        name: name of the metric, or prefix of the names of several metrics, such as
+            ``eval/recall``.
     """
 
     name: str
@@ -27,22 +28,24 @@ class Evaluator(Protocol):
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure in parts of one or a few forward passes, the same parts on every rank.
+        """Measure in small parts, so that a stop request can end the measurement between parts.
+
+        A part is one or a few forward passes. Every rank must have the same parts.
 
         Yields:
             None after each part except the last.
 
         Returns:
-            At least one value, by the name of its metric.
+            One or more values, by the name of the metric.
         """
 
 
-# Type of a function that opens the evaluators of a recipe before the run begins.
+# Type of a function that returns the evaluators of a recipe, called before the run begins.
 OpenEvaluators = Callable[[Recipe], Sequence[Evaluator]]
 
 
 class _SplitLoss:
-    """The mean loss over the first global batches of a split's documents."""
+    """Mean loss over the first ``training.eval_batches`` global batches of a split."""
 
     def __init__(self, recipe: Recipe, split: Split, name: str) -> None:
         self.name = name
@@ -51,7 +54,7 @@ class _SplitLoss:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Measure one global batch per part."""
+        """Measure the loss; each part is one global batch."""
         training, losses = self._recipe.training, list[float]()
         loader = open_loader(self._recipe, parallel_state, self._split)
         for number in range(training.eval_batches):
@@ -61,8 +64,8 @@ class _SplitLoss:
                 loader.read_step(number * training.global_batch_size), parallel_state
             )
             loss = forward_only(network, batch, parallel_state)
-            # The loss may differ between ranks in the last bit, or be NaN on one rank only. All
-            # ranks must have the same value, because they must make the same decisions.
+            # The loss may differ between ranks in the last bit, or be NaN on one rank only. Reduce
+            # it to one value, because all ranks must make the same decisions.
             losses.append(
                 agree(loss, 0.0, stop=False, writing=False, parallel_state=parallel_state).loss
             )
@@ -72,7 +75,8 @@ class _SplitLoss:
 def split_losses(recipe: Recipe) -> list[Evaluator]:
     """Return the evaluators of the validation and test losses.
 
-    ``due_at`` includes an evaluator only if the recipe has documents in its split.
+    Both are returned for every recipe; :func:`~diffmegatron.training.monitoring.due.due_at` selects
+    an evaluator only if the recipe assigns documents to its split.
     """
     return [_SplitLoss(recipe, "validation", HELD_OUT), _SplitLoss(recipe, "test", TEST)]
 
@@ -83,16 +87,18 @@ def measure(
     parallel_state: ParallelState,
     should_continue: Callable[[], bool],
 ) -> dict[str, Values]:
-    """Run evaluators until one is interrupted, and return the values of the complete ones.
+    """Run evaluators one after the other until ``should_continue`` returns False.
 
     Args:
         due: evaluators to run.
         network: network of this rank.
-        parallel_state: layout, and this rank's place in it.
-        should_continue: called after every part; returns the same on all ranks.
+        parallel_state: parallel layout, and this rank's place in it.
+        should_continue: called after every part of a measurement; returns the same value on all
+            ranks.
 
     Returns:
-        Values of each complete evaluator by the evaluator's name.
+        Values of each evaluator that was completed, by the evaluator's name. An interrupted
+        evaluator has no entry.
     """
     found: dict[str, Values] = {}
     network.eval()

@@ -1,4 +1,8 @@
-"""Metrics of a run: ``metrics.jsonl``, and TensorBoard events of the same names and values."""
+"""Metrics of a run, written to ``metrics.jsonl`` and to TensorBoard with equal names and values.
+
+Each line of ``metrics.jsonl`` is one entry: a JSON object with ``step``, ``time`` (seconds since
+1970) and metrics by name.
+"""
 
 import json
 import logging
@@ -23,7 +27,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-# Large enough for one line per step over a million steps.
+# Largest file that is read, in bytes. This is enough for one line per step over a million steps.
 _MAX_BYTES = 1 << 32
 
 Entry = dict[str, float]
@@ -32,14 +36,18 @@ _LINE_BEGINS = b'{"step": '
 
 
 class MetricsWriter:
-    """Appends metrics to both records; a resumed run drops the entries after its step.
+    """Writer that appends metrics to ``metrics.jsonl`` and to TensorBoard's event files.
 
-    No write error ends the run. Lines of ``metrics.jsonl`` that cannot be written are kept and
-    written later; TensorBoard events end at the first error, until the next start or rollback.
+    On opening it drops the entries after ``last_step``, because a resumed run trains these steps
+    again.
+
+    Write errors are logged and do not end the run. Lines of ``metrics.jsonl`` that cannot be
+    written are kept in memory and written later. After an error of TensorBoard no more events are
+    written until the next start or rollback.
 
     Args:
         run_dir: directory of the run.
-        last_step: step of the newest entry to keep; -1 drops all.
+        last_step: step of the newest entry to keep; -1 to drop all entries.
     """
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
@@ -49,19 +57,19 @@ class MetricsWriter:
         self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Drop the entries after a step that the run has rolled back to."""
+        """Drop the entries of steps after ``last_step``, after a rollback to this step."""
         self._lines.drop(lambda line: not _is_kept(_parsed(line), last_step))
         with log_write_errors(self._path):
             _drop_after(self._path, last_step)
         self._events.restart(last_step + 1)
 
     def close(self) -> None:
-        """Close both records, and log the number of lines that could not be written."""
+        """Close both files, and log the number of lines that could not be written."""
         self._lines.close()
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step, except NaN and infinite ones, which JSON does not have."""
+        """Record metrics of a step; leave out NaN and infinity, which JSON does not have."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         now = time.time()
         self._lines.append(_line({"step": step, "time": round(now, 3), **values}))
@@ -75,9 +83,10 @@ class MetricsWriter:
 
 
 class _TensorBoardEvents:
-    """TensorBoard's writer, which is dropped at the first error.
+    """TensorBoard's ``SummaryWriter``, used until its first error.
 
-    Its thread ends when a write fails, and later calls raise the thread's error.
+    The writer has a thread that ends when a write fails. All later calls would raise the same
+    error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,15 +94,17 @@ class _TensorBoardEvents:
         self._writer: SummaryWriter | None = None
 
     def _logged(self) -> AbstractContextManager[None]:
-        """Return a context that logs what TensorBoard raises.
+        """Return a context that logs any exception of TensorBoard.
 
-        Where TensorFlow is installed, TensorBoard writes through it and raises TensorFlow's errors.
+        The class of the exceptions is not fixed: if TensorFlow is installed, TensorBoard writes
+        with TensorFlow and raises its errors.
         """
         return log_write_errors(self._folder, Exception)
 
     def restart(self, first_step: int) -> None:
-        """Open a new file of events, which hides earlier events from a step on."""
-        # The import takes most of a second, and readers of metrics do not need it.
+        """Open a new event file; TensorBoard then hides earlier events from ``first_step`` on."""
+        # Import late: the import takes most of a second, and code that only reads metrics does not
+        # need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
@@ -101,7 +112,7 @@ class _TensorBoardEvents:
             self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Write the values of a step at a time in seconds since 1970."""
+        """Write metrics of a step; ``seconds`` is the time since 1970."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -119,9 +130,9 @@ class _TensorBoardEvents:
 
 
 def read_metrics(run_dir: Path) -> list[Entry]:
-    """Return every entry of a run, oldest first; an empty list if nothing is recorded.
+    """Return all entries of ``metrics.jsonl``, oldest first; an empty list without the file.
 
-    An unfinished last line is ignored. Damaged lines are ignored with a warning.
+    An unfinished last line is ignored. Damaged lines are ignored with a warning in the log.
 
     Raises:
         UserError: If ``metrics.jsonl`` exists and cannot be read.
@@ -137,12 +148,12 @@ def read_metrics(run_dir: Path) -> list[Entry]:
 
 
 def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
-    """Return the last entries of a run, oldest first, without damaged ones.
+    """Return the last entries of ``metrics.jsonl``, oldest first; damaged lines are ignored.
 
     Args:
         run_dir: directory of the run.
-        max_bytes: number of bytes to read at the end of the file; the default has some hundred
-            entries.
+        max_bytes: number of bytes to read at the end of the file. The default is enough for some
+            hundred entries.
 
     Raises:
         UserError: If ``metrics.jsonl`` exists and cannot be read.
@@ -159,9 +170,11 @@ def newest_entries(run_dir: Path, max_bytes: int = 1 << 18) -> list[Entry]:
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Truncate the file after the entries up to a step, or set a damaged file aside.
+    """Drop the entries after ``last_step`` from a file of metrics.
 
-    Truncating needs no space on the disk.
+    An intact file is truncated, which needs no free space on the disk. A damaged file is renamed,
+    and its intact entries up to ``last_step`` are written to a new file. A file that cannot be read
+    is only renamed.
 
     Raises:
         OSError: If the file cannot be changed.
@@ -176,7 +189,8 @@ def _drop_after(path: Path, last_step: int) -> None:
     entries = [_parsed(line) for line in lines]
     kept = [line for line, each in zip(lines, entries, strict=True) if _is_kept(each, last_step)]
     content = b"".join(kept)
-    # Steps increase, so an entry of a later step before a kept one has a damaged step.
+    # Steps increase from line to line. An entry that is not kept but stands before a kept entry is
+    # therefore damaged, even if it can be parsed.
     end = max((n for n, each in enumerate(entries, 1) if _is_kept(each, last_step)), default=0)
     damaged = sum(each is None for each in entries[end:]) + end - len(kept)
     damaged += not _LINE_BEGINS.startswith(unfinished[: len(_LINE_BEGINS)])
@@ -197,7 +211,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def _read_lines(path: Path) -> tuple[list[bytes], bytes]:
-    """Return the complete lines of a file, and the bytes after the last line end."""
+    """Return the complete lines of a file, and the bytes after the last newline."""
     *lines, unfinished = read_bytes(path, max_bytes=_MAX_BYTES).split(b"\n")
     return [line + b"\n" for line in lines], unfinished
 
@@ -221,7 +235,7 @@ def _is_kept(entry: Entry | None, last_step: int) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a file of any type to a free name, and return that name."""
+    """Rename a file to ``NAME.damaged_N`` with the first free number N; return the new path."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged_{number}")):
         number += 1

@@ -1,4 +1,7 @@
-"""Values read from a run beside its loss: lambda of every layer, memory, name of the GPU."""
+"""Values of a run for its metrics: lambda of every layer, peak memory, name of the GPU.
+
+Lambda is the factor of the second softmax map in differential attention.
+"""
 
 import resource
 
@@ -11,9 +14,13 @@ from diffmegatron.parallel.parallel_state import ParallelState
 
 
 def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]:
-    """Return lambda of every layer of the whole network, gathered over the pipeline's ranks.
+    """Return lambda of every layer of the network as metrics; called on all ranks.
 
-    If lambda depends on the token, the value is the mean over this data-parallel rank's heads.
+    If lambda depends on the token, the value is the mean over all heads, and over the tokens that
+    this data-parallel rank had in the last forward pass.
+
+    Returns:
+        Lambda by the name ``attn/lambda_layer_XX``. Layers of softmax attention have no entry.
     """
     own = lambda_by_layer(network)
     if own and parallel_state.tensor_size > 1:
@@ -28,12 +35,12 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
 
 
 def peak_memory() -> int:
-    """Return the peak bytes allocated on the GPU, or the peak resident bytes on a CPU."""
+    """Return this process's peak memory in bytes: allocated on the GPU, or resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def device_name() -> str | None:
-    """Return CUDA's name of this rank's GPU; None on a CPU."""
+    """Return the name of this rank's GPU as CUDA reports it; None on a CPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -7,7 +7,13 @@ from datetime import timedelta
 
 
 class Progress:
-    """Prints percent, step, tokens, loss, speed and time left as plain lines."""
+    """Printer of one console line per report: percent, step, tokens, loss, speed, time left.
+
+    Args:
+        first_step: step at which this start of the run begins.
+        total_steps: number of steps of the run.
+        tokens_per_step: number of tokens in a global batch.
+    """
 
     def __init__(self, first_step: int, total_steps: int, tokens_per_step: int) -> None:
         self._total_steps = total_steps
@@ -15,19 +21,24 @@ class Progress:
         self._first = self._marked = (first_step, time.perf_counter())
 
     def tokens_per_second(self, step: int) -> float:
-        """Return the speed since the last call, and restart the measurement."""
+        """Return the tokens per second since the last call, and restart the measurement."""
         marked_step, marked_time = self._marked
         now = time.perf_counter()
         self._marked = (step, now)
         return (step - marked_step) * self._tokens_per_step / (now - marked_time)
 
     def skip(self, seconds: float) -> None:
-        """Leave a pause, such as an evaluation or a save, out of the measured speed."""
+        """Exclude a pause of ``seconds``, such as an evaluation or a save, from the speed."""
         step, marked_time = self._marked
         self._marked = (step, marked_time + seconds)
 
     def print_step(self, step: int, values: dict[str, float]) -> None:
-        """Print the line of a step from its metrics."""
+        """Print the console line of a step.
+
+        Args:
+            step: number of the step.
+            values: metrics of the step by name; ``perf/mfu`` may be missing.
+        """
         first_step, first_time = self._first
         per_step = (time.perf_counter() - first_time) / max(1, step - first_step)
         left = timedelta(seconds=round(per_step * (self._total_steps - step)))
@@ -47,7 +58,7 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Print a line at once; drop it if standard output is closed or its disk is full."""
+    """Print a line and flush; ignore the error if standard output is closed or its disk is full."""
     with suppress(OSError):
         print(text, file=sys.stdout, flush=True)
 

@@ -1,4 +1,4 @@
-"""Writing of metrics, events and other records: an error is logged and never ends training."""
+"""Writing of metrics, events and other records; write errors are logged and never end training."""
 
 import logging
 import os
@@ -12,17 +12,18 @@ from diffmegatron.files import reason, shown
 
 log = logging.getLogger(__name__)
 
-# Several hours of records: an entry of metrics has about a kilobyte.
+# Number of records held in memory while they cannot be written. This covers several hours of
+# metrics; an entry of metrics has about a kilobyte.
 _KEPT = 10_000
 
 
 @contextmanager
 def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Log an error of the writing inside, and let the run continue.
+    """Catch and log an error of the code inside the context, so that the run continues.
 
     Args:
-        path: file or folder to name in the log.
-        errors: class of the errors that the writing may raise.
+        path: file or folder that the code writes, to name in the log.
+        errors: class of the errors to catch.
     """
     try:
         yield
@@ -31,10 +32,11 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
 
 
 class Records:
-    """A file that a run appends to, with a buffer for records that cannot be written.
+    """A file to which a run appends records, with a buffer for the time when writing fails.
 
-    While writing fails (a full disk), the newest 10,000 records are kept, and written as soon as
-    possible. The log has one line when that begins and one when it ends.
+    While writing fails, for example because the disk is full, the newest 10,000 records are held
+    in memory. Each new record tries again to write them all. The log gets one line when writing
+    begins to fail and one line when it works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +46,7 @@ class Records:
         self._failing = False
 
     def append(self, record: bytes) -> None:
-        """Write pending records and this one, or keep it pending."""
+        """Write all pending records and then ``record``, or keep them pending if that fails."""
         self._lost += len(self._pending) == _KEPT
         self._pending.append(record)
         try:
@@ -55,12 +57,12 @@ class Records:
             self._recovered()
 
     def drop(self, is_unwanted: Callable[[bytes], bool]) -> None:
-        """Discard pending records that are no longer wanted."""
+        """Discard the pending records for which ``is_unwanted`` returns True."""
         wanted = [record for record in self._pending if not is_unwanted(record)]
         self._pending = deque(wanted, maxlen=_KEPT)
 
     def close(self) -> None:
-        """Try to write pending records once more, and log the number that is lost."""
+        """Try to write pending records once more, and log the number of lost records."""
         with suppress(OSError):
             self._write()
         if lost := self._lost + len(self._pending):
@@ -69,8 +71,8 @@ class Records:
     def _write(self) -> None:
         if not self._pending:
             return
-        # Open the file each time, to recreate a removed file and to notice a removed folder.
-        # O_NONBLOCK makes opening a FIFO fail instead of wait.
+        # Open the file for each write, to recreate a removed file and to notice a removed folder.
+        # With O_NONBLOCK, opening a FIFO without a reader fails instead of waiting.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, 0o666)
         try:
@@ -96,7 +98,7 @@ class Records:
 
 
 def _write_whole(descriptor: int, record: bytes) -> None:
-    """Append a whole record to a file, or raise an OSError and leave the file unchanged."""
+    """Append a record to a file; on an OSError, remove what was written and raise the error."""
     status = os.fstat(descriptor)
     left = memoryview(record)
     try:

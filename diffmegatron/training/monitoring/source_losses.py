@@ -1,4 +1,7 @@
-"""The training loss of each source of a mixture, and its number of counted tokens."""
+"""The training loss and the number of counted tokens of each source in ``data.sources``.
+
+A token is counted if its ``loss_mask`` is 1.
+"""
 
 from pathlib import PurePath
 
@@ -14,14 +17,15 @@ SOURCE_LOSS, SOURCE_TOKENS = "train/loss/", "train/loss_tokens/"
 
 
 class SourceLosses:
-    """Sums of losses and tokens by source between two reports.
+    """Sums of losses and numbers of counted tokens, by source, since the last report.
 
-    Each rank adds up its own tokens on its device without synchronization; the report reduces over
-    the ranks. With one source nothing is summed, because its loss is the run's.
+    Each rank sums over its own tokens on its device, without synchronization. :meth:`report`
+    reduces the sums over the ranks. With only one source nothing is summed, because the loss of
+    the source is the loss of the run.
 
     Args:
         data: the ``data`` section.
-        parallel_state: layout, and this rank's place in it.
+        parallel_state: parallel layout, and this rank's place in it.
     """
 
     def __init__(self, data: DataConfig, parallel_state: ParallelState) -> None:
@@ -31,19 +35,20 @@ class SourceLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Discard the steps since the last report."""
-        # Losses and tokens of each source, [2, sources]. _step has the same sums of the open step.
+        """Set all sums to 0."""
+        # Sum of losses and number of tokens of each source, [2, sources]. The list _step has one
+        # such tensor per microbatch of the present step.
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=self._numbers.device
         )
         self._step: list[Tensor] = []
 
     def add(self, batch: Batch, losses: Tensor) -> None:
-        """Add a microbatch of the open step.
+        """Add a microbatch of the present step.
 
         Args:
-            batch: this rank's share of the microbatch.
-            losses: losses of its tokens [b, s], detached.
+            batch: microbatch on this rank's device, sharded for context parallelism.
+            losses: losses of the microbatch's tokens [b, s], detached.
         """
         if batch.sources is None:
             return
@@ -52,18 +57,21 @@ class SourceLosses:
         self._step.append(counted.sum(dim=2, dtype=torch.float64) @ is_of.double())
 
     def step_done(self, *, finite: bool) -> None:
-        """Close the step; its losses count only if it was finite."""
+        """Add the present step to the sums if it was ``finite``, or drop it, and begin the next."""
         for sums in self._step if finite else ():
             self._sums += sums
         self._step = []
 
     def report(self) -> dict[str, float]:
-        """Return the values since the last report; called on all ranks, the same on every rank.
+        """Return the metrics of all sources since the last report, and set all sums to 0.
+
+        Called on all ranks; the result is the same on every rank.
 
         Returns:
-            ``train/loss_tokens/SOURCE``, the number of counted tokens, and, if that is not 0,
-            ``train/loss/SOURCE``, their mean loss. SOURCE is the shortest end of the source's path
-            that identifies it.
+            Two metrics per source: ``train/loss_tokens/SOURCE`` is the number of counted tokens,
+            and ``train/loss/SOURCE`` is their mean loss (missing if the number is 0). SOURCE is
+            the shortest suffix of the source's path that no other source has. Empty with only one
+            source.
         """
         if len(self._names) == 1:
             return {}

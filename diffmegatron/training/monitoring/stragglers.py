@@ -1,4 +1,4 @@
-"""The duration of each phase of a step, and the rank on which it is longest."""
+"""The duration of each phase of a step, and the slowest rank in each phase."""
 
 import statistics
 import time
@@ -13,20 +13,24 @@ from torch.profiler import record_function
 from diffmegatron.parallel.parallel_state import ParallelState
 
 PHASES = ("data", "forward_backward", "update")
-# The first two phases are a rank's own work; in "update" it waits for other ranks.
+# Number of phases, from the first, in which a rank does its own work. In "update" it also waits for
+# other ranks.
 _OWN = 2
-# Machines of one kind differ by less than this factor.
+# A rank is slow if its time is more than this factor times the median. Machines of the same kind
+# differ by less.
 _SLOWER = 1.5
 
 
 class PhaseClock:
-    """Sums of this rank's seconds in each phase, by the host's clock.
+    """Total seconds that this rank has spent in each phase, measured by the CPU's clock.
 
-    On a GPU the first phases only enqueue work. The phase ``update`` reads a value, so it includes
-    the wait for the device.
+    On a GPU, the first two phases only launch kernels. The phase ``update`` reads a value from the
+    device, so its time includes the wait for the kernels of all phases.
 
     Attributes:
-        slow_ranks: ranks of the last report whose own work took more than 1.5 times the median.
+        slow_ranks: ranks that were slow in the last report: their time in the phases ``data`` and
+            ``forward_backward`` was more than 1.5 times the median of all ranks. Always empty with
+            pipeline parallelism.
     """
 
     def __init__(self) -> None:
@@ -36,22 +40,24 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time inside to the phase, and mark it in a profile."""
+        """Add the time inside the context to a phase, and mark the phase in torch's profiles."""
         started = time.perf_counter()
         with record_function(phase):
             yield
         self._seconds[phase] += time.perf_counter() - started
 
     def step_done(self) -> None:
-        """Count a step; the report divides the sums by the number of steps."""
+        """Count a step; :meth:`report` divides the total seconds by the number of steps."""
         self._steps += 1
 
     def report(self, parallel_state: ParallelState) -> dict[str, float]:
-        """Return the slowest rank of each phase since the last report; called on all ranks.
+        """Return metrics of the slowest rank in each phase, and restart the measurement.
+
+        Called on all ranks.
 
         Returns:
-            ``perf/PHASE_seconds_slowest``, the mean seconds per step on the slowest rank, and
-            ``perf/PHASE_slowest_rank``.
+            Two metrics per phase since the last report: ``perf/PHASE_slowest_rank``, and
+            ``perf/PHASE_seconds_slowest``, that rank's mean seconds per step.
         """
         mine = torch.tensor(
             [self._seconds[phase] / max(1, self._steps) for phase in PHASES],
@@ -61,7 +67,8 @@ class PhaseClock:
         distributed.all_gather(every, mine)
         self._seconds.clear()
         self._steps = 0
-        if parallel_state.pipeline_size == 1:  # Pipeline stages differ in their work.
+        # With pipeline parallelism, ranks may differ because their stages have different work.
+        if parallel_state.pipeline_size == 1:
             self.slow_ranks = slow([sum(each[:_OWN].tolist()) for each in every])
         seconds, ranks = torch.stack(every).max(dim=0)
         report = {}
@@ -72,6 +79,10 @@ class PhaseClock:
 
 
 def slow(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks that take more than 1.5 times the median of all."""
+    """Return the ranks whose time is more than 1.5 times the median of all ranks.
+
+    Args:
+        seconds: time of each rank.
+    """
     usual = statistics.median(seconds)
     return tuple(rank for rank, each in enumerate(seconds) if each > _SLOWER * usual)

@@ -1,4 +1,4 @@
-"""Metrics of a run in Weights & Biases, beside the run's own files."""
+"""Metrics of a run in Weights & Biases (W&B), in addition to the files in ``run_dir``."""
 
 import importlib.util
 import logging
@@ -14,7 +14,7 @@ from diffmegatron.files import read_text, write_durably
 
 log = logging.getLogger(__name__)
 
-# File with the run's id at W&B, by which a resumed run continues there.
+# Name of the file in run_dir with the id of the run at W&B. A resumed run uses the same id.
 RUN_ID = "wandb_id"
 _MAX_ID_BYTES = 64
 
@@ -29,7 +29,10 @@ def check_installed(config: WandbConfig | None) -> None:
 
 
 class WandbWriter:
-    """Writer that sends metrics with their ``step``; an error of W&B never ends the run."""
+    """Writer that sends metrics to W&B.
+
+    After an error of W&B the writer logs it and sends nothing more; the run continues.
+    """
 
     def __init__(self, recipe: Recipe, config: WandbConfig) -> None:
         self._recipe, self._config = recipe, config
@@ -49,7 +52,8 @@ class WandbWriter:
                 dir=str(run_dir),
                 config=self._recipe.model_dump(mode="json"),
             )
-            # W&B's own step counter cannot decrease, which a rollback needs.
+            # Use the logged "step" as the x axis. W&B's own step counter cannot decrease, but after
+            # a rollback the step does.
             self._run.define_metric("*", step_metric="step")
         except Exception as error:  # Any failure of the service must not end the training.
             self._give_up("begin", error)

@@ -1,1 +1,1 @@
-"""Saving a run while it trains, and resuming it from a checkpoint."""
+"""Checkpoints of a run in training: saving, resuming, and starting from another run's weights."""

@@ -1,4 +1,4 @@
-"""Selection of the checkpoint that a run resumes from, and its loading by all ranks."""
+"""Selection and loading of the checkpoint from which a run resumes or to which it rolls back."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 def starting_checkpoint(
     store: CheckpointStore, recipe: Recipe, parallel_state: ParallelState
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None for a new run.
+    """Return the checkpoint to resume from, or None for a new run; called on all ranks.
 
     Raises:
-        UserError: If there are checkpoints but ``checkpoint.resume`` is false, they are of another
-            run, or none is intact.
+        UserError: If there are checkpoints but the run cannot resume: ``checkpoint.resume`` is
+            false, no checkpoint is intact, or the newest intact one belongs to another run, has no
+            optimizer state, or is past the last step of the recipe.
     """
     if store.steps() and not recipe.checkpoint.resume:
         raise UserError(
@@ -68,10 +69,11 @@ def _check_not_past(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
-    """Open a checkpoint on all ranks, each of which verifies its share of the files.
+    """Open a checkpoint; called on all ranks, and each rank verifies some of the files.
 
     Raises:
-        UserError: On every rank, the first problem that any rank found.
+        UserError: On all ranks, if at least one rank found a problem. The message is that of the
+            lowest such rank.
     """
     problem = None
     try:
@@ -85,18 +87,19 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 def newest_good(
     store: CheckpointStore, parallel_state: ParallelState, before: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest checkpoint whose bytes all match their hashes; called on all ranks.
+    """Return the newest intact checkpoint, or None if there is none; called on all ranks.
 
-    Damaged checkpoints are logged, and the next older one is tried.
+    A checkpoint is intact if all its files match their hashes. A damaged checkpoint is logged, and
+    the next older one is tried.
 
     Args:
         store: checkpoints of the run.
-        parallel_state: layout of the ranks.
-        before: upper bound (exclusive) of the steps to try; None for all.
+        parallel_state: parallel layout, and this rank's place in it.
+        before: try only checkpoints of steps before this one; None to try all.
 
     Raises:
-        UserError: If there are checkpoints and none is intact, because starting over without
-            notice would lose the run.
+        UserError: If ``before`` is None and there are checkpoints, but none is intact. A run that
+            started over without notice would lose its progress.
     """
     steps = [step for step in _steps(store, parallel_state) if before is None or step < before]
     for step in reversed(steps):
@@ -114,7 +117,7 @@ def newest_good(
 
 
 def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
-    """Return, on every rank, the steps of the checkpoints that rank 0 sees."""
+    """Return the steps of the checkpoints as rank 0 lists them, the same on every rank."""
     steps: list[list[int]] = [[]]
     problem = None
     try:
@@ -130,13 +133,14 @@ def _steps(store: CheckpointStore, parallel_state: ParallelState) -> list[int]:
 def rollback_checkpoint(
     store: CheckpointStore, parallel_state: ParallelState, *, no_progress: bool
 ) -> Checkpoint | None:
-    """Return the checkpoint to roll back to, found by all ranks together.
+    """Return the checkpoint to roll back to, or None if there is none; called on all ranks.
 
     Args:
         store: checkpoints of the run.
-        parallel_state: layout of the ranks.
-        no_progress: whether no step was applied since the last rollback. If so, an older
-            checkpoint is used, if there is one, and the newest is renamed so that no start uses it.
+        parallel_state: parallel layout, and this rank's place in it.
+        no_progress: whether no step was applied since the last rollback. In this case the newest
+            checkpoint is renamed, so that it is never used again, and the next older intact one is
+            returned. If there is no older one, the newest is returned.
     """
     newest = newest_good(store, parallel_state)
     if not no_progress or newest is None:
@@ -151,15 +155,18 @@ def rollback_checkpoint(
 
 
 def mixture_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
-    """Describe a change of ``data.sources`` since the checkpoint in one line; None without change.
+    """Return one line that describes how ``data.sources`` has changed since the checkpoint.
 
     Args:
         before: state of the loader in the checkpoint; None for a new run.
-        now: state of the opened loader.
+        now: state of the loader that the resumed run has opened.
+
+    Returns:
+        The description; None for a new run, or if the sources and weights are the same.
     """
     if before is None:
         return None
-    # The saved state has been through JSON, which turns tuples into lists.
+    # The saved state was read from JSON, which turns tuples into lists. So compare lists.
     period, saved = now["mixture"][-1], before["mixture"][-1]
     if (period["from_sample"], [*period["sources"]]) == (saved["from_sample"], saved["sources"]):
         return None
@@ -173,13 +180,15 @@ def load_snapshot(
     shards: ParameterShards,
     parallel_state: ParallelState,
 ) -> Position:
-    """Restore weights, optimizer and random states from a checkpoint of any layout.
+    """Restore weights, optimizer state and random states from a checkpoint of any parallel layout.
+
+    Random states are restored only if the number of ranks is the same as in the checkpoint.
 
     Returns:
-        Position of the run in its training.
+        Position of the run: step, update count, data position and guard state.
 
     Raises:
-        UserError: If the checkpoint is damaged or of another model.
+        UserError: If the checkpoint is damaged, or has tensors of another model.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
     read_fragments(tensors, (WEIGHT, *MOMENTS), engine, shards)
@@ -203,14 +212,17 @@ def read_fragments(
     shards: ParameterShards,
     should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Copy a checkpoint's tensors into this rank's fragments of the optimizer and the weights.
+    """Copy tensors of a checkpoint into this rank's part of the weights and the optimizer state.
+
+    The engine's tensors are overwritten in place. The caller must call ``engine.restore`` after it.
 
     Args:
-        tensors: tensors of the checkpoint.
-        kinds: kinds of values to read: weight and moments. A frozen parameter has only its weight.
-        engine: optimizer to fill.
-        shards: shards of its parameters.
-        should_skip: returns, by the name of a tensor, whether to leave it unchanged.
+        tensors: reader of the checkpoint's tensors.
+        kinds: kinds of values to read: the weight, and Adam's moments if wanted. A frozen parameter
+            has only its weight.
+        engine: optimizer whose tensors are overwritten.
+        shards: shards of the engine's parameters.
+        should_skip: function of a tensor's name that returns whether to leave it unchanged.
     """
     for fragment in engine.fragments():
         wanted = {kind: fragment.tensors[kind] for kind in kinds if kind in fragment.tensors}

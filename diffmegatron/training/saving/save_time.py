@@ -1,15 +1,23 @@
-"""Warnings about saves that take longer than Slurm's KillWait or signal margin (no torch)."""
+"""Warnings about saves that take too long for Slurm's time limits (no import of torch).
+
+After a SIGTERM Slurm waits KillWait seconds before SIGKILL. Before the end of a job, Slurm sends a
+stop signal some seconds in advance.
+"""
 
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
 
 def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> dict[str, str]:
-    """Return warnings about a save that takes too long for Slurm's time limits, by subject.
+    """Return the warnings about a save that took too long for Slurm's time limits.
 
     Args:
         seconds: duration of the save.
-        launch: environment with Slurm's limits.
+        launch: environment of this rank, with Slurm's limits.
         margin: ``checkpoint.time_limit_margin`` in seconds.
+
+    Returns:
+        Messages by the limit that they are about: "kill wait", or "lead" for the time before the
+        job's end at which the run stops.
     """
     warnings = {}
     if launch.kill_wait is not None and seconds > launch.kill_wait:
@@ -25,7 +33,12 @@ def save_warnings(seconds: float, launch: LaunchEnvironment, margin: float) -> d
 
 
 def too_long_for_kill_wait(seconds: float, kill_wait: float) -> str:
-    """Return the warning about a save for which a SIGTERM leaves no time."""
+    """Return the warning about a save that takes longer than KillWait.
+
+    Args:
+        seconds: duration of the save.
+        kill_wait: seconds from Slurm's SIGTERM to its SIGKILL.
+    """
     return (
         f"a save has taken {seconds:.0f} s, and {kill_wait:.0f} s after a SIGTERM Slurm kills "
         "(KillWait): to stop the job use scancel --signal=USR1, never scancel alone"

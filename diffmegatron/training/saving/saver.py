@@ -1,10 +1,12 @@
-"""Asynchronous saves: the run waits for a copy into host memory, and a thread writes the copy.
+"""Asynchronous saves: training waits only for a copy to host memory, and a thread writes the copy.
 
-A save becomes a checkpoint when every rank has written its file, a later step has shown the weights
-to be sound, and rank 0 has renamed the directory. This happens at the first step with finite loss
-and gradient norm at which no rank writes any more; the ranks exchange that flag in the all-reduce
-of :mod:`~diffmegatron.training.compute.agreement`. Weights that an update broke lead to a step that
-is not finite, so a run never rolls back to them.
+A save is open from its start until it becomes a checkpoint, is dropped, or fails. It becomes a
+checkpoint when rank 0 renames its directory, which has two conditions:
+
+- Every rank has written its file. The ranks exchange whether they are still writing in the
+  all-reduce of :mod:`~diffmegatron.training.compute.agreement`.
+- A step after the start of the save had a finite loss and gradient norm. If the saved weights were
+  broken by an update, no later step would be finite. So a run never rolls back to broken weights.
 """
 
 import errno
@@ -34,22 +36,23 @@ from diffmegatron.training.saving.snapshot import HostCopy, ParameterShards
 
 log = logging.getLogger(__name__)
 
-# Number of immediate retries of a failed save; then the next interval tries again.
+# Number of times that a failed save is retried without waiting for the next checkpoint.interval.
 _RETRIES = 2
 
 
 class Saver:
-    """One rank's part in the saves of a run; all ranks call the same methods.
+    """Saves of a run, as seen by one rank; all ranks call the same methods in the same order.
 
     Args:
         store: checkpoints of the run.
-        engine: optimizer to save.
-        shards: shards of its parameters.
+        engine: optimizer to save, with the weights.
+        shards: shards of the engine's parameters.
         recipe: recipe of the run.
-        parallel_state: layout, and this rank's place in it.
+        parallel_state: parallel layout, and this rank's place in it.
         launch: environment of this rank, with Slurm's time limits.
         saved_step: step of the checkpoint that the run resumes from; None for a new run.
-        run_dir: directory in which the run began, on rank 0; None on the others.
+        run_dir: on rank 0 the open run directory, to detect that it was moved or removed; None on
+            other ranks.
 
     Attributes:
         saved_step: step of the newest checkpoint; None if there is none.
@@ -81,34 +84,40 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """True while this rank's thread writes."""
+        """True while this rank's thread is writing its file."""
         return self._write is not None and self._write.is_alive()
 
     @property
     def is_open(self) -> bool:
-        """True from the start of a save until it is complete or has failed."""
+        """True from the start of a save until it is completed, dropped or failed."""
         return self._position is not None
 
     def step_decided(self, *, finite: bool) -> None:
-        """Note whether a step was finite, with the weights of the open save or later ones."""
+        """Record whether a step after the start of the open save was finite.
+
+        A finite step shows that the saved weights are sound.
+        """
         self._sound = self._sound or finite
 
     @property
     def is_ready(self) -> bool:
-        """True if the open save becomes a checkpoint as soon as all ranks have written."""
+        """True if a save is open and its weights are sound, so that only writing is left."""
         return self.is_open and self._sound
 
     @property
     def should_retry(self) -> bool:
-        """True if the last save failed and should be tried again."""
+        """True if the last save failed and has retries left."""
         return not self.is_open and 0 < self._failed_in_a_row <= _RETRIES
 
     def start(self, position: Position) -> dict[str, float]:
-        """Begin to save, and return metrics only if that fails.
+        """Copy the tensors to host memory, and start the thread that writes them.
+
+        Returns:
+            Metrics of a failed save if the save cannot begin; otherwise an empty dict.
 
         Raises:
-            UserError: If ``run_dir`` was moved or removed. A new folder of that name would have
-                neither the earlier checkpoints nor the lock.
+            UserError: If ``run_dir`` was moved or removed. A new folder with the same name would
+                have neither the earlier checkpoints nor the lock of the run.
         """
         assert not self.is_open
         self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
@@ -126,13 +135,17 @@ class Saver:
         return {}
 
     def wait(self) -> None:
-        """Wait for this rank's threads."""
+        """Wait until this rank's threads have written the file and removed old checkpoints."""
         for thread in (self._write, self._pruning):
             if thread is not None:
                 thread.join()
 
     def close(self) -> dict[str, float]:
-        """Complete the open save if its weights are known to be sound, or else drop it."""
+        """Complete the open save if its weights are sound, and drop it otherwise.
+
+        Returns:
+            Metrics of the completed save; an empty dict if it was dropped or no save is open.
+        """
         if not self.is_open:
             return {}
         if self._sound:
@@ -148,10 +161,12 @@ class Saver:
         return {}
 
     def settle(self) -> dict[str, float]:
-        """Wait for all ranks' threads, then complete the save or report that it failed.
+        """Wait until all ranks have written, and turn the open save into a checkpoint.
+
+        If a rank could not write, the save fails: this is logged, and no checkpoint remains.
 
         Returns:
-            Metrics of the save.
+            Metrics of the completed or failed save.
         """
         position, write = self._position, self._write
         assert position is not None and write is not None
@@ -187,10 +202,10 @@ class Saver:
         }
 
     def save_now(self, position: Position) -> dict[str, float]:
-        """Save, wait for completion, and return the metrics of the save.
+        """Save and wait for completion; return the metrics of the save.
 
         Raises:
-            UserError: If every try failed.
+            UserError: If the save and all its retries failed.
         """
         self._failed_in_a_row = 0
         while True:
@@ -203,7 +218,8 @@ class Saver:
                 raise UserError(self._problem)
 
     def _check_run_dir(self, step: int) -> None:
-        # If the disk fails for a moment, this save fails too and is tried again.
+        # is_in_place() also returns True if the disk fails for a moment. Then this save fails
+        # later, and is retried.
         if self._run_dir is not None and not self._run_dir.is_in_place():
             run_dir = self._store.directory.parent
             raise UserError(
@@ -222,7 +238,7 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log each warning about Slurm's time limits once."""
+        """Log warnings if a save of ``seconds`` is too long for Slurm; each warning only once."""
         margin = self._recipe.checkpoint.time_limit_margin
         for kind, warning in save_warnings(seconds, self._launch, margin).items():
             if kind not in self._warned:
@@ -230,13 +246,13 @@ class Saver:
             self._warned.add(kind)
 
     def _begin_pruning(self, saved_step: int) -> None:
-        """Remove old checkpoints in a thread, as unlinking gigabytes takes seconds."""
+        """Start a thread that removes old checkpoints, because deleting gigabytes takes seconds."""
         keep_last = self._recipe.checkpoint.keep_last
         if keep_last is None:
             return
         if self._pruning is not None:
             self._pruning.join()
-        # The thread is not a daemon, so that the end of the process waits for it.
+        # The thread is not a daemon, so the process does not end before the thread.
         self._pruning = threading.Thread(
             target=self._prune, args=(saved_step, keep_last), name="checkpoint-prune"
         )
@@ -244,7 +260,8 @@ class Saver:
 
     def _prune(self, saved_step: int, keep_last: int) -> None:
         try:
-            # Checkpoints of later steps are damaged, or the run rolled back before them.
+            # Ignore checkpoints of later steps. They are damaged, or the run has rolled back to an
+            # earlier step.
             steps = [step for step in self._store.complete() if step <= saved_step]
             for step in prunable(steps, keep_last, self._recipe.checkpoint.keep_every):
                 self._store.remove(step)
@@ -252,20 +269,29 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call a function on this rank if ``only``, and raise on all ranks if it failed on one."""
+        """Call ``function(*arguments)`` on the ranks with ``only``; called on all ranks.
+
+        Raises:
+            UserError: On all ranks, if the function failed on one rank.
+        """
         problem = None
         try:
             if only:
                 function(*arguments)
         except UserError as error:
             problem = str(error)
-        except Exception as error:  # Any exception must end all ranks together.
+        except Exception as error:  # A rank that failed alone would leave the others waiting.
             problem = f"cannot write the checkpoint in {self._store.directory}: {error}"
         fail_together(problem)
 
 
 class _Write(threading.Thread):
-    """A thread that writes one rank's file, and then sets either ``entry`` or ``problem``."""
+    """Thread that writes one rank's file.
+
+    Attributes:
+        entry: entry of the written file for the manifest; None if the file is not written.
+        problem: error message if writing failed; else None.
+    """
 
     def __init__(self, path: Path, copy: HostCopy) -> None:
         super().__init__(name="checkpoint-write", daemon=True)
@@ -277,7 +303,7 @@ class _Write(threading.Thread):
         """Write the file."""
         try:
             self.entry = write_pieces(self._path, *self._copy.tensors)
-        except Exception as error:  # The main thread raises it on all ranks.
+        except Exception as error:  # The main thread raises the problem on all ranks.
             self.problem = self._describe(error)
 
     def _describe(self, error: Exception) -> str:
@@ -288,7 +314,7 @@ class _Write(threading.Thread):
             return description
         tensors, _ = self._copy.tensors
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        # The bytes written so far are freed when the save is abandoned.
+        # The bytes written so far count as free, because a failed save is deleted.
         written = self._path.stat().st_size if self._path.exists() else 0
         free = shutil.disk_usage(self._path.parent).free + written
         return f"{description}; it needs {needed} bytes and its disk has {free} free"

@@ -16,10 +16,10 @@ ParameterShards = dict[torch.nn.Parameter, list[Shard]]
 
 
 class HostCopy:
-    """Host buffers for this rank's tensors, reused by every save.
+    """Copy of this rank's tensors in host buffers that every save uses again.
 
-    Allocating new memory would take longer than the copy: the operating system maps each page, and
-    CUDA pins it.
+    Allocating new buffers would take longer than the copy, because the operating system must map
+    each page and CUDA must pin it.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class HostCopy:
         self._description = ""
 
     def take(self, engine: ZeroEngine, shards: ParameterShards) -> None:
-        """Copy the tensors that this rank saves; training may continue on return."""
+        """Copy the tensors that this rank saves; training may change them after the return."""
         pieces = [
             piece
             for fragment in engine.fragments()
@@ -38,7 +38,7 @@ class HostCopy:
         for name, values in tensors.items():
             if name not in self._buffers:
                 pinned = values.device.type == "cuda"
-                # Frozen weights have the network's dtype.
+                # Files have float32. Frozen weights may have another dtype, that of the network.
                 dtype = torch.float32 if values.is_floating_point() else values.dtype
                 self._buffers[name] = torch.empty_like(
                     values, dtype=dtype, device="cpu", pin_memory=pinned
@@ -49,5 +49,9 @@ class HostCopy:
 
     @property
     def tensors(self) -> tuple[dict[str, Tensor], str]:
-        """Arguments of :func:`~diffmegatron.checkpoint.sharded.write_pieces`."""
+        """Tensors by their name in the file, and the description of the pieces.
+
+        These are the last two arguments of
+        :func:`~diffmegatron.checkpoint.sharded.write_pieces`.
+        """
         return self._buffers, self._description

@@ -1,4 +1,7 @@
-"""Start of a new run from another run's weights, such as the next stage of a training."""
+"""Start of a new run with the weights of another run (``checkpoint.start_from``).
+
+For example, the second stage of a recipe starts with the weights of the first stage.
+"""
 
 from pathlib import Path
 
@@ -21,14 +24,13 @@ from diffmegatron.training.saving.snapshot import ParameterShards
 
 
 def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | None:
-    """Open the checkpoint whose weights a new run starts with; None if the recipe has none.
+    """Open the checkpoint of ``checkpoint.start_from``; None if the recipe does not set it.
 
     Called on all ranks.
 
     Raises:
-        UserError: If ``checkpoint.start_from`` has no intact checkpoint, or its network or
-            tokenizer does not fit the recipe, or its weights are not those that
-            ``model.attention`` was made for.
+        UserError: If there is no intact checkpoint; if its network or tokenizer does not fit the
+            recipe; or if the attention heads in ``model.attention`` were selected on other weights.
     """
     if recipe.checkpoint.start_from is None:
         return None
@@ -42,10 +44,13 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
 
 
 def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
-    """Return the ``run_dir`` of the last stage if ``start`` holds stages of a recipe, else itself.
+    """Return the directory of the run to start from; called on all ranks.
+
+    If ``start`` is the folder of a recipe with stages, the result is the ``run_dir`` of the last
+    stage. Otherwise it is ``start``.
 
     Raises:
-        UserError: If there are several last stages.
+        UserError: If the last stage is not unique.
     """
     found, problem = [start], None
     if parallel_state.is_main:
@@ -59,7 +64,14 @@ def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
 
 
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
-    """Refuse attention whose heads were selected on other weights than the source's."""
+    """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
+
+    The check applies only when the kind of attention changes. It compares the fingerprint of the
+    weights in ``attention`` with that of the checkpoint.
+
+    Raises:
+        UserError: If the fingerprints differ.
+    """
     is_foundation = source.recipe.model.attention.kind != attention.kind
     made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
     if None not in (made_for, found) and made_for != found:
@@ -73,10 +85,10 @@ def _check_made_for(source: Checkpoint, attention: Variant) -> None:
 def load_weights(
     source: Checkpoint, recipe: Recipe, engine: ZeroEngine, shards: ParameterShards
 ) -> None:
-    """Load weights only; optimizer moments and data start from the beginning.
+    """Load the weights of a checkpoint, without optimizer state and data position.
 
-    Parameters that the checkpoint's kind of attention does not have, and new LoRA matrices, keep
-    their initial values.
+    Two kinds of parameters keep their initial values: those of the recipe's attention variant that
+    the checkpoint's variant does not have, and LoRA matrices if the checkpoint has no LoRA.
     """
 
     def is_new(name: str) -> bool:
