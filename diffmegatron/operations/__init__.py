@@ -1,1 +1,1 @@
-"""Operation of runs: Slurm and torchrun jobs, their status, the quickstart and the recipes."""
+"""Start and watch runs: Slurm and torchrun jobs, their status, the quickstart, shipped recipes."""

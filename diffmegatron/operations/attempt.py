@@ -1,4 +1,4 @@
-"""Begin and end an attempt: the two commands that the job script runs before and after srun."""
+"""Begin and end an attempt (one start of a job); the job script does this before and after srun."""
 
 import os
 import shlex
@@ -29,8 +29,8 @@ _EXIT_FAULTS = 1
 """Exit status of a job after MAX_FAULTS faults in a row."""
 _EXIT_RESTART = 69
 """Exit status that makes the job script begin the next attempt without a requeue."""
-# Linux connects from ports 32768 to 60999 by default, and Kubernetes publishes 30000 to 32767, so
-# that another process rarely takes one of these ports before rank 0 listens on it.
+# By default, Linux uses ports 32768 to 60999 for outgoing connections, and Kubernetes uses 30000 to
+# 32767. Other processes therefore rarely take a port below 30000 before rank 0 listens on it.
 _PORTS = range(20_000, 30_000)
 
 
@@ -43,8 +43,8 @@ def begin(
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger, if ``launch`` submitted the job. A mistake in the recipe can
-            then be recorded even if it hides the recipe's own ``run_dir``.
+        run_dir: folder of the ledger, if ``launch`` submitted the job; None otherwise. With it, a
+            mistake in the recipe is recorded even if ``run_dir`` of the recipe cannot be read.
 
     Returns:
         Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
@@ -79,16 +79,16 @@ def begin(
 
 
 def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
-    """End an attempt.
+    """End an attempt: write its entry in the ledger, and decide how the job continues.
 
     Args:
         folder: the attempt's directory, as exported by :func:`begin`.
-        spares: number of the job's nodes without ranks.
+        spares: number of nodes of the job that have no ranks and can replace failed nodes.
 
     Returns:
-        The ledger's entry of the attempt; the exit status for the job script, 0 (finished), 2 (a
-        mistake), 1 (too many faults), 75 (requeue the job) or 69 (begin the next attempt at once);
-        and the hosts that the next attempt must avoid.
+        Three values: the attempt's entry in the ledger; the exit status for the job script, which
+        is 0 (finished), 2 (a mistake of the user), 1 (too many faults), 75 (requeue the job) or 69
+        (begin the next attempt at once); and the hosts that the next attempt must avoid.
 
     Raises:
         UserError: no attempt has begun in ``folder``.
@@ -109,16 +109,25 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
 
 
 def _may_use_spares(attempt: Attempt) -> bool:
-    """Return whether a fault came in training, or from a node that failed the preflight checks."""
+    """Return whether spare nodes may replace the hosts that caused a fault.
+
+    They may if the job continues, and the fault occurred during training or on a node that failed
+    the preflight checks.
+    """
     is_known = attempt.has_trained or bool(attempt.unfit)
     return attempt.cause == Cause.FAULT and not attempt.is_over and is_known
 
 
 def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
-    """Return the exit status that :func:`end` passes to the job script, without spare nodes.
+    """Return the exit status of the job script for a job without spare nodes.
 
-    A fault in training restarts the ranks at once. A fault during startup requeues the job, because
-    Slurm needs minutes to find a dead node.
+    After a fault during training, the script restarts the ranks at once, unless the next attempt
+    must avoid a host. After a fault during startup, it requeues the job, because Slurm needs
+    minutes to detect a dead node.
+
+    Args:
+        attempt: the ended attempt.
+        bad_hosts: hosts that the next attempt must avoid.
     """
     if not attempt.is_over:
         at_once = attempt.cause == Cause.FAULT and attempt.has_trained and not bad_hosts
@@ -135,7 +144,7 @@ def describe(attempt: Attempt) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and its libraries, without importing the libraries."""
+    """Return the versions of this package and its libraries by name; no library is imported."""
     found = {"diffmegatron": diffmegatron.__version__}
     for name in _LIBRARIES:
         try:
@@ -146,10 +155,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this package, with ``-dirty`` if files differ.
+    """Return the git commit of this package, with ``-dirty`` if files differ from the commit.
 
     Returns:
-        None if the package does not lie in a git checkout.
+        None if the package does not lie in a git checkout, or git fails.
     """
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
@@ -173,7 +182,10 @@ def _num_ranks() -> int:
 
 
 def _address(nodes: Sequence[str]) -> str:
-    """Return a name of this machine, the first node, that can be resolved; Slurm's name first."""
+    """Return the first host name of this machine that can be resolved to an address.
+
+    This machine is the first node of the job. The name that Slurm uses for it is tried first.
+    """
     names = [*nodes[:1], socket.getfqdn(), socket.gethostname()]
     for name in names:
         try:
@@ -190,8 +202,8 @@ def _address(nodes: Sequence[str]) -> str:
 def free_port(key: str) -> int:
     """Return a port on which nothing listens, from 20000 to 29999.
 
-    The search begins at a hash of ``key``, so that jobs and attempts that share a node choose
-    different ports.
+    The search begins at a port derived from a hash of ``key``, so that two jobs or attempts on the
+    same node choose different ports.
 
     Args:
         key: directory of the attempt.

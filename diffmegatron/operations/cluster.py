@@ -1,4 +1,4 @@
-"""The description of a Slurm cluster: one YAML file such as ``configs/clusters/example.yaml``."""
+"""Description of a Slurm cluster in a YAML file such as ``configs/clusters/example.yaml``."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,10 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
 def _check_is_text(value: object) -> object:
-    """Refuse a number or boolean of YAML, whose spelling in the file is lost (010, on, 1e3)."""
+    """Return text unchanged; refuse a number or boolean that YAML has parsed.
+
+    The spelling in the file, such as 010, on or 1e3, is lost after parsing, so it must be quoted.
+    """
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"
         problem = "quote it, because YAML reads it as a {kind}"
@@ -26,14 +29,15 @@ def _check_is_text(value: object) -> object:
 
 
 _Text = Annotated[str, BeforeValidator(_check_is_text)]
-# The value of an "#SBATCH --key=" line: sbatch splits at spaces, quotes and "#".
+# Value in a line "#SBATCH --key=value", without spaces, quotes and "#", which sbatch would
+# interpret.
 Word = Annotated[_Text, StringConstraints(pattern=r"^[^\s\x00-\x1f\"'#]+$")]
 Line = Annotated[_Text, StringConstraints(pattern=r"^[^\r\n\x00]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Container(Section):
-    """The container image in which the ranks run. It must contain this package."""
+    """Container image in which the ranks run; it must contain this package."""
 
     kind: Literal["apptainer", "pyxis"]
     image: PathText = Field(description="path, or name such as docker://... or host#name")
@@ -41,12 +45,12 @@ class Container(Section):
 
     @property
     def is_file(self) -> bool:
-        """True if the image is a path on this machine."""
+        """True if the image is a local path; False if it is the name of a remote image."""
         return "://" not in self.image and "#" not in self.image
 
 
 class Cluster(Section):
-    """The content of a cluster file. A key that is None is left to Slurm's default."""
+    """Content of a cluster file; Slurm's default applies to an option whose value is None."""
 
     gpus_per_node: SizeOrZero = Field(description="0: the ranks compute on CPUs")
     ranks_per_node: Size | None = Field(default=None, description="None: one per GPU")
@@ -83,12 +87,12 @@ class Cluster(Section):
 
     @property
     def seconds(self) -> int:
-        """The time limit in seconds."""
+        """Time limit of a job in seconds."""
         return parse_time(self.time_limit)
 
 
 def parse_time(text: str) -> int:
-    """Return the seconds of a Slurm time: M, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    """Convert a Slurm duration (M, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS) to seconds."""
     match = _TIME.fullmatch(text)
     assert match is not None
     days, *parts = (None if part is None else int(part) for part in match.groups())

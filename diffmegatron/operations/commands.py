@@ -1,4 +1,4 @@
-"""Command lines for jobs, clusters, the quickstart and the recipes of the package."""
+"""Commands for jobs, attempts, preflight checks, the quickstart and the shipped recipes."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ def begin(
         Path | None, typer.Option(metavar="DIR", help="Folder of the job's ledger, from launch")
     ] = None,
 ) -> None:
-    """Begin an attempt and print the shell variables of its ranks.
+    """Begin an attempt of a job and print the shell variables that its ranks need.
 
     The recipe is checked first.
     """
@@ -40,12 +40,12 @@ def end(
     folder: Annotated[Path, typer.Argument(metavar="ATTEMPT")],
     spares: Annotated[int, typer.Option(min=0, help="Number of nodes without ranks")] = 0,
 ) -> None:
-    """End an attempt and print the hosts to avoid.
+    """End an attempt of a job and print the hosts that the next attempt must avoid.
 
-    It decides how the job continues.
+    The exit status determines how the job continues.
 
-    Exit status 0: finished. 2: a mistake. 75: requeue the job. 69: begin the next attempt at once.
-    1: too many faults in a row.
+    Exit status 0: finished. 2: a mistake in the input. 75: requeue the job. 69: begin the next
+    attempt at once. 1: too many faults in a row.
     """
     from diffmegatron.operations import attempt
 
@@ -61,9 +61,9 @@ def end(
 def torchrun_(context: typer.Context) -> None:
     """Run torchrun for launch/torchrun.sh.
 
-    It prints one sentence if a signal ends it.
+    If a signal ends torchrun, this command prints one sentence instead of a traceback.
 
-    Exit status after a signal: 128 plus its number.
+    Exit status after a signal: 128 plus the number of the signal.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
@@ -88,10 +88,10 @@ def status(
 
     Exit status 0: the job runs, or is finished.
 
-    1: the job waits for its next attempt, or has disappeared; or a run that no launcher started is
-    unfinished.
+    1: the job waits for its first or next attempt, or has disappeared. Also 1: a run that was
+    started without a job script is unfinished.
 
-    2: the job has ended unfinished, or there is no job.
+    2: the job has ended unfinished, or the folder contains no job.
     """
     from rich.console import Console
 
@@ -139,9 +139,9 @@ def launch(
         bool, typer.Option("--dry-run", help="Print the job file and submit nothing")
     ] = False,
 ) -> None:
-    """Check a recipe on a number of nodes and submit it to Slurm.
+    """Check a recipe against a cluster and submit it to Slurm.
 
-    The job requeues itself until the run is finished. Its file is kept as RUN_DIR/job.sh.
+    The job requeues itself until the run is finished. The job file is kept as RUN_DIR/job.sh.
     """
     if rendezvous is not None and not torchrun:
         raise UserError("--rendezvous needs --torchrun; leave it out for a Slurm job")
@@ -181,7 +181,10 @@ def _start_torchrun(
     *,
     dry_run: bool,
 ) -> None:
-    """Replace this process by the run on one machine; print the command for several machines."""
+    """Write a start script and, on one machine, replace this process by it.
+
+    For several machines, print the command to run on each machine instead.
+    """
     from diffmegatron.operations.torchrun import torchrun_file, write
 
     path, text = torchrun_file(config, overrides, nodes, cluster, rendezvous)
@@ -203,9 +206,10 @@ def preflight(
 ) -> None:
     """Check the nodes of a job in less than a minute.
 
-    Run it as the job's ranks, or alone.
+    Start one process per rank, as for training, or a single process.
 
-    Exit status 71: this node has a problem that others do not have. 2: all nodes have a problem.
+    Exit status 71: this node has a problem that other nodes do not have. 2: all nodes have a
+    problem.
     """
     from diffmegatron.attempts.ends import RankRecord
     from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
@@ -225,7 +229,7 @@ configs = typer.Typer(
 
 @configs.command("list")
 def list_configs() -> None:
-    """List the recipes, each with the first line of its comment."""
+    """List the recipes with a one-line description of each."""
     from diffmegatron.operations import recipes
 
     for number, (title, names) in enumerate(recipes.groups().items()):
@@ -241,7 +245,7 @@ def copy_configs(
         Path | None, typer.Argument(metavar="DIR", help="Default: configs, or launch for launch")
     ] = None,
 ) -> None:
-    """Copy a recipe and the files that it extends, to edit them.
+    """Copy a recipe, with the files that it extends, into a folder where you can edit them.
 
     Example: diffmegatron configs copy diff_3b_1t
     """
@@ -268,7 +272,8 @@ def quickstart(
 ) -> None:
     """Prepare, train, export and compare two models in minutes.
 
-    The text is the source code of Python's standard library. The results replace runs/quickstart.
+    The training text is the source code of Python's standard library. The folder runs/quickstart is
+    replaced.
     """
     from diffmegatron.operations import quickstart as job
 

@@ -24,9 +24,9 @@ from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.saving.save_time import too_long_for_kill_wait
 
-# Seconds between SIGUSR1 and the time limit while no save has been measured.
+# Seconds between SIGUSR1 and the time limit if no save of this run has been measured yet.
 _SIGNAL_SECONDS = 600
-# Seconds that are added to measured saves and steps.
+# Seconds that are added to the measured time of saves and steps.
 _SLACK_SECONDS = 60
 # Timeout of Slurm's commands.
 _COMMAND_SECONDS = 60
@@ -38,13 +38,13 @@ class Submission:
     """A checked job that can be submitted.
 
     Attributes:
-        job: the job as requested.
+        job: the job as requested by the user.
         text: text of the job file.
-        path: path of the job file.
+        path: absolute path of the job file.
         plans: estimates for every stage; empty if the cluster file names no GPU.
         remarks: warnings for the user.
         recipe: text of a resolved recipe to write beside the job file; None: the job reads the
-            recipe that the user named.
+            recipe file that the user named.
     """
 
     job: Job
@@ -63,7 +63,15 @@ def prepare_launch(
     dependency: str | None = None,
     spares: int = 0,
 ) -> Submission:
-    """Check a recipe against a cluster and prepare its job. Nothing is written.
+    """Check a recipe against a cluster and prepare its job; nothing is written.
+
+    Args:
+        config: recipe.
+        overrides: ``KEY=VALUE`` arguments of the recipe.
+        nodes: number of nodes with ranks.
+        cluster_file: cluster file.
+        dependency: value of ``sbatch --dependency``.
+        spares: number of additional nodes that replace failed ones.
 
     Raises:
         UserError: the recipe, the cluster file, the data, the layout or the container is wrong, or
@@ -72,7 +80,7 @@ def prepare_launch(
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
     check_fit(recipes, nodes, cluster)
-    if dependency is None:  # a previous job may still write the checkpoint
+    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
         check_starts(recipes)
     check_free(ledger_of(recipes))
     return _launch(recipes, (str(config), *overrides), nodes, cluster, dependency, spares)
@@ -86,12 +94,13 @@ def prepare_chain(
     dependency: str | None = None,
     spares: int = 0,
 ) -> tuple[Submission, ...]:
-    """Check a recipe like :func:`prepare_launch`, and prepare a job for each unfinished stage.
+    """Check a recipe like :func:`prepare_launch`, and prepare one job for each unfinished stage.
 
-    Each job uses the ``run_dir`` of its stage, and reads the stage as a recipe of its own there.
+    Each job uses the ``run_dir`` of its stage. The stage is written there as a separate recipe,
+    which the job reads. The arguments are those of :func:`prepare_launch`.
 
     Raises:
-        UserError: a check fails, or the recipe has no stages or no unfinished one.
+        UserError: a check fails, the recipe has no stages, or all its stages are finished.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -100,7 +109,7 @@ def prepare_chain(
             f"{shown(config)} has no stages, and --chain submits a job per stage; leave --chain out"
         )
     check_fit(recipes, nodes, cluster)
-    if dependency is None:  # a previous job may still write the checkpoint
+    if dependency is None:  # With a dependency, an earlier job may still write the checkpoint.
         check_starts(recipes)
     check_free(ledger_of(recipes))
     left = [recipe for recipe in recipes if not _is_finished(ledger_of([recipe]))]
@@ -149,10 +158,10 @@ def submit(launch: Submission, after: str | None = None) -> str:
 
     Args:
         launch: the checked job.
-        after: number of a job that must finish first; if it fails, Slurm cancels this job.
+        after: Slurm ID of a job that must finish first; if that job fails, Slurm cancels this job.
 
     Returns:
-        Slurm's number of the job.
+        The Slurm ID of the job.
 
     Raises:
         UserError: the file cannot be written, sbatch is not installed, or Slurm rejects the job.
@@ -173,10 +182,10 @@ def submit(launch: Submission, after: str | None = None) -> str:
 
 
 def submit_chain(launches: Sequence[Submission]) -> list[str]:
-    """Submit jobs each of which starts after the previous one has finished.
+    """Submit jobs that run one after another: each job starts when the previous one has finished.
 
     Returns:
-        Slurm's numbers of the jobs.
+        The Slurm IDs of the jobs.
 
     Raises:
         UserError: a job cannot be submitted; the jobs submitted before it are cancelled.
@@ -193,7 +202,7 @@ def submit_chain(launches: Sequence[Submission]) -> list[str]:
 
 
 def write_files(launch: Submission) -> None:
-    """Write the job file, and the recipe of a stage, into ``run_dir``.
+    """Write the job file into ``run_dir`` and, for a job of a single stage, the stage's recipe.
 
     Raises:
         OSError: a file cannot be written.
@@ -210,7 +219,9 @@ def _is_finished(ledger: Ledger) -> bool:
 
 
 def check_free(ledger: Ledger) -> None:
-    """Check that no job runs or waits in the queue for a ``run_dir``, and that it is unfinished.
+    """Check that a ``run_dir`` can be launched: no job uses it, and its run is unfinished.
+
+    A job uses a ``run_dir`` if the job runs or waits in Slurm's queue.
 
     Raises:
         UserError: a job uses ``run_dir``, or the run is finished.
@@ -238,7 +249,7 @@ def check_free(ledger: Ledger) -> None:
 
 
 def _queue() -> dict[str, str] | None:
-    """Return the states of all jobs by number; None if squeue fails."""
+    """Return the Slurm ID and state of every job in the queue; None if squeue fails."""
     output = _output("squeue", "--noheader", "--format=%A %T")
     if output is None:
         return None
@@ -246,7 +257,10 @@ def _queue() -> dict[str, str] | None:
 
 
 def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
-    """Return the seconds of the longest recorded save, and the median seconds of a step."""
+    """Return the seconds of the longest recorded save, and the median seconds of a step.
+
+    The first value is None if no save is recorded; the second value is 0 if no step is recorded.
+    """
     entries = [entry for recipe in recipes for entry in newest_entries(Path(recipe.run_dir))]
     saves = [e["ckpt/total_seconds"] for e in entries if "ckpt/total_seconds" in e]
     steps = [
@@ -259,10 +273,16 @@ def _measured_seconds(recipes: Sequence[Recipe]) -> tuple[float | None, float]:
 
 
 def _signal_seconds(save: float | None, step: float, cluster: Cluster) -> int:
-    """Return the seconds between SIGUSR1 and the time limit.
+    """Return how many seconds before the time limit Slurm sends SIGUSR1, so that the ranks save.
 
-    They suffice for two saves and two steps, or are ten minutes while no save has been measured.
-    Slurm may send the signal up to a minute early, but never late.
+    The value is the time of two saves and two steps plus a minute, or ten minutes if no save has
+    been measured. It is at most half of the time limit. Slurm may send the signal up to a minute
+    early, but never late.
+
+    Args:
+        save: seconds of the longest save; None: not measured.
+        step: seconds of a step.
+        cluster: cluster with the time limit.
     """
     measured = round(2 * (save or 0) + 2 * step) + _SLACK_SECONDS
     return min(_SIGNAL_SECONDS if save is None else measured, cluster.seconds // 2)
@@ -326,7 +346,7 @@ def _output(*command: str) -> str | None:
 
 
 def summary(launch: Submission) -> list[str]:
-    """Return lines that describe the resources of a job."""
+    """Return lines for the user that describe the resources of a job."""
     job, lines = launch.job, []
     for plan in launch.plans:
         attempts = math.ceil(plan.time.days * 86_400 / job.cluster.seconds)

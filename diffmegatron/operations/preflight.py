@@ -1,8 +1,8 @@
-"""Checks of every node of a job before its first step. They take less than a minute.
+"""``diffmegatron preflight``: check every node of a job before training, in less than a minute.
 
-Each rank checks its own machine, the ranks gather all findings, and every rank derives the same
-decision from them. A machine that differs from the others is unfit, and the next attempt avoids it.
-A problem that all machines share ends the job, because a person must solve it.
+Each rank checks its own machine. The ranks then gather all findings, so every rank makes the same
+decision. If some machines have a problem, they are unfit, and the next attempt avoids them. If all
+machines have a problem, the job ends, because a person must solve it.
 """
 
 import os
@@ -31,19 +31,21 @@ from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
 
-# The limit on the collective operations, which begin after all ranks have arrived.
+# Timeout of the collective operations. They begin when all ranks have connected.
 _TIMEOUT = timedelta(minutes=5)
-# Bytes that a rank writes to the disk, and bytes of the tensor that the ranks reduce.
+# Bytes that each rank writes to the disk, and bytes of the tensor of the all-reduce by device.
 _WRITTEN = 1 << 26
 _REDUCED = {"cpu": 1 << 22, "cuda": 1 << 28}
-# Rows and columns of the square matrices that are multiplied.
+# Rows and columns of the square matrices in the timed matrix product.
 _MATRIX = {"cpu": 512, "cuda": 8192}
+# Repetitions of the all-reduce and of the matrix product; the fastest one counts.
 _REDUCTIONS, _PRODUCTS = 5, 20
-# A checkpoint stores the weight and two moments of each parameter in float32.
+# A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
 _STATE_BYTES = 12
-# Limits relative to the median of all ranks: the factor of the time for a matrix product, and the
-# difference of the clock in seconds.
+# A rank is unfit if its matrix product takes more than 2 times the median of all ranks, or if its
+# clock differs from the median by more than 5 seconds.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
+# A rank is unfit if less than this share of its GPU's memory is free.
 _FREE_SHARE = 0.9
 REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
@@ -54,14 +56,15 @@ class Findings(Section):
 
     Attributes:
         host: host name.
-        problem: first check that failed on this machine; empty: all passed.
-        memory_free: free share of the GPU's memory; 1 without a GPU.
-        product_seconds: time of a matrix product in seconds, the best of twenty.
-        write_rate: bytes/s written into ``run_dir`` and flushed.
-        space: free bytes in ``run_dir``.
-        clock: seconds since 1970, read by all ranks after a barrier.
-        versions: versions of this package and its libraries, and the git commit.
-        reduce_rate: bytes of a tensor divided by the seconds of its all-reduce among all ranks.
+        problem: sentence about the first check that failed on this machine; empty: none failed.
+        memory_free: free share of the GPU's memory, from 0 to 1; 1 without a GPU.
+        product_seconds: seconds of a matrix product, the fastest of twenty.
+        write_rate: bytes per second written to ``run_dir`` and synced to the disk.
+        space: free bytes on the file system of ``run_dir``.
+        clock: seconds since 1970, read by all ranks at the same moment, after a barrier.
+        versions: versions of this package and its libraries by name, and the git commit.
+        reduce_rate: bytes per second of an all-reduce among all ranks: size of the tensor divided
+            by the fastest of five times.
     """
 
     host: str
@@ -76,21 +79,21 @@ class Findings(Section):
 
 
 def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
-    """Check this machine, gather the findings of all ranks, and decide.
+    """Check this machine, gather the findings of all ranks, and raise an error if it is unfit.
 
     Args:
         recipes: stages of a run.
-        folder: attempt directory for ``preflight.json``; None: the file is not written.
+        folder: attempt directory in which ``preflight.json`` is written; None: it is not written.
 
     Raises:
-        UnfitNodeError: this machine is unfit and another one is not.
+        UnfitNodeError: this machine has a problem, and at least one other machine has none.
         UserError: all machines have a problem.
-        MachineError: the ranks cannot meet.
+        MachineError: the ranks cannot connect to each other.
     """
     launch = read_launch()
     findings = _check_this_machine(recipes)
     if findings.problem.startswith(_NO_GPU):
-        raise UnfitNodeError(findings.problem)  # NCCL cannot connect this rank to the others
+        raise UnfitNodeError(findings.problem)  # NCCL cannot connect a rank without a GPU.
     with default_group(_TIMEOUT):
         findings = findings.model_copy(update=_measure_collectives())
         every: list[Findings] = [findings] * launch.ranks
@@ -108,18 +111,21 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
 
 
 def _needed_space(recipe: Recipe) -> int:
-    """Return the bytes of two checkpoints, or of one if the next save removes an older one."""
+    """Return the bytes that must be free: those of two checkpoints.
+
+    One checkpoint suffices if each further save removes an old checkpoint (``keep_last``).
+    """
     removes_old = recipe.checkpoint.keep_last and CheckpointStore(Path(recipe.run_dir)).steps()
     return (1 if removes_old else 2) * count_parameters(recipe.model).total * _STATE_BYTES
 
 
 def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[int, str]:
-    """Return the first problem of each rank that has one.
+    """Compare the findings of all ranks, and return the first problem of each rank that has one.
 
     Args:
         every: findings of all ranks, in the order of the ranks.
         space: bytes that must be free in ``run_dir``.
-        run_dir: folder that the message names.
+        run_dir: folder named in the messages.
     """
     problems: dict[int, str] = {}
     product = statistics.median(each.product_seconds for each in every)
@@ -158,7 +164,7 @@ def _version_problem(own: dict[str, str], usual: dict[str, str]) -> str:
 
 
 def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
-    """Run the checks that need no other rank, up to the first one that fails."""
+    """Run the checks that need no other rank, and stop at the first check that fails."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     wanted = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     gpus, local_rank = torch.cuda.device_count(), read_launch().local_rank
@@ -176,7 +182,7 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
             values["memory_free"] = free / total
         values["product_seconds"] = _product_seconds()
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
-    except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails
+    except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails.
         values["problem"] = clipped(str(error))
     return Findings.model_validate(values)
 
@@ -187,9 +193,9 @@ def _versions() -> dict[str, str]:
 
 
 def _product_seconds() -> float:
-    """Time a product of two square matrices, in bfloat16 on a GPU and in float32 on a CPU.
+    """Return the seconds of a matrix product, in bfloat16 on a GPU and in float32 on a CPU.
 
-    On a CPU only the process's own time counts, so that other processes do not slow it down.
+    On a CPU only the CPU time of this process counts, so that other processes do not affect it.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
@@ -209,8 +215,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 
 def _disk(run_dir: Path) -> tuple[float, int]:
-    """Return the bytes per second written into ``run_dir``, and the bytes that are free there."""
-    # The next check overwrites the file that a killed check leaves behind.
+    """Return the bytes per second written to ``run_dir``, and its free bytes."""
+    # A check that is killed leaves this file behind. The next check overwrites it.
     path = run_dir / f"preflight_{read_launch().rank:05}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -224,10 +230,10 @@ def _disk(run_dir: Path) -> tuple[float, int]:
 
 
 def _measure_collectives() -> dict[str, float]:
-    """Time an all-reduce, and read the clock after a barrier."""
+    """Return the rate of an all-reduce in bytes per second, and the clock after a barrier."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.ones(_REDUCED[kind] // 4, device=kind)
-    distributed.all_reduce(tensor)  # the first all-reduce also opens the connections
+    distributed.all_reduce(tensor)  # The first all-reduce also opens the connections.
     best = min(_seconds(lambda: distributed.all_reduce(tensor)) for _ in range(_REDUCTIONS))
     distributed.barrier()
     return {"clock": time.time(), "reduce_rate": tensor.nbytes / best}

@@ -1,7 +1,7 @@
-"""``diffmegatron quickstart``: prepare text, train, export and compare, at the size of a laptop.
+"""``diffmegatron quickstart``: prepare text, then train, export and compare two small models.
 
-Every phase is a command that a user can type. With GPUs, one or two ranks train in bf16 over NCCL;
-without GPUs, two ranks train on the CPU.
+A laptop suffices. Every phase except the report runs as a command that a user can type. With GPUs,
+one or two ranks train in bf16 over NCCL. Without a GPU, two ranks train on the CPU.
 """
 
 import os
@@ -32,8 +32,8 @@ def quickstart(choices: Sequence[str], given: Sequence[str]) -> None:
     """Run every phase and replace ``runs/quickstart`` in the current directory.
 
     Args:
-        choices: kinds of attention as ``KIND[,KEY=VALUE...]``, one run each; empty: the recipe's
-            kind and its baseline.
+        choices: kinds of attention as ``KIND[,KEY=VALUE...]``; one model is trained for each.
+            Empty: the recipe's kind, and the baseline of this kind.
         given: ``KEY=VALUE`` overrides for the recipe of every run.
 
     Raises:
@@ -60,11 +60,11 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
     """Check the recipe of every run before anything is removed or prepared.
 
     Returns:
-        The overrides of each run, by its name.
+        Name of each run -> overrides of its recipe.
 
     Raises:
-        UserError: an argument is malformed, or a recipe is invalid, does not fit the ranks, or
-            does not measure the held-out loss, which the report needs.
+        UserError: an argument is malformed, or a recipe is invalid, does not fit the number of
+            ranks, or does not measure the held-out loss, which the report needs.
     """
     if wrong := [each for each in given if "=" not in each]:
         raise UserError(f"override {clipped(repr(wrong[0]))} is not of the form section.key=value")
@@ -90,7 +90,7 @@ def check(choices: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def pair() -> tuple[str, str]:
-    """Return the kinds of attention of the recipe and of its baseline."""
+    """Return two kinds of attention: that of the recipe, and that of its baseline."""
     attention = load_recipe(CONFIG).model.attention
     return attention.kind, attention.baseline().kind
 
@@ -112,33 +112,38 @@ def library_sources() -> list[str]:
 
 
 def ranks() -> int:
-    """Return the number of ranks: one per GPU and at most two; two without a GPU."""
+    """Return the number of ranks: one per GPU, but at most two; two if there is no GPU."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
 def overrides(given: Sequence[str]) -> list[str]:
-    """Return the overrides for this machine, followed by the user's."""
+    """Return the overrides that fit this machine, followed by the overrides of the user."""
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     return [f"parallel.tensor={ranks()}", *precision, *given]
 
 
 def torchrun() -> list[str]:
-    """Return the Python arguments that start this command line under torchrun.
+    """Return the Python arguments that start ``diffmegatron`` under torchrun.
 
-    The local address is given, because the DNS may not resolve this machine's name.
+    They include a local address, because the DNS may not resolve the name of this machine.
     """
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks()}"]
     return ["-m", "torch.distributed.run", *options, *CLI]
 
 
 def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
-    """Run a phase with this Python and add its duration to ``seconds``.
+    """Run a phase in a Python process, and add its duration to ``seconds``.
+
+    Args:
+        seconds: duration of each phase in seconds; changed in place.
+        phase: name of the phase.
+        arguments: arguments of Python.
 
     Raises:
         UserError: the phase failed.
     """
     started = announce(phase)
-    # With more threads than cores, the two ranks would wait for each other.
+    # By default each of the two ranks starts one thread per core, and the threads slow each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

@@ -1,4 +1,4 @@
-"""Checks before a job is submitted: the recipe against the cluster, its data and ``start_from``."""
+"""Checks of a recipe before its job is submitted: cluster, data and initial checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped, shown
 from diffmegatron.operations.cluster import Cluster
 
-# Up to four epochs on the same text are almost as good as new text (Muennighoff et al., 2023,
-# arXiv 2305.16264).
+# Training for up to four epochs on the same text is almost as good as training on new text
+# (Muennighoff et al., 2023, arXiv 2305.16264).
 _USUAL_PASSES = 4
 
 
 def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
-    """Check that a job can run: its ranks fit the layout, its data and container image exist.
+    """Check that a job can run: its ranks fit the layout, and its data and container image exist.
 
     Raises:
-        UserError: the ranks do not fit the recipe, prepared data is missing or has another size
-            than its manifest says, a source is too small for ``data.on_exhausted: stop``, or the
-            image is missing.
+        UserError: the number of ranks does not fit the recipe, prepared data is missing or its size
+            differs from the size in its manifest, a source is too small for ``data.on_exhausted:
+            stop``, or the container image is missing.
     """
     for recipe in recipes:
         try:
@@ -36,7 +36,8 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
         for source in recipe.data.sources:
             check_sizes(source.path, read_manifest(source.path))
         for path, passes in _passes(recipe).items():
-            # A run that has begun may have used another mixture before, so its epochs are unknown.
+            # A run with a checkpoint may have used another data mixture before, so the number of
+            # its epochs is unknown.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
                 raise UserError(
                     f"{recipe.run_dir} reads source {path} {passes:,.1f} times, and "
@@ -49,13 +50,14 @@ def check_fit(recipes: Sequence[Recipe], nodes: int, cluster: Cluster) -> None:
 
 
 def check_starts(recipes: Sequence[Recipe]) -> None:
-    """Check that every ``checkpoint.start_from`` holds a checkpoint.
+    """Check that every ``checkpoint.start_from`` contains a checkpoint.
 
-    Two cases need none: a stage that starts from another one of ``recipes``, and a run that already
-    has a checkpoint of its own, which does not read ``start_from`` again.
+    Two cases are not checked. A stage that starts from another stage of ``recipes`` finds the
+    checkpoint when it begins. A run that already has its own checkpoint does not read
+    ``start_from`` again.
 
     Raises:
-        UserError: a ``start_from`` holds no checkpoint.
+        UserError: a ``start_from`` contains no checkpoint.
     """
     own = {recipe.run_dir for recipe in recipes}
     for recipe in recipes:
@@ -64,7 +66,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
             continue
         try:
             if newest_checkpoint(Path(start)) is None:
-                read_checkpoint_manifest(Path(start))  # start_from may name a checkpoint itself
+                read_checkpoint_manifest(Path(start))  # start_from may be a checkpoint itself.
         except UserError as error:
             raise UserError(
                 f"checkpoint.start_from {shown(Path(start))} holds no checkpoint: {error}"
@@ -72,7 +74,7 @@ def check_starts(recipes: Sequence[Recipe]) -> None:
 
 
 def data_remarks(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each source that the run reads more than four times."""
+    """Yield a warning for each data source that the run reads more than four times."""
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (
@@ -86,13 +88,15 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return a lower bound on the epochs over each source, from the token counts of the manifests.
+    """Return the path of each data source -> lower bound on its number of epochs.
 
-    Held-out documents, packing and length up-sampling leave fewer tokens of a source.
+    The bound divides the tokens to train by all tokens of the source, as counted in its manifest.
+    Fewer tokens are available in fact, because documents are held out, and packing and length
+    up-sampling skip tokens.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:
-        return {}  # the shares of the sources depend on the lengths of their documents
+        return {}  # The share of each source depends on the lengths of its documents.
     needed = recipe.training.total_steps * recipe.training.tokens_per_step
     total = sum(weights.values())
     return {

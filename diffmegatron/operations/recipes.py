@@ -1,4 +1,4 @@
-"""``diffmegatron configs``: list and copy the recipes and launch scripts of the package."""
+"""``diffmegatron configs``: list and copy the recipes and launch scripts of this package."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the names of everything that can be copied, by a title for its group.
+    """Return the title of each group of files -> names that can be copied.
 
     The name of a recipe is its path in ``configs/`` without ``.yaml``.
     """
@@ -35,12 +35,12 @@ def groups() -> dict[str, list[str]]:
 
 
 def names() -> list[str]:
-    """Return the names of all :func:`groups`."""
+    """Return the names in all :func:`groups`."""
     return [name for group in groups().values() for name in group]
 
 
 def description(name: str) -> str:
-    """Return the first line of a recipe's comment."""
+    """Return the one-line description of a name: the first comment line of its YAML file."""
     if name == LAUNCH:
         return "Job scripts for Slurm and torchrun."
     first = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
@@ -48,14 +48,14 @@ def description(name: str) -> str:
 
 
 def copy(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe with all that it extends, or the launch scripts.
+    """Copy a recipe with all files that it extends, a cluster file, or the launch scripts.
 
     Args:
         name: name from :func:`groups`.
-        folder: folder that replaces ``configs/`` or ``launch/``.
+        folder: target folder, which corresponds to ``configs/`` or ``launch/`` of this package.
 
     Returns:
-        The paths of the copies; the first is the copy of ``name``.
+        The paths of the copies; the first path is the copy of ``name``.
 
     Raises:
         UserError: no recipe has this name, or a file with other content exists in its place.
@@ -83,13 +83,13 @@ def copy(name: str, folder: Path) -> list[Path]:
 
 
 def _sources(name: str) -> Iterator[tuple[Path, Path]]:
-    """Yield the relative target and the source of every file to copy."""
+    """Yield, for every file to copy, its path in the target folder and its source path."""
     if name == LAUNCH:
         for script in sorted(shipped_folder("launch").glob("*.sh")):
             yield Path(script.name), script
         return
     file = CONFIGS / f"{name}.yaml"
-    # A cluster file is not a recipe, and does not extend one.
+    # A cluster file is not a recipe and extends no other file.
     files = [file] if name.startswith(f"{_CLUSTERS}/") else recipe_files(file)
     for source in files:
         yield source.relative_to(CONFIGS), source

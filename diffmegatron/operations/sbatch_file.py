@@ -1,4 +1,4 @@
-"""The job file for sbatch: the ``#SBATCH`` lines of a launch, then the body of ``slurm.sh``."""
+"""Job file for sbatch: ``#SBATCH`` lines from the cluster file, then the body of ``slurm.sh``."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from diffmegatron.operations.cluster import Cluster, Container
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
-# Files that a launch writes into run_dir. Only a stage with a job of its own has a job.yaml.
+# Files that a launch writes into run_dir. job.yaml exists only for a stage with a separate job.
 JOB_FILE = "job.sh"
 JOB_NUMBER = "job_number"
 JOB_RECIPE = "job.yaml"
-# The lines of slurm.sh before this one are its defaults, which a job file replaces.
+# The lines of slurm.sh before this line are defaults, which the job file replaces.
 _BODY_START = "set -uo pipefail\n"
 
 
@@ -26,9 +26,10 @@ class Job:
         nodes: number of nodes with ranks.
         cluster: description of the cluster.
         arguments: arguments of ``diffmegatron train``: the recipe and its overrides.
-        folder: absolute working directory; paths in a recipe are relative to it.
+        folder: absolute working directory; relative paths in the recipe start here.
         run_dir: absolute folder of the ledger, the job file and the job's output.
-        signal_seconds: seconds between SIGUSR1, upon which the ranks save, and the time limit.
+        signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1, so that the
+            ranks save.
         dependency: value of ``sbatch --dependency``.
         spares: number of additional nodes that replace failed ones.
     """
@@ -50,7 +51,7 @@ class Job:
 
 
 def job_file(job: Job) -> str:
-    """Return the text of a job file. It needs no arguments and no other file."""
+    """Return the text of a job file, which sbatch can run without arguments or other files."""
     script = (shipped_folder("launch") / "slurm.sh").read_text()
     body = script[script.index(_BODY_START) :]
     cluster = job.cluster
@@ -63,7 +64,7 @@ def job_file(job: Job) -> str:
             f"export {name}={shlex.quote(text)}"
             for name, text in (cluster.environment | import_environment()).items()
         ),
-        # After `sbatch --export=...`, srun would export as little to the ranks by default.
+        # By default srun reuses the --export value of sbatch, which may hide variables from ranks.
         "export SRUN_EXPORT_ENV=ALL",
         f"container_command=({shlex.join(_container_command(cluster.container))})",
         f"srun_options=({shlex.join(_srun_options(cluster.container))})",
@@ -103,7 +104,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _container_command(container: Container | None) -> list[str]:
-    """Return the command that runs another command inside the container."""
+    """Return the prefix of a command that runs this command inside the container."""
     if container is None or container.kind != "apptainer":
         return []
     mounts = [f"--bind={mount}" for mount in container.mounts]

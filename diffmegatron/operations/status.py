@@ -1,4 +1,4 @@
-"""``diffmegatron status``: the progress of a job and its attempts."""
+"""``diffmegatron status``: show the progress of a job and its attempts (starts)."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,24 +29,26 @@ _MAX_NUMBER_BYTES = 100
 
 @dataclass(frozen=True)
 class Status:
-    """The progress of a job.
+    """Progress of a job.
 
     Attributes:
-        state: one sentence.
-        exit_status: 0: the job runs or is finished. 1: it waits for its first or next attempt, or
-            has disappeared. 2: it has ended unfinished, and a person must act.
+        state: one sentence for the user.
+        exit_status: 0: the job runs or is finished. 1: the job waits for its first or next attempt,
+            or has disappeared. 2: the job has ended unfinished, and a person must act.
         is_over: whether the job has ended and no attempt follows. A run without a ledger is over
             only if it is finished.
-        run_dir: folder of the current stage.
+        run_dir: folder of the run, or of the current stage.
         step: last step reached; None: no step yet.
         steps: total steps of the run or stage; None: no attempt has read the recipe yet.
-        seconds_left: remaining training time at the recent speed; None: unknown.
-        values: newest value of every metric.
+        seconds_left: remaining training time at the recent speed, in seconds; None: unknown.
+        values: name of each metric -> its newest value.
         checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
-        job: Slurm's number of a job that may be queued or running; None: no such job.
-        attempts: entries of the ledger; empty: no launcher has started the run.
-        suspects: number of recent attempts that each host failed or slowed down.
-        stragglers: hosts that slow down the newest attempt.
+        job: Slurm ID of a job that may be queued or running; None: no such job.
+        attempts: entries of the ledger, oldest first; empty: the run was started without a job
+            script.
+        suspects: host name -> number of recent attempts in which the host caused a fault or was
+            slow.
+        stragglers: hosts whose ranks are slow in the newest attempt.
     """
 
     state: str
@@ -112,7 +114,7 @@ def examine(run_dir: Path) -> Status:
 
 
 def _submitted(run_dir: Path, attempts: Sequence[Attempt]) -> str | None:
-    """Return the number of the newest submitted job, or None if it has begun an attempt."""
+    """Return the Slurm ID of the newest submitted job; None if the job has begun an attempt."""
     path = run_dir / JOB_NUMBER
     if not path.exists():
         return None
@@ -125,7 +127,7 @@ def _queue_sentence(number: str) -> str:
 
 
 def _status_in_queue(run_dir: Path, number: str) -> Status:
-    """Return the status of a job without an attempt."""
+    """Return the status of a submitted job that has not begun an attempt."""
     return Status(
         state=_queue_sentence(number),
         exit_status=1,
@@ -144,10 +146,11 @@ def _status_in_queue(run_dir: Path, number: str) -> Status:
 
 
 def _status_of_chain(run_dir: Path) -> Status | None:
-    """Return the status of the first unfinished stage of a chain of jobs, or of its last stage.
+    """Return the status of a chain of jobs, one per stage (``launch --chain``).
 
     Returns:
-        None if the stages of ``run_dir`` were not submitted as jobs of their own.
+        The status of the first unfinished stage, or of the last stage if all are finished; None if
+        ``run_dir`` contains no chain.
     """
     try:
         stages = stage_folders(run_dir, JOB_RECIPE, recipe=JOB_RECIPE)
@@ -165,7 +168,7 @@ def _status_of_chain(run_dir: Path) -> Status | None:
 
 
 def _status_without_ledger(run_dir: Path) -> Status:
-    """Return the status of a run that plain ``train`` started, or of its last stage."""
+    """Return the status of a run, or of its last stage, that was started without a job script."""
     stage = only_last(stage_folders(run_dir, RECIPE))
     folder = stage.run_dir
     entries, checkpoint = newest_entries(folder), CheckpointStore(folder).latest()
@@ -201,16 +204,20 @@ def _status_without_ledger(run_dir: Path) -> Status:
 
 
 def _stages_beside(run_dir: Path) -> list[str]:
-    """Return the names of the stages in the newest attempt of the parent folder's job.
+    """Return the names of the stages of the job whose ledger is in the parent folder.
 
-    The list is empty if the parent folder has no attempts.
+    The list is empty if the parent folder has no ledger.
     """
     attempts = Ledger(run_dir.resolve().parent).attempts()
     return [Path(stage).name for stage in attempts[-1].stages] if attempts else []
 
 
 def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
-    """Return the ``run_dir`` of an attempt's current stage; None if it could not read a recipe."""
+    """Return the ``run_dir`` of an attempt's current stage.
+
+    Returns:
+        None if the attempt has no stages, because its recipe could not be read.
+    """
     if heartbeat is not None and heartbeat.run_dir in attempt.stages:
         return heartbeat.run_dir
     begun = [run_dir for run_dir in attempt.stages if CheckpointStore(Path(run_dir)).steps()]
@@ -218,7 +225,13 @@ def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
 
 
 def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
-    """Return the sentence and the exit status for a job whose newest attempt is given."""
+    """Return the state of a job as a sentence, and the exit status of the command.
+
+    Args:
+        attempt: newest attempt of the job.
+        heartbeat: last heartbeat of this attempt; None: no step yet.
+        now: present time in seconds since 1970.
+    """
     name = f"attempt {attempt.number}"
     if attempt.cause == Cause.FINISHED:
         return f"finished with {name}", 0
@@ -237,9 +250,18 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:
-    """Estimate the remaining seconds from the mean seconds per step of the newest entries.
+    """Estimate the remaining seconds from the mean seconds per step of the newest metric entries.
 
-    Intervals above ten times the median are left out, because a requeue lies within them.
+    An interval with more than ten times the median seconds per step is ignored, because it contains
+    a requeue.
+
+    Args:
+        entries: newest entries of the metrics.
+        step: last step reached; None: no step yet.
+        steps: total steps; None: unknown.
+
+    Returns:
+        None if the entries or the arguments do not suffice.
     """
     marks = [(e["step"], e["time"]) for e in entries if "train/loss" in e and "time" in e]
     seconds_per_step = [
@@ -268,7 +290,7 @@ def print_status(status: Status, console: Console) -> None:
 def _attempt_lines(attempts: Sequence[Attempt]) -> Iterator[str]:
     """Yield the lines of a table of attempts.
 
-    The reason of an attempt is too long for a column. It is a separate line below the attempt.
+    The reason why an attempt ended is too long for a column, so it is a separate line below.
     """
     rows = [("attempt", "began", "took", "nodes", "steps", "saved", "cause")]
     for attempt in attempts:

@@ -1,4 +1,4 @@
-"""``diffmegatron launch --torchrun``: a checked start script for machines without Slurm."""
+"""``diffmegatron launch --torchrun``: write a start script for machines without Slurm."""
 
 import os
 import re
@@ -26,17 +26,17 @@ def torchrun_file(
     cluster_file: Path,
     rendezvous: str | None,
 ) -> tuple[Path, str]:
-    """Check a recipe and a cluster like :func:`prepare_launch`, and return a start script.
+    """Check a recipe and a cluster like ``launch.prepare_launch``, and return a start script.
 
     Args:
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: number of machines.
         cluster_file: cluster file; only ``setup``, ``environment`` and the ranks per node are used.
-        rendezvous: ``HOST:PORT`` of the first machine; None on one machine.
+        rendezvous: ``HOST:PORT`` of the first machine; None for a single machine.
 
     Returns:
-        The path for the script, and its text. Nothing is written.
+        The path of the script, and its text. The script is not written yet.
 
     Raises:
         UserError: a check fails, or ``rendezvous`` does not fit the number of machines.
@@ -65,7 +65,15 @@ def torchrun_file(
 
 
 def write(path: Path, text: str) -> None:
-    """Write the script into ``run_dir``."""
+    """Write the start script.
+
+    Args:
+        path: path from :func:`torchrun_file`, in ``run_dir``.
+        text: text of the script.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, os.fsencode(text))
