@@ -37,8 +37,8 @@ def inspect(
 ) -> None:
     """Show the data that a recipe feeds to the model.
 
-    Samples, mixture and document lengths are printed. Labels of the loss are plain, ⟦text without
-    loss⟧ is dim, and a bar marks the start of a document.
+    Samples, mixture and document lengths are printed. Text with loss is plain, ⟦text without loss⟧
+    is dim, and a bar marks the start of a document.
 
     Example: diffmegatron data inspect configs/quickstart.yaml --from-step 1000 --samples 4
     """
@@ -67,7 +67,7 @@ def merge(
 ) -> None:
     """Join all parts of a PREFIX into one corpus.
 
-    All tokens are read once, and none is copied.
+    All tokens are read once for the checksum. They are not copied.
     """
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 
@@ -90,7 +90,7 @@ def verify(
         bool, typer.Option("--sizes", help="Compare sizes only, without reading the files")
     ] = False,
 ) -> None:
-    """Read every byte and compare checksums.
+    """Compare every byte of prepared corpora with the recorded checksums.
 
     The exit status is 1 if a corpus is damaged.
     """

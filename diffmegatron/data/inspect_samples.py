@@ -1,4 +1,4 @@
-"""Show the data that a recipe feeds to the model: samples, mixture, document lengths."""
+"""``diffmegatron data inspect``: show samples, mixture and document lengths of a recipe."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, shown
 
-# Brackets around text without loss, because a pipe or a file cannot show dim text.
+# Brackets around text without loss. Dim text alone would be lost in a pipe or a file.
 _MASKED = "⟦", "⟧"
 
 
@@ -34,9 +34,9 @@ def inspect(
         split: split of the documents.
         from_step: first optimizer step to inspect.
         samples: number of samples to decode.
-        batches: number of global batches to count the mixture over.
-        max_tokens: number of tokens to show of each sample.
-        lengths: PNG file for a picture of document lengths, or None.
+        batches: number of global batches over which the mixture is counted.
+        max_tokens: maximum number of tokens to show of each sample.
+        lengths: PNG file for a picture of document lengths; None: no picture.
 
     Raises:
         UserError: a corpus or the tokenizer cannot be read.
@@ -63,14 +63,17 @@ def inspect(
 
 
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
-    """Return a sample as text of at most ``max_tokens``; text without loss is dim, in brackets."""
+    """Return the first ``max_tokens`` tokens of a sample as text.
+
+    Text without loss is dim and in brackets.
+    """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
     starts = {*sample.starts.tolist()[1:]}
     text = Text(f"sample {index} from {sample.source}", style="bold")
     text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
     run = 0
-    # The first token is never a label; it is shown like the token after it.
+    # The first token of a sample is never a label. It is shown in the style of the second token.
     labels = [*counted[:1], *counted][: min(max_tokens, len(sample.tokens))]
     for position in range(1, len(labels) + 1):
         at_end = position == len(labels)
@@ -87,10 +90,14 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
 
 
 def choose_stage(stages: Sequence[Recipe], name: str | None) -> Recipe:
-    """Return the stage of this name; its name is the last folder of its ``run_dir``.
+    """Return the stage with a name, which is the last folder of the stage's ``run_dir``.
+
+    Args:
+        stages: stages of a recipe; a recipe without stages has one.
+        name: name of a stage; None for a recipe without stages.
 
     Raises:
-        UserError: no stage has this name, or a recipe with several stages needs one.
+        UserError: no stage has this name, or ``name`` is None and the recipe has several stages.
     """
     if len(stages) == 1 and name is None:
         return stages[0]

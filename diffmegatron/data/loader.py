@@ -1,4 +1,4 @@
-"""Collate samples into the microbatches of one data-parallel rank, prefetched by a thread."""
+"""Collate samples into the microbatches of a data-parallel rank, and prefetch them in a thread."""
 
 import queue
 import threading
@@ -16,17 +16,18 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch.
+    """One microbatch of b samples with s tokens each.
 
     Attributes:
-        tokens: int64 ``[b, s]``.
-        labels: int64 ``[b, s]``, the token after each of ``tokens``.
-        loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss.
-        position_ids: int64 ``[b, s]``.
-        document_ids: int32 ``[b, s]``, number of each token's document within its row; None if
-            attention crosses documents.
-        sources: int64 ``[b]``, index in ``data.sources`` of each row's source; None with one
-            source.
+        tokens: int64 ``[b, s]``, input token ids.
+        labels: int64 ``[b, s]``, the token after each input token.
+        loss_mask: float32 ``[b, s]``, 1 where the label contributes to the loss, else 0.
+        position_ids: int64 ``[b, s]``, position of each token in its row, or in its document with
+            ``data.reset_position_ids``.
+        document_ids: int32 ``[b, s]``, number of each token's document within its row, from 0; None
+            if attention crosses documents.
+        sources: int64 ``[b]``, index of each row's source in ``data.sources``; None if the recipe
+            has a single source.
     """
 
     tokens: torch.Tensor
@@ -38,9 +39,10 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 ``[n + 1]``: starts of the documents in the flattened batch, and its size b s.
+        """Cumulative document lengths for varlen attention kernels, int32 ``[documents + 1]``.
 
-        Kernels for sequences of variable length need it. ``document_ids`` must not be None.
+        They are the start of each document in the flattened batch, followed by the number of tokens
+        b * s. ``document_ids`` must not be None.
         """
         assert self.document_ids is not None
         changes = torch.ones_like(self.document_ids, dtype=torch.bool)
@@ -50,10 +52,11 @@ class Batch:
 
 
 def collate(samples: list[Sample], config: DataConfig) -> Batch:
-    """Stack samples of one length into a microbatch.
+    """Stack samples of equal length into a microbatch.
 
-    Positions, documents and the loss mask depend on Megatron's options ``reset_position_ids``,
-    ``reset_attention_mask`` and ``eod_mask_loss`` (no loss after an end-of-document token).
+    Position ids, document ids and the loss mask depend on three options of the section ``data``
+    with the same meaning as in Megatron: ``reset_position_ids``, ``reset_attention_mask`` and
+    ``eod_mask_loss`` (no loss where the input is an end-of-document token).
     """
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     size, length = tokens.shape[0], tokens.shape[1] - 1
@@ -80,7 +83,16 @@ def collate(samples: list[Sample], config: DataConfig) -> Batch:
 
 
 def _documents(samples: list[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each token ``[b, s]`` its document's number in the row (int32) and start."""
+    """Return two tensors ``[b, s]`` about the document of each token.
+
+    Args:
+        samples: the b samples.
+        length: number s of input tokens per sample.
+
+    Returns:
+        The number of the document within the row (int32), and the position in the row at which the
+        document begins (int64).
+    """
     numbers, starts = [], []
     for sample in samples:
         lengths = np.diff(np.minimum(sample.starts, length), append=length)
@@ -99,16 +111,27 @@ def _sources(samples: list[Sample], config: DataConfig) -> torch.Tensor | None:
 class Loader:
     """Iterator over optimizer steps; each item is the list of this rank's microbatches.
 
-    Let G be the global batch size. Global batch k consists of the samples k G to (k + 1) G.
-    Microbatch m of data-parallel rank r starts at sample
-    k G + (m data_parallel_size + r) micro_batch_size. The global batch is therefore the same for
-    every layout of ranks.
+    Let G be the global batch size. The global batch of step k consists of the samples k * G to
+    (k + 1) * G - 1. In it, microbatch m of data-parallel rank r begins at sample
+    k * G + (m * data_parallel_size + r) * micro_batch_size. The global batch therefore contains
+    the same samples for every layout of ranks.
 
-    A thread reads ``prefetch`` steps ahead until :meth:`close` or the end of the context. An error
-    in the thread is raised by the step that it concerns.
+    A thread reads ``prefetch`` steps ahead until :meth:`close` or the end of the context. If the
+    thread fails while it reads a step, the error is raised when this step is requested.
+
+    Args:
+        samples: samples of the run, by number.
+        seq_length: number s of input tokens per sample.
+        micro_batch_size: samples per microbatch of one rank.
+        global_batch_size: samples per optimizer step, over all ranks.
+        data_parallel_rank: rank in the data-parallel group.
+        data_parallel_size: number of data-parallel ranks.
+        consumed_samples: number of the first sample to read.
+        prefetch: number of steps to read ahead.
 
     Raises:
-        UserError: the global batch is not divisible by the microbatches of all ranks.
+        UserError: ``global_batch_size`` is not a multiple of ``micro_batch_size *
+            data_parallel_size``.
     """
 
     def __init__(
@@ -148,7 +171,11 @@ class Loader:
         return batches
 
     def read_step(self, consumed_samples: int) -> list[Batch]:
-        """Return this rank's microbatches of the global batch that begins at this sample."""
+        """Return this rank's microbatches of the global batch that begins at a sample.
+
+        Args:
+            consumed_samples: number of the first sample of the global batch.
+        """
         size = self._micro_batch_size
         firsts = (
             consumed_samples + (microbatch * self._ranks + self._rank) * size
@@ -168,25 +195,25 @@ class Loader:
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples of an optimizer step, over all ranks."""
+        """Number of samples per optimizer step, over all ranks."""
         return self._global_batch_size
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data as JSON-able values, equal on all ranks."""
+        """Return the position in the data as JSON-serializable values, equal on all ranks."""
         return self._samples.state(self.consumed_samples)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume at a :meth:`state`, which another layout of ranks may have saved.
+        """Resume at a position from :meth:`state`, also one saved by another layout of ranks.
 
         Raises:
-            UserError: the state belongs to another order of samples.
+            UserError: the saved state belongs to another order of samples.
         """
         self.close()
         self._samples = self._samples.resumed(state)
         self.consumed_samples = int(state["consumed_samples"])
 
     def close(self) -> None:
-        """End the thread; the next step starts a new one."""
+        """End the prefetch thread; the next step starts a new thread."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -199,7 +226,7 @@ class Loader:
 
 
 class _Reader:
-    """A thread that reads ahead, and its queue."""
+    """Thread that reads steps ahead, and the queue through which it passes them on."""
 
     def __init__(self, loader: Loader, consumed_samples: int, ahead: int) -> None:
         self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, ahead))
@@ -226,10 +253,10 @@ class _Reader:
                 continue
 
     def take(self) -> list[Batch]:
-        """Return the next step.
+        """Wait for the next step and return its microbatches.
 
         Raises:
-            BaseException: an error of the reading thread.
+            BaseException: the error with which the thread ended.
         """
         item = self._queue.get()
         if isinstance(item, BaseException):

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, without network access."""
+"""Tokenizers that convert text to token ids, loaded from local files without network access."""
 
 import base64
 import hashlib
@@ -25,9 +25,9 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-# tiktoken names a cached file by the sha1 of the address that it was downloaded from.
+# Name of the file in tiktoken's cache: the sha1 of the URL from which tiktoken downloads the file.
 CL100K_CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-# The possessive form of tiktoken >= 0.9, which splits text as the published pattern does.
+# Pattern of tiktoken >= 0.9. Its possessive quantifiers split text exactly as the original pattern.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -46,15 +46,16 @@ SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
 
 
 class Tokenizer(ABC):
-    """A tokenizer, identified by a hash.
+    """Tokenizer that is identified by a hash.
 
     Attributes:
-        name: the name or path given to :func:`load_tokenizer`.
+        name: name or path that was passed to :func:`load_tokenizer`.
         vocab_size: highest id plus one, including special tokens.
-        end_of_document: id that ends every document.
-        sha256: hash of everything that determines the ids; equal hashes mean equal ids.
-        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens; otherwise a chat
-            contains them as text.
+        end_of_document: id of the token that ends every document.
+        sha256: hash of everything that determines the ids; tokenizers with equal hashes give equal
+            ids.
+        has_chat_tokens: whether ``CHAT_START`` and ``CHAT_END`` are tokens of the vocabulary;
+            otherwise they are encoded as ordinary text.
     """
 
     name: str
@@ -64,12 +65,17 @@ class Tokenizer(ABC):
     has_chat_tokens: bool = False
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Encode text like :meth:`encode`, but with the tokenizer's tokens for chat markers."""
+        """Return token ids of a chat, uint32 ``[n]``.
+
+        If ``has_chat_tokens``, each ``CHAT_START`` and ``CHAT_END`` in the text becomes one token.
+        """
         return self.encode(text)
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, uint32 ``[n]``; text of a special token is encoded as ordinary text.
+        """Return token ids of ordinary text, uint32 ``[n]``.
+
+        Text that looks like a special token does not become a special token.
 
         Raises:
             UnicodeEncodeError: the text has a lone surrogate, which UTF-8 cannot represent.
@@ -77,11 +83,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ``ids`` with special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of token ids, including special tokens; invalid UTF-8 becomes U+FFFD."""
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A ``tiktoken.Encoding`` with its end-of-document token."""
+    """Tokenizer of the tiktoken library, with the id of its end-of-document token."""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, end_of_document: int) -> None:
         self.name = name
@@ -91,8 +97,8 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def sha256(self) -> str:  # type: ignore[override]
-        """Hash of pattern, mergeable ranks and special tokens."""
-        # tiktoken's documentation recommends these attributes for extending an encoding.
+        """Hash of the split pattern, the mergeable ranks and the special tokens."""
+        # The attributes are private, but tiktoken's documentation uses them to extend an encoding.
         digest = hashlib.sha256(self.encoding._pat_str.encode())
         for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d:%d:%s" % (rank, len(token), token))
@@ -110,38 +116,39 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class _Named(BaseModel):
-    """A token written as an object in ``tokenizer_config.json``."""
+    """Token that ``tokenizer_config.json`` contains as an object instead of a string."""
 
     content: str
 
 
 class _FolderConfig(BaseModel):
-    """The part of ``tokenizer_config.json`` that is used."""
+    """Fields of ``tokenizer_config.json`` that are used."""
 
     eos_token: str | _Named | None = None
 
     @property
     def end(self) -> str | None:
-        """Token that ends a document."""
+        """Text of the token that ends a document; None if there is none."""
         return self.eos_token.content if isinstance(self.eos_token, _Named) else self.eos_token
 
 
 class _Description(BaseModel):
-    """The JSON file beside a ``.tiktoken`` file."""
+    """Content of the optional JSON file beside a ``.tiktoken`` file."""
 
     pat_str: str
     special_tokens: dict[str, Annotated[int, Field(ge=0, lt=_MAX_ID)]]
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """The fast tokenizer of a Hugging Face folder, for continued training of imported models.
+    """Fast tokenizer from a Hugging Face folder, for continued training of imported models.
 
     Attributes:
-        folder: folder of ``tokenizer.json`` and ``tokenizer_config.json``; ``eos_token`` in the
-            latter ends a document.
+        folder: folder with ``tokenizer.json`` and ``tokenizer_config.json``. The ``eos_token`` of
+            ``tokenizer_config.json`` ends a document.
 
     Raises:
-        UserError: a file is missing or does not fit.
+        UserError: a file is missing or invalid, or ``eos_token`` is not a token of
+            ``tokenizer.json``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -151,11 +158,11 @@ class HuggingFaceTokenizer(Tokenizer):
         token = read_json(config, _FolderConfig).end
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # The library raises bare Exception.
+        except Exception as error:  # The library raises Exception itself, not a subclass.
             raise UserError(
                 f"{shown(self.folder / 'tokenizer.json')} is not a tokenizer: {clipped(str(error))}"
             ) from None
-        # Document text that looks like a special token must be encoded as text.
+        # Text of a document that looks like a special token must be encoded as ordinary text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
         if end is None:
@@ -199,9 +206,10 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     Args:
         name_or_path: ``bytes`` (256 bytes and ``<|endoftext|>``), ``cl100k_base`` (see
             :func:`find_cl100k`), a ``.tiktoken`` file, or a Hugging Face folder or its
-            ``tokenizer.json``. A ``.tiktoken`` file has the pattern of ``cl100k_base`` and
-            ``<|endoftext|>`` as its last id, unless a JSON file of the same stem beside it gives
-            ``pat_str`` and ``special_tokens``.
+            ``tokenizer.json``. A ``.tiktoken`` file contains only tokens and ranks. If a JSON file
+            of the same stem lies beside it, ``pat_str`` and ``special_tokens`` are read from there.
+            Otherwise the pattern is that of ``cl100k_base``, and ``<|endoftext|>`` is added as the
+            last id.
 
     Raises:
         UserError: the name is unknown, or its files are missing or damaged.
@@ -223,15 +231,15 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def _as_folder(name_or_path: str) -> str:
-    """Return the folder of a ``tokenizer.json``, and any other argument unchanged."""
+    """Return the folder of a path to ``tokenizer.json``; return any other argument unchanged."""
     path = Path(name_or_path)
     return str(path.parent) if path.name == "tokenizer.json" else name_or_path
 
 
 def vocabulary_size(name_or_path: str) -> int:
-    """Return the number of ids of a tokenizer.
+    """Return the vocabulary size of a tokenizer: its highest id plus one.
 
-    For cl100k_base it is a constant, because reading its file takes half a second.
+    For cl100k_base the size is a constant here, because reading its file takes half a second.
     """
     if name_or_path == CL100K:
         return max(CL100K_SPECIAL_TOKENS.values()) + 1
@@ -239,7 +247,16 @@ def vocabulary_size(name_or_path: str) -> int:
 
 
 def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
-    """Refuse an embedding with fewer ``rows`` than the ``used`` ids of a tokenizer."""
+    """Refuse a model whose embedding has fewer rows than the tokenizer has ids.
+
+    Args:
+        tokenizer: name of the tokenizer for the error message.
+        used: vocabulary size of the tokenizer.
+        rows: rows of the embedding, ``model.vocab_size``.
+
+    Raises:
+        UserError: ``rows`` is smaller than ``used``.
+    """
     if used > rows:
         raise UserError(
             f"model.vocab_size {rows} is too small for the tokenizer {tokenizer!r}, which uses "
@@ -248,10 +265,10 @@ def check_vocabulary(tokenizer: str, used: int, rows: int) -> None:
 
 
 def find_cl100k() -> Path:
-    """Return the path of ``cl100k_base.tiktoken`` in ``DIFFMEGATRON_TIKTOKEN`` or tiktoken's cache.
+    """Find ``cl100k_base.tiktoken`` in the folder DIFFMEGATRON_TIKTOKEN or in tiktoken's cache.
 
     Raises:
-        UserError: no folder has the file; nothing is downloaded.
+        UserError: no folder contains the file; nothing is downloaded.
     """
     candidates = [
         folder / file
@@ -269,7 +286,7 @@ def find_cl100k() -> Path:
 
 
 def _search_folders() -> list[Path]:
-    """Return the user's folder, and then the folders that tiktoken itself searches."""
+    """Return the folder named by the user, then the folders in which tiktoken keeps its cache."""
     variables = (SEARCH_VARIABLE, "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")
     named = [Path(os.environ[variable]) for variable in variables if os.environ.get(variable)]
     return [*named, Path(tempfile.gettempdir()) / "data-gym-cache"]
@@ -278,7 +295,7 @@ def _search_folders() -> list[Path]:
 def _byte_level() -> Tokenizer:
     encoding = tiktoken.Encoding(
         BYTES,
-        pat_str=r"[\s\S]{1,64}",  # Short pieces, because tiktoken's merge loop is superlinear.
+        pat_str=r"[\s\S]{1,64}",  # Pieces are short, because tiktoken's merging is superlinear.
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
     )
@@ -323,7 +340,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Parse lines of ``base64(token) rank``."""
+    """Parse the lines ``base64(token) rank`` of a ``.tiktoken`` file to token -> rank."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -344,7 +361,15 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _read_description(path: Path, used: set[int]) -> tuple[str, dict[str, int]]:
-    """Return the pattern, and the special tokens with ids that are not ``used``."""
+    """Read the JSON file beside a ``.tiktoken`` file.
+
+    Args:
+        path: JSON file.
+        used: ids of the ordinary tokens, which no special token may have.
+
+    Returns:
+        The split pattern, and the id of each special token.
+    """
     description: _Description = read_json(path, _Description)
     special_tokens = description.special_tokens
     ids = set(special_tokens.values())

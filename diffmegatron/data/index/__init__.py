@@ -1,1 +1,1 @@
-"""Prepared corpora on disk: tokens, index and manifest."""
+"""Files of a prepared corpus: tokens (``.bin``), index (``.idx``) and manifest (``.json``)."""

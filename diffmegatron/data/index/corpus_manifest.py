@@ -1,7 +1,7 @@
-"""``PREFIX.json``: the manifest of a prepared corpus, with its origin.
+"""Manifest of a prepared corpus, ``PREFIX.json``: counts, settings, input files and checksums.
 
-It contains no times and no machine names, so that the same input and settings give the same bytes.
-Names of files are :func:`printable` text.
+The manifest contains no times and no machine names, so the same input and settings give the same
+bytes. Names of files are converted by :func:`~diffmegatron.files.printable`.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """The tokenizer of a corpus; tokenizers with equal ``sha256`` are interchangeable."""
+    """Tokenizer of a corpus; tokenizers with equal ``sha256`` are interchangeable."""
 
     name: str
     sha256: str
@@ -36,7 +36,14 @@ class TokenizerRecord(Section):
 
 
 class FileRecord(Section):
-    """A file that was read or written; ``path`` is :func:`printable` text."""
+    """Input or output file of a preparation.
+
+    Attributes:
+        path: path as text (:func:`~diffmegatron.files.printable`); for output files and parts, only
+            the file name.
+        bytes: number of bytes.
+        sha256: hash of these bytes.
+    """
 
     path: str
     bytes: Count
@@ -44,7 +51,7 @@ class FileRecord(Section):
 
 
 class InputRecord(FileRecord):
-    """A range of an input file.
+    """Range of an input file that was read; ``bytes`` and ``sha256`` refer to this range.
 
     Attributes:
         before: number of bytes of the file before the range.
@@ -56,7 +63,13 @@ class InputRecord(FileRecord):
 
 
 class PartRecord(Section):
-    """Part ``number`` of ``of`` parts; ``corpus`` is the same for all parts of one input."""
+    """Part of a corpus that ``prepare --part K/N`` wrote.
+
+    Attributes:
+        number: number K of the part, counted from 1.
+        of: number N of parts.
+        corpus: hash of the names and sizes of all input files; equal for all parts of one input.
+    """
 
     number: Annotated[int, Field(ge=1)]
     of: Annotated[int, Field(ge=1)]
@@ -64,7 +77,13 @@ class PartRecord(Section):
 
 
 class LengthBin(Section):
-    """Documents of ``at_least`` to 2 ``at_least`` - 1 tokens, including the end of document."""
+    """Bin of a histogram of document lengths, for lengths from L to 2 * L - 1 tokens.
+
+    Attributes:
+        at_least: lower bound L, a power of two. Lengths include the end-of-document token.
+        documents: number of documents in the bin.
+        tokens: number of tokens of these documents.
+    """
 
     at_least: Annotated[Count, Field(ge=1)]
     documents: Count
@@ -72,14 +91,26 @@ class LengthBin(Section):
 
 
 class Manifest(Section):
-    """The content of ``PREFIX.json``; counts refer to the documents and tokens of ``PREFIX.bin``.
+    """Content of ``PREFIX.json``.
 
     Attributes:
+        version: version of the format.
+        tokenizer: tokenizer of the corpus.
+        settings: settings of ``prepare``.
+        documents: number of documents in ``PREFIX.bin``.
+        tokens: number of tokens in ``PREFIX.bin``, including end-of-document tokens.
+        text_bytes: number of UTF-8 bytes of text that were tokenised.
+        rejected: number of records that could not be used.
+        empty: number of records without text.
+        duplicates: number of documents that were dropped as duplicates.
+        lengths: histogram of document lengths.
+        inputs: input files, or ranges of input files.
+        outputs: token file and index.
+        part: record of this part if ``prepare --part`` wrote the corpus, otherwise None. A part may
+            have no document.
+        parts: token files of a merged corpus in the folder ``PREFIX.parts``, which replace
+            ``PREFIX.bin``; empty for any other corpus.
         checksum: hash of all other fields; None in corpora of earlier versions.
-        part: record of this part, if the corpus is prepared in parts
-            (:mod:`diffmegatron.data.prepare.parts`); a part may have no document.
-        parts: token files of a merged corpus (:mod:`diffmegatron.data.prepare.merge_parts`) in
-            ``PREFIX.parts``, which take the place of ``PREFIX.bin``.
     """
 
     version: Literal[1] = 1
@@ -122,7 +153,7 @@ class Manifest(Section):
         return hashlib.sha256(rest.encode()).hexdigest()
 
     def sealed(self) -> Self:
-        """Return the manifest with its checksum."""
+        """Return a copy of the manifest that contains its checksum."""
         return self.model_copy(update={"checksum": self._checksum_of_rest()})
 
     def to_json(self) -> str:
@@ -131,35 +162,35 @@ class Manifest(Section):
 
     @property
     def is_fine_tuning(self) -> bool:
-        """True if documents alternate between prompts and responses."""
+        """True if documents are sequences of prompts and responses, for supervised fine-tuning."""
         return self.settings["layout"] != "text"
 
     @property
     def content(self) -> str:
-        """Hash of the prepared files, on which caches and the sampling order depend."""
+        """Hash of the prepared files, which identifies the corpus in caches and checkpoints."""
         joined = ",".join(output.sha256 for output in self.outputs)
         return hashlib.sha256(joined.encode()).hexdigest()
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return names and values of the settings in ``before`` that differ in ``now``."""
+    """Return the settings that differ, each as its name and its value in ``before``."""
     return [
         f"{name} {clipped(repr(before.get(name)))}" for name in now if before.get(name) != now[name]
     ]
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Return ``PREFIX.json``."""
+    """Return the path of a corpus's manifest, ``PREFIX.json``."""
     return Path(f"{prefix}.json")
 
 
 def parts_folder(prefix: str | Path) -> Path:
-    """Return ``PREFIX.parts``, the folder of a corpus that is prepared in parts."""
+    """Return the folder for a corpus that is prepared in parts, ``PREFIX.parts``."""
     return Path(f"{prefix}.parts")
 
 
 def read_manifest(prefix: str | Path) -> Manifest:
-    """Read ``PREFIX.json``.
+    """Read the manifest ``PREFIX.json`` of a corpus.
 
     Raises:
         UserError: the file is missing, damaged or has another version.
@@ -175,7 +206,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
 
 
 def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
-    """Return the sha256 of a file, without ``before`` and ``after`` bytes at its ends."""
+    """Return the sha256 of a file without its first ``before`` and its last ``after`` bytes."""
     digest = hashlib.sha256()
     left = file_size(path) - before - after if after else sys.maxsize
     for piece in pieces(path, before):
@@ -187,7 +218,10 @@ def hash_file(path: Path, before: int = 0, after: int = 0) -> str:
 
 
 def hash_in_parts(path: Path) -> Iterator[str]:
-    """Yield the sha256 of the bytes read so far, after every GiB and at the end of the file."""
+    """Yield the sha256 of the bytes read so far: after every GiB, and at the end of the file.
+
+    The last value is the hash of the whole file. The caller can do other work between two values.
+    """
     digest, read = hashlib.sha256(), 0
     for piece in pieces(path):
         digest.update(piece)
@@ -199,7 +233,9 @@ def hash_in_parts(path: Path) -> Iterator[str]:
 
 
 def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
-    """Yield the bytes of a file after the first ``before``; a piece is valid until the next one.
+    """Yield the bytes of a file in pieces of up to 16 MiB, without its first ``before`` bytes.
+
+    All pieces share one buffer, so a piece is valid only until the next piece is requested.
 
     Raises:
         UserError: the file cannot be read.
@@ -215,11 +251,11 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
 
 
 def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin, ...]:
-    """Count documents and tokens per power of two of the document length, in constant memory.
+    """Return a histogram of document lengths, computed in constant memory.
 
     Args:
-        lengths: int32 ``[sequences]``, tokens of each sequence.
-        counts: int32 ``[documents]``, sequences of each document.
+        lengths: int32 ``[sequences]``, number of tokens of each sequence.
+        counts: int32 ``[documents]``, number of consecutive sequences of each document.
     """
     histogram = Histogram()
     sequence = 0
@@ -233,19 +269,23 @@ def length_histogram(lengths: np.ndarray, counts: np.ndarray) -> tuple[LengthBin
 
 
 class Histogram:
-    """Numbers of documents and tokens per power of two of the document length."""
+    """Histogram of document lengths: documents and tokens of each power of two of the length."""
 
     def __init__(self) -> None:
         self._documents, self._tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add documents of these lengths, each at least 1."""
+        """Add documents.
+
+        Args:
+            lengths: int ``[documents]``, number of tokens of each document, at least 1.
+        """
         exponents = np.frexp(lengths.astype(np.float64))[1] - 1
         self._documents += np.bincount(exponents, minlength=64)
         self._tokens += np.bincount(exponents, weights=lengths, minlength=64).astype(np.int64)
 
     def bins(self) -> tuple[LengthBin, ...]:
-        """Return the bins from the first to the last that is not empty."""
+        """Return the bins in ascending order, from the first to the last non-empty bin."""
         used = np.flatnonzero(self._documents)
         if not len(used):
             return ()

@@ -1,9 +1,11 @@
-"""The ``.idx`` file of Megatron's IndexedDataset, written and checked in constant memory.
+"""Index file ``.idx`` of Megatron's IndexedDataset, written and checked in constant memory.
 
 The format is that of ``megatron/core/datasets/indexed_dataset.py`` (``_IndexWriter``): 9 bytes of
-magic, version (u64) 1, type code (u8), number of sequences S (u64), number of boundaries D (u64),
-lengths int32 ``[S]``, byte offsets int64 ``[S]`` and boundaries int64 ``[D]``. Megatron's own
-writer keeps all of it in Python lists, which needs too much memory for a billion documents.
+magic, version 1 (u64), code of the token dtype (u8), number of sequences S (u64), number of
+boundaries D (u64), tokens of each sequence int32 ``[S]``, byte offset of each sequence in ``.bin``
+int64 ``[S]``, and document boundaries int64 ``[D]``. The boundaries are the first sequence of each
+document, followed by S. Megatron's own writer keeps all values in Python lists, which need too much
+memory for a billion documents.
 """
 
 import os
@@ -26,7 +28,13 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """Header of an index."""
+    """Header of an index.
+
+    Attributes:
+        dtype: dtype of the tokens, int32 or uint16.
+        sequences: number S of sequences.
+        boundaries: number D of document boundaries: the number of documents plus one.
+    """
 
     dtype: np.dtype
     sequences: int
@@ -39,7 +47,7 @@ class IndexHeader:
 
     @property
     def file_size(self) -> int:
-        """Number of bytes of an index with this header."""
+        """Size in bytes of an index file with this header."""
         return _HEADER.size + 12 * self.sequences + 8 * self.boundaries
 
 
@@ -48,8 +56,8 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
     Args:
         path: file to write.
-        lengths: int32 ``[sequences]``, tokens of each sequence; may be memory-mapped.
-        counts: int32 ``[documents]``, sequences of each document; may be memory-mapped.
+        lengths: int32 ``[sequences]``, number of tokens of each sequence; may be memory-mapped.
+        counts: int32 ``[documents]``, number of sequences of each document; may be memory-mapped.
         dtype: dtype of the tokens, int32 or uint16.
     """
     with create_file(path) as stream:
@@ -67,11 +75,12 @@ def write_index(path: Path, lengths: np.ndarray, counts: np.ndarray, dtype: np.d
 
 
 def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
-    """Write and sync the index of the concatenated documents of several indexes.
+    """Write and sync one index for the concatenation of several token files.
 
     Args:
         path: file to write.
-        indexes: indexes of tokens of one dtype; those without documents are skipped.
+        indexes: index of each token file, in order; all must have the same dtype. An index without
+            documents is skipped.
 
     Raises:
         UserError: an index cannot be read.
@@ -105,7 +114,7 @@ def merge_indexes(path: Path, indexes: Sequence[Path]) -> None:
 
 
 def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return lengths, byte offsets and boundaries of an index with this header, memory-mapped."""
+    """Map the arrays of an index: lengths, byte offsets and document boundaries."""
     place, arrays = _HEADER.size, []
     for dtype, count in (
         (np.int32, header.sequences),
@@ -119,7 +128,7 @@ def _mapped(path: Path, header: IndexHeader) -> tuple[np.ndarray, np.ndarray, np
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Read the header of an index, and check it against the size and the end of the file.
+    """Read the header of an index, and check the size of the file and its last boundary.
 
     Raises:
         UserError: the file is missing, is not an index, is truncated, or is damaged at its end.
@@ -158,9 +167,9 @@ def check_boundaries(path: str | Path, boundaries: np.ndarray) -> None:
     """Refuse document boundaries that do not increase.
 
     Args:
-        path: path of the index, for the message.
-        boundaries: int64 ``[documents + 1]``, first sequence of each document, and the number of
-            sequences; may be memory-mapped.
+        path: path of the index, for the error message.
+        boundaries: int64 ``[documents + 1]``, first sequence of each document, followed by the
+            number of sequences; may be memory-mapped.
 
     Raises:
         UserError: the first boundary is not 0, or a document has no sequence.
@@ -186,7 +195,7 @@ def _buffers(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _sums_before(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield in pieces the sum of the elements before each element, int64."""
+    """Yield, in pieces, the exclusive cumulative sum of an array as int64."""
     total = 0
     for part in _buffers(array):
         ends = total + np.cumsum(part, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Tokens of a corpus in several files, read like one array."""
+"""Tokens of a corpus that consists of several files, read like one array."""
 
 import itertools
 from bisect import bisect_right
@@ -12,16 +12,16 @@ import numpy as np
 from diffmegatron.errors import UserError
 from diffmegatron.files import open_file, shown
 
-# Each mapping keeps a file open, and the limit per process is often 1024.
+# Each mapping keeps a file open, and a process may often open only 1024 files.
 _MAPPED_AT_ONCE = 128
 
 
 class Tokens(Protocol):
-    """Token ids that can be sliced: an array, or a class that reads like one."""
+    """Array of token ids that supports slices, such as a numpy array or :class:`PartTokens`."""
 
     @property
     def itemsize(self) -> int:
-        """Number of bytes of an id."""
+        """Number of bytes of a token id."""
 
     def __len__(self) -> int: ...
 
@@ -29,25 +29,26 @@ class Tokens(Protocol):
 
 
 class PartTokens:
-    """Concatenation of files of token ids, which are mapped when they are first read.
+    """Concatenation of files of token ids; a file is memory-mapped when it is first read.
 
-    A slice within one file is a view. Documents never span two files, so copies are rare.
+    A slice within one file is a view, and a slice over several files is a copy. Documents never
+    span two files, so copies are rare.
 
     Args:
         files: path and size in bytes of each file.
-        dtype: dtype of an id.
+        dtype: dtype of a token id.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype) -> None:
         self.dtype = dtype
         filled = [(path, size // dtype.itemsize) for path, size in files if size]
         self._starts = list(itertools.accumulate((length for _, length in filled), initial=0))
-        # A cached method would keep this object alive.
+        # A cache on a method would hold a reference to this object and keep it alive.
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(lambda number: _map(*filled[number], dtype))
 
     @property
     def itemsize(self) -> int:
-        """Number of bytes of an id."""
+        """Number of bytes of a token id."""
         return self.dtype.itemsize
 
     def __len__(self) -> int:

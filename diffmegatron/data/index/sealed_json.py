@@ -1,6 +1,7 @@
-"""JSON files with their own checksum, for state that users never edit.
+"""JSON files that contain a checksum of their content, for state that users never edit.
 
-A number changed by a damaged disk is still valid JSON, and would lose or repeat documents.
+A damaged disk may change a number in such a file. The file is then still valid JSON, and without
+the checksum documents would be lost or repeated unnoticed.
 """
 
 import hashlib
@@ -12,7 +13,11 @@ from diffmegatron.files import parse_json, read_bytes, shown, write_durably
 
 
 def write_sealed(path: Path, content: str) -> None:
-    """Write JSON on one line and its sha256 on the next, atomically.
+    """Write JSON and, on the next line, its sha256; the file is replaced atomically.
+
+    Args:
+        path: file to write.
+        content: JSON on one line.
 
     Raises:
         OSError: the file cannot be written.
@@ -22,7 +27,11 @@ def write_sealed(path: Path, content: str) -> None:
 
 
 def read_sealed(path: Path, schema: Any) -> Any:
-    """Return the value of a file of :func:`write_sealed`, validated against a pydantic schema.
+    """Read a file written by :func:`write_sealed`, and check its checksum.
+
+    Args:
+        path: file to read.
+        schema: type against which pydantic checks the content.
 
     Raises:
         UserError: the file is missing, was changed, or does not fit the schema.

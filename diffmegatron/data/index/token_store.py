@@ -1,4 +1,4 @@
-"""Prepared corpora, memory-mapped by Megatron's reader."""
+"""Open prepared corpora; the files are memory-mapped by Megatron's readers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,22 @@ _BUFFER = 1 << 22
 
 @dataclass(frozen=True)
 class Corpus:
-    """One prepared corpus; the arrays are views of the mapped files.
+    """Prepared corpus, opened for reading.
+
+    The arrays are views of memory-mapped files. The readers ``index`` and ``dataset`` must live as
+    long as the arrays, because a reader that is deleted closes its mapping. Reading an array after
+    that is a segmentation fault.
 
     Attributes:
-        prefix: path without ``.bin``.
+        prefix: path of the corpus without ``.bin``.
         manifest: content of ``PREFIX.json``.
-        tokens: int32 or uint16 ``[tokens]``, all documents; of a merged corpus in several files.
-        lengths: int32 ``[documents]``, including the end-of-document token.
-        offsets: int64 ``[documents]``, bytes from the start of ``tokens``.
+        tokens: int32 or uint16 ``[tokens]``, token ids of all documents. For a merged corpus they
+            lie in several files.
+        lengths: int32 ``[documents]``, number of tokens, including the end-of-document token.
+        offsets: int64 ``[documents]``, start of each document in bytes from the start of
+            ``tokens``.
         index: Megatron's reader of the index.
-        dataset: Megatron's reader of both files; None for a merged corpus. The readers must live as
-            long as the arrays: they close the mapping when they are deleted, and reading an array
-            after that is a segmentation fault.
+        dataset: Megatron's reader of index and tokens; None for a merged corpus.
     """
 
     prefix: str
@@ -48,31 +52,38 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the tokenizer."""
+        """Vocabulary size of the tokenizer: its highest id plus one."""
         return self.manifest.tokenizer.vocab_size
 
     @property
     def end_of_document(self) -> int:
-        """Id that ends every document."""
+        """Id of the token that ends every document."""
         return self.manifest.tokenizer.end_of_document
 
     @property
     def is_fine_tuning(self) -> bool:
-        """True if documents alternate between prompts and responses; only responses carry loss."""
+        """True if documents alternate prompts and responses, for supervised fine-tuning.
+
+        Only responses contribute to the loss.
+        """
         return self.manifest.is_fine_tuning
 
     def loss_mask(self, document: int) -> np.ndarray:
-        """Return the tokens of a fine-tuning document that carry loss, bool ``[length]``."""
+        """Return the loss mask of a fine-tuning document, bool ``[length]``, True in responses.
+
+        Args:
+            document: number of the document.
+        """
         first, end = self.index.document_indices[document : document + 2]
         segments = self.index.sequence_lengths[first:end]
         _check_segments(self.prefix, segments)
         return np.repeat(np.arange(len(segments)) % 2 == 1, segments)
 
     def check_index(self) -> None:
-        """Check every entry of the index; opening a corpus checks only its end.
+        """Check every entry of the index; :func:`open_corpus` checks only the last entry.
 
         Raises:
-            UserError: a document is outside the file, overlaps another, or is empty.
+            UserError: a document lies outside the file, overlaps another document, or is empty.
         """
         segments = self.index.sequence_lengths
         check_boundaries(f"{self.prefix}.idx", self.index.document_indices)
@@ -94,9 +105,10 @@ class Corpus:
 
 
 def open_corpus(prefix: str) -> Corpus:
-    """Open ``PREFIX.bin``, ``.idx`` and ``.json`` in constant time.
+    """Open ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``, in constant time.
 
-    For fine-tuning corpora the time grows with the number of documents (a cumulative sum).
+    For a fine-tuning corpus the time is linear in the number of documents, because a document
+    consists of several sequences, and the lengths of these sequences are summed up.
 
     Raises:
         UserError: a file is missing or truncated, or the files do not belong together.
@@ -143,10 +155,10 @@ def _shown(prefix: str) -> str:
 
 
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer other than the corpus's own.
+    """Refuse a tokenizer that differs from the tokenizer with which the corpus was prepared.
 
     Raises:
-        UserError: the hashes differ.
+        UserError: the hashes, the vocabulary sizes or the end-of-document tokens differ.
     """
     recorded = corpus.manifest.tokenizer
     if recorded.sha256 != tokenizer.sha256:

@@ -1,7 +1,8 @@
-"""Compare ``PREFIX.bin`` (or its parts) and ``PREFIX.idx`` with ``PREFIX.json``.
+"""Verify the tokens and the index of a corpus against its manifest ``PREFIX.json``.
 
-Comparing sizes is fast and detects missing, truncated and foreign files. Comparing hashes reads
-every byte and detects everything else, such as flipped bits or a lost block.
+The tokens are in ``PREFIX.bin`` or, for a merged corpus, in the files of ``PREFIX.parts``. The
+comparison of sizes is fast and detects missing and truncated files, and files of another corpus.
+The comparison of hashes reads every byte and detects all other damage, such as flipped bits.
 """
 
 from collections.abc import Iterator
@@ -20,16 +21,19 @@ from diffmegatron.files import file_size, shown
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return the endings of the data files after PREFIX, the index last."""
+    """Return what is appended to PREFIX for each data file, such as ``.bin``; the index is last."""
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 
 
 def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
-    """Compare the sizes and counts of the files with the manifest, without reading tokens.
+    """Compare sizes and document counts with the manifest, without reading tokens.
+
+    Returns:
+        The header of the index.
 
     Raises:
-        UserError: a file is missing, truncated or of another corpus.
+        UserError: a file is missing, truncated or belongs to another corpus.
     """
     header = read_header(Path(f"{prefix}.idx"))
     name = shown(manifest_path(prefix))
@@ -57,13 +61,19 @@ def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
 
 
 def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
-    """Compare the hash of ``PREFIX`` + ``suffix`` (:func:`data_files`), yielding after every GiB.
+    """Compare the hash of one data file with the manifest.
+
+    This generator yields after every GiB, so that the caller can do other work in between.
+
+    Args:
+        prefix: prefix of the corpus.
+        suffix: element of :func:`data_files`.
 
     Raises:
-        UserError: the file cannot be read, or its sha256 differs from the manifest's.
+        UserError: the file cannot be read, or its sha256 differs from the hash in the manifest.
     """
     path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
-    # Files may have been copied to another prefix, so only the suffix of a recorded name is used.
+    # The files may have been copied to another prefix, so recorded names are compared by suffix.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
     sha256 = ""
@@ -78,7 +88,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
 
 
 def check_hashes(prefix: str | Path) -> Manifest:
-    """Check sizes, then the hashes of all files; return the manifest.
+    """Check the sizes, then the hashes of all data files, and return the manifest.
 
     Raises:
         UserError: a file is missing or damaged.
