@@ -1,5 +1,5 @@
-"""Functions for differential attention with several backends, without Megatron.
+"""Functions for differential attention with several backends, independent of Megatron.
 
-`api` has the public functions. Nothing is imported here, so that importing `registry` does not
+`api` has the public functions. This file imports nothing, so that importing `registry` does not
 import torch.
 """

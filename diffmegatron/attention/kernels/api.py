@@ -1,4 +1,4 @@
-"""The attention functions, their options and results, and the table of available backends."""
+"""The public attention functions, their options and results, and the table of backends."""
 
 from typing import Unpack
 
@@ -46,30 +46,32 @@ def diff_attention(
 ) -> Tensor:
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
 
-    In grouped attention (arXiv 2510.06949) the second map has h / r heads. Signal head n of the
-    first map shares noise head `n // r` of the second map, which is computed once. Head n has kv
-    head `n // (h / h_kv)`, and all heads that share a noise head share their kv head. The output of
-    a query row without visible keys is zero. Under autocast q, k and v are cast to autocast's
-    dtype.
+    The scores are scaled by `softmax_scale`. In grouped attention (arXiv 2510.06949) r signal heads
+    share a noise head: the second map has h / r heads, and signal head n of the first map uses
+    noise head `n // r`, which is computed once. Query head n of the first map attends to kv head
+    `n // (h / h_kv)`, and so does its noise head. The output of a query row without visible keys is
+    zero. Under autocast q, k and v are cast to autocast's dtype.
 
     Args:
         q1: `[b, s, h, d]`, floating point.
-        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 without groups.
+        q2: `[b, s, h / r, d]`, same dtype and device; r = 1 if every signal head has its own noise
+            head.
         k1, k2: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
         v: `[b, t, h_kv, 2d]`, same dtype and device.
-        lambda_: 0-dim floating-point tensor on the same device, usually fp32 also with bf16 inputs.
-            For a lambda per token and head, use `diff_attention_v2`.
+        lambda_: 0-dim floating-point tensor on the same device, usually fp32 even if the inputs are
+            bf16. For a lambda per token and head, use `diff_attention_v2`.
         causal: hide keys at later positions than the query.
         softmax_scale: factor of the scores, above 0; 1/sqrt(d) by default.
         backend: a name of `registry.DIFFERENTIAL`, or "auto".
         cu_seqlens: `[documents + 1]` integers, the boundaries `[0, end of first, ...]` of packed
             documents in global positions, the same for every batch row. Attention stays within a
-            document. If rows differ, fold the batch into one row. Keep it on the CPU, because its
-            values are read.
-        query_offset: global position of the first query. By default the last query has the
-            position of the last key, so a shorter s is the end of the sequence (decoding).
+            document. If the boundaries of the rows differ, concatenate the batch into one row. Keep
+            the tensor on the CPU, because the function reads its values.
+        query_offset: global position of the first query. By default the last query has the position
+            of the last key. If s < t, the queries are then the end of the sequence (decoding).
         key_offset: global position of the first key.
-        norm: headwise RMSNorm to apply to the result; the Triton backend does it in its epilogue.
+        norm: headwise RMSNorm to apply to the result. The Triton backend can apply it in its
+            kernel.
 
     Returns:
         `[b, s, h, 2d]` in v's dtype.
@@ -97,7 +99,7 @@ def diff_attention(
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Unpack[CallOptions]
 ) -> Tensor:
-    """Return plain softmax attention, by torch's scaled_dot_product_attention by default.
+    """Return plain softmax attention, by default computed by torch's scaled_dot_product_attention.
 
     Args:
         q: `[b, s, h, d]`, floating point.
@@ -109,7 +111,7 @@ def softmax_attention(
         `[b, s, h, d]` in v's dtype.
 
     Raises:
-        ValueError: as `diff_attention`.
+        ValueError: for the same reasons as in `diff_attention`.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
     chosen = resolve_backend(backend, call_of(call.op, call.maps.queries[0], call.mask.features))
@@ -125,16 +127,17 @@ def diff_attention_v2(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> Tensor:
-    """Return DIFF V2: plain attention, then `signal - lambda noise` per token and head.
+    """Return DIFF V2: softmax attention, then `signal - lambda noise` per token and signal head.
 
-    A group of query heads is r signal heads and then their noise head; with r = 1 the groups are
-    the pairs (2i, 2i + 1). Query head n has kv head `n // ((h + h / r) / h_kv)`, and all heads of a
-    group share their kv head.
+    The query heads are groups of r signal heads, each followed by the noise head of the group. With
+    r = 1 the groups are the pairs (2i, 2i + 1). Query head n attends to kv head
+    `n // ((h + h / r) / h_kv)`, and all heads of a group must share their kv head.
 
     Args:
         q: `[b, s, h + h / r, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device; h_kv divides h / r.
-        lambda_: `[b, s, h]`, a value per token and signal head, after the sigmoid; floating point.
+        lambda_: `[b, s, h]`, one value per token and signal head, after the sigmoid; floating
+            point.
         backend: a name of `registry.SOFTMAX`, or "auto".
         options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
 
@@ -142,7 +145,7 @@ def diff_attention_v2(
         `[b, s, h, d]` in v's dtype.
 
     Raises:
-        ValueError: as `diff_attention`.
+        ValueError: for the same reasons as in `diff_attention`.
     """
     check_maps(QKV((q,), (k,), v))
     check_noise_groups("q", q, lambda_, kv_heads=k.shape[2])
@@ -152,12 +155,14 @@ def diff_attention_v2(
 def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
     """Return `signal - lambda noise` of every signal head, the last step of DIFF V2.
 
-    It is computed in fp32 or wider. The backward pass saves only heads and lambda_.
+    The subtraction is computed in fp32 or wider. The backward pass saves only heads and lambda_.
 
     Args:
-        heads: `[b, s, h + h / r, d]` in groups of r signal heads and then their noise head.
-        lambda_: `[b, s, h]`, on the same device; both floating point.
-        backend: a name of `registry.SUBTRACTION`, or "auto": Triton's kernel on a GPU.
+        heads: `[b, s, h + h / r, d]`, groups of r signal heads followed by their noise head;
+            floating point.
+        lambda_: `[b, s, h]`, floating point, on the same device.
+        backend: a name of `registry.SUBTRACTION`, or "auto", which chooses Triton's kernel on a
+            GPU.
 
     Returns:
         `[b, s, h, d]` in heads' dtype.

@@ -1,4 +1,4 @@
-"""A checked call of attention, the argument of every backend."""
+"""`AttentionCall`: the checked arguments of an attention call, which every backend receives."""
 
 from dataclasses import dataclass, replace
 from typing import TypedDict
@@ -13,7 +13,7 @@ from .registry import Op
 
 
 class CallOptions(TypedDict, total=False):
-    """The options that all attention functions share, as `api.diff_attention` describes them."""
+    """Options that all attention functions share; `api.diff_attention` describes them."""
 
     causal: bool
     softmax_scale: float | None
@@ -24,15 +24,16 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """A checked call of attention with one map (softmax) or two maps (differential).
+    """Checked arguments of attention with one map (softmax) or two maps (differential).
 
     Attributes:
-        maps: queries, keys and values, of one dtype and on one device.
+        maps: queries, keys and values, all with the same dtype and device.
         scale: factor of the scores, above 0.
-        mask: the visible pairs.
-        lambda_: 0-dim factor of the second map; None with one map, and where the two maps of a
-            chunk are computed without their combination.
-        norm: headwise norm of the result, for backends that apply it; None for no norm.
+        mask: visible (query, key) pairs.
+        lambda_: 0-dim factor of the second map. None with one map, and in `chunk_attention`, which
+            returns the two maps without subtracting them.
+        norm: headwise norm of the result, or None. A backend with `fuses_norm` applies it itself.
+            For other backends `diff_attention` applies it afterwards.
     """
 
     maps: QKV
@@ -54,7 +55,7 @@ class AttentionCall:
         query_offset: int | None = None,
         key_offset: int = 0,
     ) -> "AttentionCall":
-        """Return the call of these tensors and options, which `api.diff_attention` describes.
+        """Check tensors and options, as `api.diff_attention` describes them, and return the call.
 
         Raises:
             ValueError: shapes, dtypes, devices, head counts or options do not fit.
@@ -77,7 +78,7 @@ class AttentionCall:
 
     @property
     def op(self) -> Op:
-        """Operation for the number of maps."""
+        """Operation in the registry: "softmax" with one map, "differential" with two."""
         return "softmax" if len(self.maps.queries) == 1 else "differential"
 
     def autocast(self) -> "AttentionCall":

@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions; every error names the argument and its shape."""
+"""Checks of the arguments of public functions; each error names the argument and its shape."""
 
 import math
 from numbers import Real
@@ -31,7 +31,7 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Check the second map's queries, each of which r queries of the first map share."""
+    """Check the shape of q2, whose heads are each shared by the same number of heads of q1."""
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(
@@ -50,13 +50,13 @@ def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
 
 
 def check_noise_groups(name: str, heads: Tensor, lambda_: Tensor, kv_heads: int = 1) -> None:
-    """Raise ValueError unless heads are groups of r signal heads and then a noise head.
+    """Raise ValueError unless heads are groups of r signal heads followed by a noise head.
 
     Args:
         name: name of `heads` in the message.
         heads: `[b, s, h + h / r, d]`: queries, or attention's outputs for them.
         lambda_: `[b, s, h]` on the device of `heads`; any floating-point dtype.
-        kv_heads: kv heads of the queries; no group may lie across two.
+        kv_heads: number of kv heads; all heads of a group must attend to the same one.
     """
     check_tensors(**{name: heads, "lambda_": lambda_})
     if heads.dim() != 4 or 0 in heads.shape or not heads.is_floating_point():
@@ -112,7 +112,8 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 
     Raises:
         ValueError: the factor is not a finite number above 0. torch's kernels set hidden scores to
-            -inf before they multiply, so a factor of 0 or below would give NaN or +inf.
+            -inf before they multiply by the factor, so a factor of 0 or below would give NaN or
+            +inf.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -122,7 +123,10 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def check_layout(*, v: Tensor, value_width: int, **queries_and_keys: Tensor) -> None:
-    """Check one query, one key and the value: ranks, batch, lengths, head counts and widths."""
+    """Check shapes of one query, one key and the value: dimensions, batch, lengths, heads, widths.
+
+    `value_width` is the width of v, divided by the width of q.
+    """
     (q_name, q), (k_name, k) = queries_and_keys.items()
     for name, x in ((q_name, q), (k_name, k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
@@ -160,15 +164,15 @@ def _check_same_kind(**tensors: Tensor) -> None:
 
 
 def shape_of(x: Tensor) -> list[int]:
-    """Return the shape as text for messages."""
+    """Return the shape as a list, for messages."""
     return list(x.shape)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which attention computes inputs like `x`.
+    """Return the dtype in which attention computes for inputs like `x`.
 
-    It is autocast's dtype if autocast is on, as for `scaled_dot_product_attention`. float64 does
-    not change.
+    It is autocast's dtype if autocast is on, as in `scaled_dot_product_attention`. float64 does not
+    change.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):

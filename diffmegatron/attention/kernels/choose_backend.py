@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from .registry import BACKENDS, FEATURES, Call, Op
 
-# The first backend that can run is chosen, by operation and device. Until tests/gpu has passed on
-# a GPU, "triton" comes after all libraries for attention, because only the interpreter and the
-# compiler have tested its kernels. It is chosen where no library can run (a ring with documents, or
-# in float32). There "blocked" would be a loop in Python with thousands of small products for 64K
-# positions. "cudnn_2call" is missing, because it has not run yet.
+# Backends in the order in which "auto" tries them, by operation and device type. The first one that
+# can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
+# a GPU, because its kernels have only been compiled, and run in Triton's interpreter. It is
+# therefore chosen only where no library can run: in a ring with documents, or in float32. There
+# "blocked" would be a loop in Python with thousands of small products for 64K positions.
+# "cudnn_2call" is missing, because it has not run yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
     "differential": {
         "cpu": ("blocked",),
@@ -24,7 +25,7 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 
 
 def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
-    """Return the `FEATURES` that a layout needs of the attention kernel.
+    """Return the `FEATURES` that an attention kernel must support for a parallel layout.
 
     Args:
         documents: whether attention stays within packed documents.
@@ -40,7 +41,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """Return a clause with the reason why backend `name` cannot compute a call, or None."""
+    """Return the reason why the backend `name` cannot compute a call, as a clause, or None."""
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
@@ -70,7 +71,7 @@ def is_interpreting() -> bool:
 
 
 def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
-    """Return the name of the backend that computes a call, and the reason.
+    """Return the name of the backend that computes a call, and the reason for the choice.
 
     Args:
         backend: a name of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can

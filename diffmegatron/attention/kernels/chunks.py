@@ -1,12 +1,13 @@
 """Attention between chunks of a longer sequence, forward and backward, for a ring of ranks.
 
-The forward pass returns each map's output and log-sum-exp over one chunk of keys, and `merge_maps`
-merges the chunks. The backward pass of a chunk needs no forward pass. It reads the log-sum-exps and
-the deltas (`WholeAttention.deltas`) of the *whole* attention: a map's weights are
+The forward pass returns the output and the log-sum-exp (lse) of each map over one chunk of keys,
+and `merge_maps` merges the chunks.
+
+The backward pass of a chunk does not repeat its forward pass. It uses the log-sum-exps and the
+deltas (`WholeAttention.deltas`) of attention over *all* keys. The weights of a map are then
 exp(scores - lse), and the gradients of the chunks add up (Liu et al., arXiv 2310.01889, section 3).
-The backward pass computes both maps together, because they share matrix products. This needs 10d
-multiply-adds per pair and head (14d in some backends). A separate backward pass of each map would
-need 20d.
+Both maps are computed together, because they share matrix products. This needs 10d multiply-adds
+per pair and head (14d in some backends). A separate backward pass of each map would need 20d.
 """
 
 from dataclasses import replace
@@ -31,10 +32,9 @@ def chunk_attention(
     effect.
 
     Args:
-        maps: the chunks of queries and of keys and values.
+        maps: a chunk of the queries, and a chunk of the keys and values.
         backend: a name of `registry.SOFTMAX` or `registry.DIFFERENTIAL`, or "auto".
-        options: as in `diff_attention`. For keys that all precede the queries, causal=False is
-            fastest.
+        options: as in `diff_attention`. If all keys precede the queries, causal=False is fastest.
 
     Returns:
         One pair of tensors per map. The first is the output, `[b, s, heads of the map, e]`, with
@@ -59,24 +59,26 @@ def chunk_gradients(
     backend: str = "auto",
     **options: Unpack[CallOptions],
 ) -> QKV:
-    """Return the contribution of a chunk of keys to the gradients.
+    """Return the contribution of a chunk of keys to the gradients of queries, keys and values.
 
     The function is not differentiable, and autocast has no effect. The result does not contain the
     gradient of lambda, which is minus the sum of `whole.deltas(...)[1]`.
 
     Args:
-        grad: gradient of `whole.out`, `[b, s, h, e]`; it and `whole` may have any floating-point
+        grad: gradient of `whole.out`, `[b, s, h, e]`. It and `whole` may have any floating-point
             dtype.
-        maps: the `maps` that were given to `chunk_attention`.
+        maps: the same `maps` as in `chunk_attention`.
         lambda_: 0-dim floating-point tensor with two maps, None with one.
-        whole: the merged result of these queries over all keys.
-        options: the options that were given to `chunk_attention`.
+        whole: merged result of these queries over all keys.
+        backend: as in `chunk_attention`.
+        options: the same options as in `chunk_attention`.
 
     Returns:
         The gradients of `maps`, in its dtype.
 
     Raises:
-        ValueError: as `chunk_attention`, or grad, lambda_ and whole do not fit the maps.
+        ValueError: for the reasons in `chunk_attention`, or grad, lambda_ and whole do not fit the
+            maps.
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)

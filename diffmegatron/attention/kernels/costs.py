@@ -1,8 +1,8 @@
 """Costs of attention kernels: multiply-adds and saved bytes.
 
-This module does not import torch. Work is (forward, backward) multiply-adds of all heads per pair
-of a query and a visible key. Saved bytes are bytes per query for the backward pass, in addition to
-q, k, v and the result.
+*Work* is (forward, backward) multiply-adds of all heads per pair of a query and a visible key.
+*Saved bytes* are the bytes per query that the forward pass saves for the backward pass, in addition
+to q, k, v and the result. This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,11 @@ class Sizes(NamedTuple):
     Attributes:
         element: bytes of an element of q, k and v.
         head_dim: d.
-        signal_heads: number of query heads of the first map; for "softmax", of all query heads.
+        signal_heads: number of query heads of the first map; in softmax attention, of all query
+            heads.
         noise_heads: number of query heads of the second map, h / r; 0 with one map.
         kv_heads: number of heads of keys and of values.
-        keys: number t of keys; the mean if queries have different numbers.
+        keys: number t of keys; the mean if queries have different numbers of keys.
         is_deterministic: whether the kernels must sum gradients in a fixed order.
     """
 
@@ -43,16 +44,20 @@ Saved = Callable[[Sizes], float]
 
 
 def default_one_pass(head_dim: int, deterministic: bool) -> bool:
-    """Return whether Triton's backward has one pass by default.
+    """Return whether Triton's backward pass has the one-pass form by default.
 
-    One pass is the default up to d = 64, where the kernel fits the registers. Deterministic kernels
-    need two passes, because one pass sums dQ in an order that changes from run to run.
+    The one-pass form computes dQ in the kernel of dK and dV. It is the default up to d = 64, where
+    the kernel fits the registers. Deterministic runs need the split form with two kernels, because
+    the one-pass form sums dQ in an order that changes from run to run.
     """
     return head_dim <= 64 and not deterministic
 
 
 def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
-    """Return the work of the Triton kernels; the one-pass form computes each pair once."""
+    """Return the work of the Triton kernels in the one-pass or the split form.
+
+    The split form computes the scores and dP of each pair twice in the backward pass.
+    """
     if sizes.is_grouped:
         return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
     if sizes.noise_heads:
@@ -61,7 +66,7 @@ def triton_work(sizes: Sizes, *, one_pass: bool) -> tuple[int, int]:
 
 
 def default_triton_work(sizes: Sizes) -> tuple[int, int]:
-    """Return the work of the Triton kernels in the form that is the default for the sizes."""
+    """Return the work of the Triton kernels in the form that is the default for these sizes."""
     return triton_work(sizes, one_pass=default_one_pass(sizes.head_dim, sizes.is_deterministic))
 
 
@@ -70,7 +75,7 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
 
     Args:
         forward: multiply-adds per signal head and per noise head, divided by d.
-        backward: the same for the backward pass.
+        backward: the same numbers for the backward pass.
     """
 
     def work(sizes: Sizes) -> tuple[int, int]:
@@ -83,41 +88,47 @@ def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:
 
 
 def nothing(_: Sizes) -> int:
-    """Return 0, because only the call's inputs are saved."""
+    """Return 0, for kernels that save only the inputs of the call."""
     return 0
 
 
 def log_sum_exps(sizes: Sizes) -> int:
-    """Return the bytes of a float32 for every row of every map."""
+    """Return the bytes of the log-sum-exps, one float32 per query head."""
     return FLOAT32 * (sizes.signal_heads + sizes.noise_heads)
 
 
 def _noise_outputs(sizes: Sizes) -> int:
-    """Return the number of elements of the second map's own output."""
+    """Return the number of elements of the second map's output."""
     return 2 * sizes.head_dim * sizes.noise_heads
 
 
 def fused(sizes: Sizes) -> int:
-    """Return the bytes of the second map's output and of all log-sum-exps.
+    """Return the bytes that a fused kernel saves: the second map's output and all log-sum-exps.
 
-    The first map's output is not saved, because it follows from the result and the second map's.
+    The first map's output is not saved, because it follows from the result and the second map's
+    output.
     """
     return sizes.element * _noise_outputs(sizes) + log_sum_exps(sizes)
 
 
 def two_calls(sizes: Sizes) -> int:
-    """Return the bytes of both outputs, and of the second in float32 for lambda's gradient."""
+    """Return the bytes saved by two calls of plain attention, one per map.
+
+    They save both outputs and the log-sum-exps. The gradient of lambda needs the second output in
+    float32, a further copy if the inputs are narrower.
+    """
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
     widened = FLOAT32 * _noise_outputs(sizes) if sizes.element < FLOAT32 else 0
     return outputs + widened + log_sum_exps(sizes)
 
 
 def four_calls(sizes: Sizes) -> int:
-    """Return the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V.
+    """Return the bytes saved by four calls of plain attention, each with half of V.
 
-    Both maps share the copy of V. The gradient of lambda needs the second map's output, whose
-    halves are joined in a new float32 tensor. `two_calls` includes this tensor only if the inputs
-    are narrower than float32.
+    They are the bytes of `two_calls`, a second set of log-sum-exps, and a copy of V that both maps
+    share. The gradient of lambda needs the second map's output, whose halves are concatenated in a
+    new float32 tensor. `two_calls` includes this tensor only if the inputs are narrower than
+    float32.
     """
     values = sizes.element * 2 * sizes.head_dim * sizes.kv_heads
     joined = FLOAT32 * _noise_outputs(sizes) if sizes.element == FLOAT32 else 0
@@ -125,7 +136,10 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def own_output(sizes: Sizes) -> int:
-    """Return the bytes of the output of one map; the result is a copy of it."""
+    """Return the bytes of one map's output and log-sum-exps.
+
+    The kernel saves its own output, of which the result is a copy.
+    """
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 
 
@@ -147,5 +161,5 @@ def whole_maps(sizes: Sizes) -> float:
 
 
 def ring_saved(sizes: Sizes) -> int:
-    """Return the bytes that a ring saves with any backend, in addition to its result."""
+    """Return the bytes that ring attention saves with any backend, in addition to its result."""
     return fused(sizes)

@@ -8,10 +8,10 @@ from torch.nn.functional import rms_norm
 
 
 class HeadwiseNorm(NamedTuple):
-    """`scale * weight * RMSNorm(head)` over each head's own 2d channels (arXiv 2410.05258, 3.1).
+    """`scale * weight * RMSNorm(head)` over the 2d channels of each head (arXiv 2410.05258, 3.1).
 
     Attributes:
-        weight: `[2d]`, shared by the heads, or None for no affine weight.
+        weight: `[2d]`, the same for all heads, or None for no weight.
         eps: number that is added to the mean square.
         scale: (1 - lambda_init) in the paper.
     """
@@ -21,7 +21,7 @@ class HeadwiseNorm(NamedTuple):
     scale: float
 
     def check(self, v: Tensor) -> None:
-        """Raise ValueError unless the weight fits values `[b, t, h_kv, 2d]`."""
+        """Raise ValueError unless eps is valid and the weight fits values `[b, t, h_kv, 2d]`."""
         if not self.eps >= 0.0:
             raise ValueError(f"norm.eps is {self.eps}; it must be 0 or more")
         if self.weight is None:

@@ -1,10 +1,12 @@
-"""Softmax maps over a chunk of the keys, their combination, and the exact merging of chunks.
+"""Queries, keys and values of one or two softmax maps, and the merging of chunks of keys.
 
-A softmax over all keys is a weighted mean of the softmaxes over chunks of them, with weights
-exp(lse_chunk - lse_all). Context parallelism computes chunk by chunk and merges.
+A *map* is softmax(Q K^T). Differential attention has two maps. The second map may have only h / r
+heads. Then r consecutive signal heads of the first map share a noise head: signal head n has noise
+head n // r.
 
-Differential attention has two maps. The second map may have only h / r heads. Then r consecutive
-signal heads share a noise head: signal head n has noise head n // r.
+A softmax over all keys is a weighted mean of the softmaxes over chunks of the keys, with the
+weights exp(lse_chunk - lse_all). Here lse is the log-sum-exp of the scores. Context parallelism
+computes attention chunk by chunk, and merges the results exactly.
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,10 @@ from torch import Tensor
 
 
 class QKV(NamedTuple):
-    """Queries and keys of one or two softmax maps and their shared values, or gradients of these.
+    """Queries and keys of one or two softmax maps with their common values, or their gradients.
 
     Attributes:
-        queries: `[b, s, h, d]` for each of one or two maps; the second map has h / r heads.
+        queries: `[b, s, h, d]` for each map; the second map has h / r heads.
         keys: `[b, t, h_kv, d]` for each map.
         v: `[b, t, h_kv, d]` with one map, `[b, t, h_kv, 2d]` with two.
     """
@@ -29,22 +31,22 @@ class QKV(NamedTuple):
 
     @classmethod
     def of(cls, *heads: Tensor) -> "QKV":
-        """Return the maps of ``q, k, v`` or ``q1, k1, q2, k2, v``."""
+        """Return the QKV of the tensors ``q, k, v`` or ``q1, k1, q2, k2, v``."""
         *queries_and_keys, v = heads
         return cls(tuple(queries_and_keys[::2]), tuple(queries_and_keys[1::2]), v)
 
     def arguments(self) -> tuple[Tensor, ...]:
-        """Return the tensors in the order of the attention functions, the inverse of :meth:`of`."""
+        """Return the tensors in the order in which `of` receives them."""
         pairs = zip(self.queries, self.keys, strict=True)
         return (*(x for pair in pairs for x in pair), self.v)
 
 
 def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
-    """Return `out1 - lambda out2` from each map's own output, or the one map's output.
+    """Return `out1 - lambda out2` from the outputs of both maps, or the output of the only map.
 
     Args:
-        outs: `[b, s, h, e]` and `[b, s, h / r, e]`, or the first only; their dtype is also the
-            dtype of the computation.
+        outs: outputs of the maps, `[b, s, h, e]` and `[b, s, h / r, e]`. The result is computed in
+            their dtype.
         lambda_: 0-dim; None with one map.
 
     Returns:
@@ -59,15 +61,21 @@ def combine_maps(outs: Sequence[Tensor], lambda_: Tensor | None) -> Tensor:
 
 
 def map_factors(lambda_: Tensor | None, like: Tensor) -> list[Tensor]:
-    """Return each map's factor in the output, 1 and -lambda, in the dtype of ``like``."""
+    """Return the factors of the maps in the output, 1 and -lambda, in the dtype of ``like``."""
     one = like.new_ones(())
     return [one] if lambda_ is None else [one, -lambda_.detach().to(like.dtype)]
 
 
 def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> list[Tensor]:
-    """Return the gradients of each map's output from the gradient of `combine_maps`'s result.
+    """Return the gradient of each map's output, given the gradient of the result of `combine_maps`.
 
-    The second map's gradient is fp32 or wider.
+    Args:
+        grad: gradient `[b, s, h, e]`.
+        lambda_: 0-dim; None with one map.
+        noise_heads: number of heads of the second map, h / r.
+
+    Returns:
+        One tensor per map. The second is `[b, s, h / r, e]` in fp32 or wider.
     """
     if lambda_ is None:
         return [grad]
@@ -77,17 +85,17 @@ def map_gradients(grad: Tensor, lambda_: Tensor | None, noise_heads: int) -> lis
 
 
 def by_noise_head(x: Tensor, noise_heads: int) -> Tensor:
-    """View `[b, s, h, ...]` as `[b, s, h / r, r, ...]`."""
+    """View `[b, s, h, ...]` as `[b, s, h / r, r, ...]`, where h / r is `noise_heads`."""
     return x.unflatten(2, (noise_heads, -1))
 
 
 class WholeAttention(NamedTuple):
-    """Results of attention over all keys, which each chunk needs for its part of the gradients.
+    """Results of attention over all keys, which the gradients of each chunk of keys need.
 
     Attributes:
         out: output of one map, or `out1 - lambda out2`, `[b, s, h, e]`.
         out2: output of the second map `[b, s, h / r, e]`, or None with one map.
-        lses: log-sum-exp of each map over all keys, `[b, s, its heads]`.
+        lses: log-sum-exp of each map over all keys, `[b, s, heads of the map]`.
     """
 
     out: Tensor
@@ -95,13 +103,13 @@ class WholeAttention(NamedTuple):
     lses: tuple[Tensor, ...]
 
     def outs(self, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return each map's own output, in `out`'s dtype."""
+        """Return the output of each map, in the dtype of `out`."""
         if self.out2 is None or lambda_ is None:
             return (self.out,)
         return (combine_maps((self.out, self.out2), -lambda_), self.out2)
 
     def halves(self) -> tuple["WholeAttention", "WholeAttention"]:
-        """Split into the first and the second half of the rows."""
+        """Split into the results of the first and of the second half of the query rows."""
         outs, lses = self.out.chunk(2, dim=1), [lse.chunk(2, dim=1) for lse in self.lses]
         outs2 = (None, None) if self.out2 is None else self.out2.chunk(2, dim=1)
         first, second = (
@@ -111,10 +119,11 @@ class WholeAttention(NamedTuple):
         return first, second
 
     def deltas(self, grad: Tensor, lambda_: Tensor | None) -> tuple[Tensor, ...]:
-        """Return D of each map `[b, s, its heads]`, in the log-sum-exps' dtype.
+        """Return the delta D of each map, `[b, s, heads of the map]`.
 
-        D1 is rowsum(grad * out1), and D2 the sum of rowsum(grad * out2) over the signal heads that
-        share a noise head. The gradient of lambda is minus the sum of D2.
+        D1 is rowsum(grad * out1). D2 is the sum of rowsum(grad * out2) over the signal heads that
+        share a noise head. The gradient of lambda is minus the sum of all D2. The dtype is that of
+        the log-sum-exps.
         """
         wide = grad.to(self.lses[0].dtype)
         sums = (wide * self.out).sum(-1)
@@ -125,11 +134,14 @@ class WholeAttention(NamedTuple):
 
 
 def merge_maps(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a map's output `[b, s, h, e]` and log-sum-exp `[b, s, h]` over several key chunks.
+    """Merge the outputs and log-sum-exps of one map over several chunks of keys.
 
     Args:
         outs: outputs of the chunks, `[b, s, h, e]` each.
         lses: log-sum-exps of the chunks, `[b, s, h]` each.
+
+    Returns:
+        The output `[b, s, h, e]` and the log-sum-exp `[b, s, h]` over the keys of all chunks.
 
     Raises:
         ValueError: ``outs`` is empty, or differs from ``lses`` in number or shape.

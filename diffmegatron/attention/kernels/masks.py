@@ -11,20 +11,21 @@ from torch import Tensor
 
 from .checks import check_tensors, shape_of
 
-# The kernels count positions in 32 bits. Offsets and lengths may have half of this range, so that
-# their sum fits.
+# The kernels use int32 positions. Offsets and lengths may each have half of this range, so that
+# their sum does not overflow.
 LARGEST_POSITION = 2**30
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The visible (query, key) pairs, by global position, of one attention call.
+    """Visible (query, key) pairs of one attention call, defined by global positions.
 
-    Query row i has position `query_offset + i`, and key j has `key_offset + j`. A pair is visible
-    if both positions belong to the same document and, with `causal`, the key is not later.
+    Query row i has position `query_offset + i`, and key j has position `key_offset + j`. A pair is
+    visible if both positions belong to the same document and, with `causal`, the key's position is
+    not later than the query's.
 
     Attributes:
-        query_length, key_length: s and t of the call.
+        query_length, key_length: number of queries s and number of keys t.
         causal: hide keys at later positions than the query.
         query_offset, key_offset: global position of the first query row and of the first key.
         cu_seqlens: document boundaries `(0, end_of_first, ..., end_of_last)` in global positions,
@@ -40,7 +41,7 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """The `registry.FEATURES` that this mask needs beyond causality."""
+        """The `registry.FEATURES` that a backend needs for this mask, beyond causality."""
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
             queries = range(self.query_offset, self.query_offset + self.query_length)
@@ -53,9 +54,11 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """True if no pair is hidden, or exactly the pairs above the diagonal of a square.
+        """True if the `is_causal` argument of torch's attention can express this mask.
 
-        torch's kernels can express this mask by `is_causal`, which they align at the first key.
+        Then either no pair is hidden, or queries and keys have the same positions and exactly the
+        pairs above the diagonal are hidden. torch aligns `is_causal` at the first query and the
+        first key.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
         return self.cu_seqlens is None and (is_square or not self.causal)
@@ -63,7 +66,8 @@ class AttentionMask:
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """Return the smallest interval [start, stop) that contains all keys visible to these rows.
 
-        It is empty (start == stop) if no key is visible.
+        The rows are [row_start, row_stop). The interval is empty (start == stop) if they see no
+        key.
         """
         first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
         start, stop = 0, self.key_length
@@ -76,7 +80,7 @@ class AttentionMask:
         return (start, stop) if start < stop else (0, 0)
 
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
-        """Return the number of leading keys of `key_range` that all of these rows see."""
+        """Return the number of leading keys of `key_range` that every one of these rows sees."""
         start, stop = self.key_range(row_start, row_stop)
         if self.cu_seqlens is not None and not self._same_document(row_start, row_stop - 1):
             return 0
@@ -88,7 +92,10 @@ class AttentionMask:
     def hidden(
         self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> Tensor | None:
-        """Return boolean `[rows, keys]`, True where a pair is not visible; None if all are."""
+        """Return a boolean mask `[rows, keys]`, True for hidden pairs; None if no pair is hidden.
+
+        `rows` and `keys` are intervals (start, stop).
+        """
         if not self.causal and self.cu_seqlens is None:
             return None
         query = torch.arange(*rows, device=device)[:, None] + self.query_offset
@@ -102,15 +109,18 @@ class AttentionMask:
         return hidden
 
     def key_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the first key and the end of the keys of each query row: two int32 `[s]`."""
+        """Return start and stop of the visible keys of each query row: two int32 tensors `[s]`."""
         return _key_intervals(self, device)
 
     def query_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the first query row and the end of the rows that see each key: two int32 `[t]`."""
+        """Return start and stop of the query rows that see each key: two int32 tensors `[t]`."""
         return _query_intervals(self, device)
 
     def document_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Start and end of the document at each position, in global positions."""
+        """Return start and end of the document at each position, in global positions.
+
+        Without documents both are beyond all positions.
+        """
         if self.cu_seqlens is None:
             infinite = torch.full_like(position, torch.iinfo(torch.int32).max)
             return -infinite, infinite
@@ -137,7 +147,8 @@ def build_mask(
 
     Raises:
         ValueError: an offset is not an integer in the range of the kernels, cu_seqlens is not a
-            strictly increasing 1-dim integer tensor from 0, or a position lies outside of it.
+            strictly increasing 1-dim integer tensor that starts at 0, or a position lies outside of
+            it.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
@@ -178,8 +189,9 @@ def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-# All layers of a batch use the same tables, and each copy to a GPU would wait for the GPU. Tensors
-# that were created under inference_mode could not be used in training later.
+# Cached, because all layers of a batch use the same tables, and each copy to a GPU would wait for
+# the GPU. The tables are created outside of inference_mode, because training cannot use tensors
+# that were created under it.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _key_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -204,7 +216,7 @@ def _query_intervals(mask: AttentionMask, device: torch.device) -> tuple[Tensor,
 def _clamped(
     start: Tensor, stop: Tensor, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the intervals within [0, length) as int32; an empty one has start == stop."""
+    """Return the intervals, clipped to [0, length), as int32; if empty, start == stop."""
     start = start.clamp(0, length)
     stop = stop.clamp(0, length).maximum(start)
     return start.to(device, torch.int32), stop.to(device, torch.int32)

@@ -1,7 +1,7 @@
 """The table of backends: the calls that each supports, and its costs.
 
 This module does not import torch, because recipes and plans read it. To add a backend, write its
-module, describe it in `BACKENDS`, and name it in `choose_backend.AUTO_ORDER` if `auto` should
+module, describe it in `BACKENDS`, and add its name to `choose_backend.AUTO_ORDER` if `auto` should
 choose it.
 """
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 Op = Literal["differential", "softmax", "subtraction"]
 
-# Two maps with a subtraction and values twice as wide as the queries; one map with values as wide
-# as the queries; the subtraction of noise heads from the output of one map.
+# Operations with their names for messages. "differential" subtracts two maps, and its values are
+# twice as wide as the queries. "softmax" has one map, and values as wide as the queries.
+# "subtraction" subtracts the noise heads from the signal heads of a softmax attention's output.
 OPS: dict[Op, str] = {
     "differential": "differential attention",
     "softmax": "softmax attention",
@@ -29,7 +30,7 @@ OPS: dict[Op, str] = {
 LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
-# Features that a call may need beyond plain causal or full attention.
+# Features that a call may need beyond plain causal or full attention, with the words for messages.
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
@@ -40,10 +41,10 @@ CHUNKS = frozenset({"chunks", "masked chunks"})
 
 
 class Call(NamedTuple):
-    """Properties of a call that determine the choice of a backend, beside the installed libraries.
+    """Properties of a call that determine, with the installed libraries, the choice of a backend.
 
     Attributes:
-        op: the operation.
+        op: operation, a key of `OPS`.
         device: device type, as in `tensor.device.type`.
         dtype: torch's name of the dtype of queries, keys and values ("bfloat16").
         head_dim: d, the width of a query.
@@ -62,30 +63,32 @@ class Backend:
     """One implementation of an operation: the calls that it supports, and its costs.
 
     Attributes:
-        module: module of this package with the function `entry`, and with `attention_with_lse` and
-            `chunk_gradients` unless `lacks` contains "chunks".
+        module: module of this package with the function `entry`. Unless `lacks` contains "chunks",
+            the module also has `attention_with_lse` and `chunk_gradients`.
         note: one clause that describes the backend, shown as the reason of a choice.
-        work: function for the (forward, backward) multiply-adds of all heads per pair of a query
-            and a visible key.
-        saved: function for the bytes per query that the backward pass needs, in addition to q, k, v
-            and the result.
-        keeps_bias: whether the backward pass saves the mask of packed documents as a number per
-            pair, which all heads share. `saved` does not include it.
-        keeps_values: whether v itself is saved; otherwise `saved` includes its copies.
-        keeps_result: whether the result is saved too; before a headwise norm it is the norm's
-            input.
+        work: function that returns the (forward, backward) multiply-adds of all heads per pair of a
+            query and a visible key.
+        saved: function that returns the bytes per query saved for the backward pass, in addition to
+            q, k, v and the result.
+        keeps_bias: whether the mask of packed documents is saved for the backward pass as one
+            number per pair, which all heads share. `saved` does not include it.
+        keeps_values: whether v itself is saved. Otherwise copies of v are saved, and `saved`
+            includes them.
+        keeps_result: whether the result is saved too. With a headwise norm, this result is the
+            input of the norm.
         devices, dtypes, head_dims: supported values; None means any.
         library: name of the required library besides torch, or None.
-        computes_hidden_pairs: whether it also multiplies queries with hidden keys, which `work`
-            does not include. Causal attention then needs twice the work.
+        computes_hidden_pairs: whether the backend also computes the products of hidden pairs, which
+            `work` does not include. Causal attention then needs twice the work.
         lacks: unsupported members of `FEATURES`.
-        chunk_dtypes: dtypes supported for chunks, by device type; on other devices all `dtypes`.
-        fuses_norm: whether it applies the call's norm, in its epilogue unless signal heads share a
-            noise head.
-        is_interpretable: whether it also runs in Triton's interpreter, on any device, dtype and
-            head_dim.
-        entry: name of its function in the module, which maps an `AttentionCall` to the result
-            `[b, s, h, e]`; for "subtraction", heads and lambda.
+        chunk_dtypes: dtypes supported for chunks, by device type. A device type that is missing
+            here supports all `dtypes`.
+        fuses_norm: whether the backend applies the call's norm. It does so in its kernel, or after
+            it if signal heads share a noise head.
+        is_interpretable: whether the backend also runs in Triton's interpreter, with any device,
+            dtype and head_dim.
+        entry: name of the backend's function in the module. It maps an `AttentionCall` to the
+            result `[b, s, h, e]`. For "subtraction" its arguments are the heads and lambda.
     """
 
     module: str
@@ -107,7 +110,7 @@ class Backend:
     entry: str = "attend"
 
     def load(self) -> ModuleType:
-        """Import the module of the backend."""
+        """Import and return the module of the backend."""
         return import_module(f".{self.module}", __package__)
 
     def function(self) -> Callable[..., "Tensor"]:
@@ -264,7 +267,7 @@ SOFTMAX = {
     ),
 }
 
-# Both keep nothing but what they are given: the heads and lambda.
+# Both backends save only their inputs, the heads and lambda.
 SUBTRACTION = {
     "pytorch": Backend(
         "pytorch.subtraction",
@@ -294,5 +297,5 @@ BACKENDS: dict[Op, dict[str, Backend]] = {
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
-    """Return the backends that support whole sequences only, and not chunks of a ring."""
+    """Return the names of the backends that cannot compute a sequence in chunks, as a ring does."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)

@@ -1,4 +1,4 @@
-"""The choice of a backend on this machine, with the libraries that are installed."""
+"""The choice of a backend on this machine, which depends on the installed libraries."""
 
 import logging
 from functools import cache
@@ -13,13 +13,13 @@ from .wrappers import cudnn_graphs, flash
 
 logger = logging.getLogger(__name__)
 
-# All libraries need Ampere or later.
+# All libraries need compute capability 8.0 (Ampere) or later.
 LEAST_CAPABILITY = (8, 0)
 
 
 @cache
 def importable_libraries() -> frozenset[str]:
-    """Return the optional libraries that are installed, import, and run on this GPU."""
+    """Return the optional libraries that are installed, can be imported, and run on this GPU."""
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
 
@@ -33,7 +33,7 @@ def _is_usable(library: str) -> bool:
 
 
 def _complaint(library: str) -> str | None:
-    """Return why an installed library cannot be used, or None."""
+    """Return the reason why an installed library cannot be used, or None."""
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < LEAST_CAPABILITY:
@@ -42,7 +42,7 @@ def _complaint(library: str) -> str | None:
     if library == "triton":
         return None
     try:
-        # A library that was built for another torch or CUDA is found, but cannot be imported.
+        # A library that was built for another torch or CUDA is installed, but cannot be imported.
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
@@ -53,7 +53,7 @@ def _complaint(library: str) -> str | None:
 
 
 def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
-    """Return the properties of an operation on queries or heads like `q`."""
+    """Return the properties of an operation whose queries or heads are like `q`."""
     return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
 
 
@@ -64,10 +64,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def resolve_backend(backend: str, call: Call) -> Backend:
-    """Return the chosen backend; the choice and its reason are logged once.
+    """Return the chosen backend; log each choice and its reason once.
 
     Raises:
-        ValueError: as `choose_backend.choose_backend`.
+        ValueError: for the same reasons as in `choose_backend.choose_backend`.
     """
     name, reason = choose_backend(backend, call, importable_libraries())
     where = f"{call.device}, {call.dtype}, d={call.head_dim}"
@@ -81,13 +81,16 @@ def backend_table(
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 128,
 ) -> list[tuple[str, bool, str]]:
-    """Return (name, whether it can run, note or reason) of every backend, for `doctor`.
+    """Return every backend of an operation, and whether it can run, for `diffmegatron doctor`.
 
     Args:
         op: the operation.
         device: device type; by default the accelerator if there is one.
         dtype: dtype of queries, keys and values.
         head_dim: d.
+
+    Returns:
+        Tuples of the name, whether the backend can run, and its note or the reason why it cannot.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     call = Call(op, device, dtype_name(dtype), head_dim)

@@ -1,14 +1,18 @@
 """Differential attention in blocks of query rows, in plain PyTorch: the CPU backend.
 
-One block holds both score matrices of a few query rows and all of their visible keys. Both maps are
-normalised and subtracted before the product with V. The forward pass therefore needs 4d
-multiply-adds per (query, key) pair and the backward pass 10d, as many as a Transformer of equal
-size: the maps share dP = dO V^T, and dV = (P1 - lambda P2)^T dO is one product. Only the inputs are
-saved, and the backward pass computes the maps again. With D_i = rowsum(P_i * dP):
+One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
+and P2 are normalised and subtracted before the product with V. The forward pass therefore needs 4d
+multiply-adds per (query, key) pair and the backward pass 10d. A Transformer of equal size needs as
+many, because both maps share dP = dO V^T, and dV = (P1 - lambda P2)^T dO is one product. Here dO is
+the gradient of the output.
+
+Only the inputs are saved, and the backward pass computes the maps again. With the scores S_i of map
+P_i and D_i = rowsum(P_i * dP):
 
     dS1 = P1 * (dP - D1)    dS2 = -lambda P2 * (dP - D2)    dlambda = -sum(D2)
 
-If r signal heads share a noise head, its P2 is computed once, and its dP is the sum of their dP.
+If r signal heads share a noise head, the noise head's P2 is computed once, and its dP is the sum of
+the dP of these signal heads.
 """
 
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ from .row_blocks import (
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute in fp32 or wider, and round the result of 16-bit inputs once.
+    """Compute attention in fp32 or wider, and return it in the dtype of the values.
 
     The result is deterministic to the bit for a fixed number of threads.
     """
@@ -47,9 +51,9 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one map's part in `api.chunk_attention`, of values of any width.
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
 
-    It is not differentiable.
+    The values may have any width. The function is not differentiable.
     """
     v, mask, softmax_scale = call.maps.v, call.mask, call.scale
     q_ = group_queries(q, k.shape[2]) * softmax_scale
@@ -71,7 +75,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the gradients of `api.chunk_gradients`."""
+    """Return the contribution of a chunk of keys to the gradients, for `api.chunk_gradients`."""
     maps, lambda_, mask, softmax_scale = call.maps, call.lambda_, call.mask, call.scale
     batch, kv_heads = maps.v.shape[0], maps.v.shape[2]
     queries = [group_queries(q, kv_heads) * softmax_scale for q in maps.queries]
@@ -94,7 +98,8 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
             q_block, k_block = q[heads, :, rows], k[heads, seen]
             scores = block_scores(q_block, k_block, mask, rows, seen)
             row_lse, delta = (x[heads, :, rows].flatten(1, 2) for x in (lse, of_map))
-            # A row without visible keys has -inf here, and its scores are -inf too.
+            # In a row without visible keys the log-sum-exp and all scores are -inf. Their
+            # difference would be NaN, so subtract 0.
             weights = scores.sub_(row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             weights.mul_(factor)
             shared, repeats = q.shape[1], queries[0].shape[1] // q.shape[1]
@@ -113,7 +118,10 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """One map, or two maps with a subtraction; the inputs are all queries, then all keys."""
+    """Attention with one map, or with two maps and their subtraction.
+
+    `queries_and_keys` has the queries of all maps and then the keys of all maps.
+    """
 
     @staticmethod
     def forward(
@@ -176,7 +184,8 @@ class _BlockedAttention(torch.autograd.Function):
                     dq[heads, :, rows] = product.view_as(dq[heads, :, rows])
                     dk[heads, seen].baddbmm_(dscores.mT, q[heads, :, rows].flatten(1, 2))
             if lambda_ is not None:
-                # The second map's scores weigh -lambda.
+                # The second map has the factor -lambda in the output, which its gradients lack so
+                # far.
                 for x in (dqs[1], dks[1]):
                     x.mul_(-lambda_.to(v_.dtype))
             batch = v.shape[0]
@@ -192,13 +201,13 @@ class _BlockedAttention(torch.autograd.Function):
 def _grouped(
     queries_and_keys: Sequence[Tensor], v: Tensor, softmax_scale: float
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return scaled queries, keys and values in the layout of the blocks."""
+    """Return the scaled queries, the keys and the values in the layouts of `row_blocks`."""
     count = len(queries_and_keys) // 2
     queries = [group_queries(q, v.shape[2]) * softmax_scale for q in queries_and_keys[:count]]
     return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor) -> Tensor:
-    """Compute dS = P * (dP - rowsum(P * dP)) by the kernel of torch's own softmax."""
+    """Return dS = P * (dP - rowsum(P * dP)), computed by the backward kernel of torch's softmax."""
     dscores: Tensor = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
     return dscores

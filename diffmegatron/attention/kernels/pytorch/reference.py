@@ -1,4 +1,4 @@
-"""The literal equations of the paper, as the reference of every other backend.
+"""The paper's equations in plain PyTorch, the reference for all other backends.
 
 Ye et al., Differential Transformer, ICLR 2025 (arXiv 2410.05258), equation 1:
 
@@ -13,9 +13,9 @@ from ..maps import QKV, WholeAttention, map_factors
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute whole score matrices in the inputs' own dtype, differentiated by autograd.
+    """Compute attention from whole score matrices, in the dtype of the inputs.
 
-    Memory is O(s t) per head.
+    Autograd differentiates it. It needs O(s t) memory per head.
     """
     (q1, *q2), (k1, *k2), v = call.maps
     weights = _attention_map(call, q1, k1)
@@ -26,7 +26,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one map's part in `api.chunk_attention`, of values of any width."""
+    """Return the output and log-sum-exp of one map, for `api.chunk_attention`.
+
+    The values may have any width.
+    """
     dtype = torch.promote_types(call.maps.v.dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), _repeat_kv(call.maps.v, q.shape[2]).to(dtype)
     out = torch.einsum("bhst,bthe->bshe", _attention_map(call, q, k), v)
@@ -36,16 +39,17 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the gradients of `api.chunk_gradients`, by autograd through the weights.
+    """Return the contribution of a chunk to the gradients (`api.chunk_gradients`) by autograd.
 
-    The log-sum-exp of the whole is a constant of the chunk. Its gradient would contribute the row
-    sum D, which is therefore subtracted.
+    Autograd differentiates the weights exp(scores - lse). Here lse, the log-sum-exp over all keys,
+    is a constant. Its own dependence on the scores contributes the delta D, which is therefore
+    subtracted.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
     factors = map_factors(lambda_, like=whole.lses[0])
     deltas = whole.deltas(grad, lambda_)
-    # In rows without visible keys exp(-lse) would be inf, and the gradients NaN.
+    # In rows without visible keys lse is -inf. There exp(-lse) would be inf, and the gradients NaN.
     lses = [lse.masked_fill(lse == -torch.inf, 0.0) for lse in whole.lses]
     leaves = [x.detach().to(dtype).requires_grad_() for x in (*maps.queries, *maps.keys, maps.v)]
     count = len(maps.queries)
@@ -69,10 +73,11 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores `[b, h, s, t]` with -inf for hidden pairs, and rows `[s, 1]` without keys.
+    """Return scores `[b, h, s, t]`, and a mask `[s, 1]` that is True for rows without visible keys.
 
-    Rows without visible keys have finite scores, so that the gradient of their softmax, which is
-    not used, is finite.
+    Scores of hidden pairs are -inf. Only rows without visible keys keep their finite scores,
+    because the softmax of a row of -inf would have NaN gradients. The caller sets the weights of
+    such rows to zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask

@@ -1,7 +1,8 @@
-"""Iteration over blocks of query rows, the map of one block, and the layouts.
+"""Blocks of query rows for the `blocked` backend: iteration, softmax maps and tensor layouts.
 
-Queries are computed as `[b * h_kv, repeats, s, d]` (repeats = h / h_kv query heads of one kv head)
-and keys as `[b * h_kv, t, d]`, contiguous, in fp32 (fp64 for fp64 inputs).
+Queries have the layout `[b * h_kv, repeats, s, d]`, where repeats = h / h_kv is the number of query
+heads per kv head. Keys have the layout `[b * h_kv, t, d]`. All are contiguous, in fp32 (fp64 for
+fp64 inputs).
 """
 
 from collections.abc import Iterator
@@ -12,19 +13,21 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 
-# Rows of a map in one block, and elements of all maps of a block. In fp32 these are 512 KiB, which
-# fit into a core's L2 cache together with the second map. 32 or 128 rows, and four times as many
-# elements, were up to a third slower at 256 to 2K keys, and equally fast at 4K.
+# Size of a block: query rows times query heads per kv head, and elements of one map per CPU core.
+# 2**17 elements in fp32 are 512 KiB, so that both maps fit into a core's L2 cache. Blocks of 32 or
+# 128 rows, or of four times as many elements, were up to a third slower at 256 to 2K keys, and
+# equally fast at 4K.
 ROWS_PER_BLOCK = 64
 ELEMENTS_PER_CORE = 2**17
 
 
 def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (heads, query rows, visible keys) of each block with visible keys.
+    """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
-    On a CPU a block has one kv head per thread, so that each core's share stays in its cache. With
-    few keys it has more heads, because the calls of a small block take longer than its computation.
-    On other devices a block has all heads, for few launches.
+    Heads are indices into the first dimension of `q` `[b * h_kv, repeats, s, d]`. On a CPU a block
+    has one such head per thread, so that each core's part stays in its cache. If the rows see few
+    keys, a block has more heads, because the overhead of its calls would exceed the computation. On
+    other devices a block has all heads, so that there are few kernel launches.
     """
     groups, repeats, length = q.shape[:3]
     rows_per_block = max(ROWS_PER_BLOCK // repeats, 16)
@@ -48,7 +51,7 @@ def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, s
 def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: slice) -> Tensor:
     """Return q k^T with -inf for hidden pairs; a row without visible keys is all -inf.
 
-    `[heads, repeats, rows, d], [heads, keys, d] -> [heads, repeats * rows, keys]`.
+    Shapes: `[heads, repeats, rows, d], [heads, keys, d] -> [heads, repeats * rows, keys]`.
     """
     scores = q.flatten(1, 2) @ k.mT
     prefix = mask.unmasked_prefix(rows.start, rows.stop)
@@ -62,9 +65,9 @@ def block_scores(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: s
 
 
 def sees_nothing(mask: AttentionMask, rows: slice, keys: slice, like: Tensor) -> Tensor | None:
-    """Return boolean `[repeats * rows, 1]`, True for rows without visible keys, or None.
+    """Return a mask `[repeats * rows, 1]`, True for rows without visible keys.
 
-    `like` is the block's queries `[heads, repeats, rows, d]`.
+    Return None if all rows see a key. `like` has the block's queries, `[heads, repeats, rows, d]`.
     """
     if mask.unmasked_prefix(rows.start, rows.stop) > 0:
         return None
@@ -82,38 +85,45 @@ def attention_map(q: Tensor, k: Tensor, mask: AttentionMask, rows: slice, keys: 
 
 
 def group_queries(x: Tensor, kv_heads: int) -> Tensor:
-    """Rearrange `[b, s, h, e] -> [b * h_kv, repeats, s, e]`."""
+    """Rearrange `[b, s, h, e] -> [b * h_kv, repeats, s, e]`, in fp32 (fp64 for fp64)."""
     grouped = x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     return grouped.to(_compute_dtype(x.dtype)).contiguous()
 
 
 def ungroup_queries(x: Tensor, batch: int) -> Tensor:
-    """Invert `group_queries`, except for the dtype."""
+    """Invert the layout of `group_queries`; the dtype does not change."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def group_keys(x: Tensor) -> Tensor:
-    """Rearrange `[b, t, h_kv, e] -> [b * h_kv, t, e]`."""
+    """Rearrange `[b, t, h_kv, e] -> [b * h_kv, t, e]`, in fp32 (fp64 for fp64)."""
     return x.transpose(1, 2).flatten(0, 1).to(_compute_dtype(x.dtype)).contiguous()
 
 
 def ungroup_keys(x: Tensor, batch: int) -> Tensor:
-    """Invert `group_keys`, except for the dtype."""
+    """Invert the layout of `group_keys`; the dtype does not change."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
 def by_noise_head(x: Tensor, noise_heads: int, repeats: int = 1) -> Tensor:
-    """View `[heads, noise heads * repeats * rows, keys]` in five dimensions."""
+    """View `[heads, noise_heads * repeats * rows, keys]` in five dimensions.
+
+    The result is `[heads, noise_heads, repeats, rows, keys]`. Here `repeats` is the number of
+    signal heads per noise head, and `noise_heads` the number of noise heads per kv head.
+    """
     return x.unflatten(1, (noise_heads, repeats, -1))
 
 
 def sum_over_signal_heads(x: Tensor, noise_heads: int, repeats: int) -> Tensor:
-    """Sum `[heads, noise heads * repeats * rows, keys] -> [heads, noise heads * rows, keys]`."""
+    """Sum over the `repeats` signal heads that share a noise head.
+
+    Shapes: `[heads, noise_heads * repeats * rows, keys] -> [heads, noise_heads * rows, keys]`.
+    """
     return x if repeats == 1 else by_noise_head(x, noise_heads, repeats).sum(2).flatten(1, 2)
 
 
-# The heads and maps of a block use the same table, and so do all layers. A tensor that was created
-# under inference_mode could not be used in training later.
+# Cached, because all heads, maps and layers use the same mask of a block. It is created outside of
+# inference_mode, because training cannot use a tensor that was created under it.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _hidden(

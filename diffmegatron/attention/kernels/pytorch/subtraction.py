@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
-    """Compute `api.subtract_noise`, which can be differentiated twice."""
+    """Return `signal - lambda noise` (see `api.subtract_noise`); it can be differentiated twice."""
     out: Tensor = _SubtractNoise.apply(heads, lambda_)
     return out
 
 
 class _SubtractNoise(torch.autograd.Function):
-    """A subtraction that saves its inputs only; autograd would also save a wider copy."""
+    """Subtraction that saves only its inputs; autograd would also save a wider copy of them."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
@@ -33,9 +33,10 @@ class _SubtractNoise(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signal `[b, s, groups, r, d]`, noise with r = 1, and lambda `[b, s, groups, r, 1]`.
+    """Return signal heads, noise heads and lambda by group, in fp32 or wider.
 
-    Their dtype is fp32 or wider.
+    With r signal heads per group the shapes are `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and
+    `[b, s, groups, r, 1]`.
     """
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]
