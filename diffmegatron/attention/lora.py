@@ -1,8 +1,9 @@
 """Megatron-core's parallel linear layers with a low-rank term: W x + (alpha / rank) B A x.
 
-``peft`` replaces ``torch.nn.Linear`` and supports neither these layers nor the communication
-between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. A and B are
-sharded as Megatron shards W: B by rows like W's rows, A by columns like W's columns.
+``peft`` replaces ``torch.nn.Linear``. It supports neither these layers nor the communication
+between A and B. The term follows Hu et al., 2021 (arXiv 2106.09685), without dropout. In a
+column-parallel layer B is sharded by rows like W, and each rank holds all of A. In a row-parallel
+layer A is sharded by columns like W, and each rank holds all of B.
 """
 
 import torch
@@ -22,11 +23,12 @@ from diffmegatron.config.lora_config import LoraConfig
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank has its rows of B, and all of A.
+    """LoRA for ``linear_qkv`` and ``linear_fc1``; each rank holds its rows of B, and all of A.
 
     Args:
         lora: rank and scale.
-        gated: whether the rows belong to SwiGLU's two projections; each rank has rows of both.
+        gated: whether the rows belong to the two projections of SwiGLU. Each rank then holds rows
+            of both projections.
     """
 
     def __init__(
@@ -37,13 +39,15 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         dtype = self.config.params_dtype
         self.lora_a = _parameter(lora.rank, self.input_size, dtype)
         self.lora_b = _parameter(self.output_size_per_partition, lora.rank, dtype)
-        # Each rank sees its part of the sequence; model/build.py sums the gradients.
+        # Under sequence parallelism a rank's gradient covers its shard of the sequence. This mark
+        # has the gradients summed over the ranks (optim/tensor_sums.py).
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """Project [s, b, in], or this rank's part of s of it, to [s, b, out / tensor].
+        """Project [s, b, in] to [s, b, out / tensor-parallel ranks].
 
-        The ranks communicate A's output, which is ``rank`` wide.
+        Under sequence parallelism the input is this rank's shard of s, and the output has the whole
+        s. The low-rank term communicates only A's output, which is ``rank`` wide.
         """
         output, bias = super().forward(input_, *args, **kwargs)
         low = linear(input_, self.lora_a)
@@ -72,7 +76,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank has its columns of A, and all of B."""
+    """LoRA for ``linear_proj`` and ``linear_fc2``; each rank holds its columns of A, all of B."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +87,10 @@ class LoraRowParallelLinear(RowParallelLinear):
         self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Project [s, b, in / tensor] to [s, b, out], or to this rank's part of s of it."""
+        """Project [s, b, in / tensor-parallel ranks] to [s, b, out].
+
+        Under sequence parallelism the output is this rank's shard of s.
+        """
         output, bias = super().forward(input_)
         low = linear(input_, self.lora_a)
         if self.sequence_parallel:

@@ -1,4 +1,4 @@
-"""RMSNorm for the layers of the local host."""
+"""RMSNorm for layers built with Megatron-core's own linear classes (host ``local``)."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -6,11 +6,12 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm with weight, built as Megatron builds its norms.
+    """RMSNorm with a weight and the constructor arguments of Megatron's norms.
 
-    Megatron's own fallback, ``WrappedTorchNorm``, refuses sequence parallelism; under it this
-    weight sees only its rank's part of the sequence, and the ``sequence_parallel`` mark has its
-    gradient summed (:mod:`diffmegatron.optim.tensor_sums`).
+    Megatron's own fallback, ``WrappedTorchNorm``, does not support sequence parallelism. Under
+    sequence parallelism each rank applies this weight to its shard of the sequence. The attribute
+    ``sequence_parallel`` marks the weight, so that its gradient is summed over the ranks
+    (:mod:`diffmegatron.optim.tensor_sums`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -21,5 +22,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., hidden_size], in the input's dtype."""
+        """Normalise [..., hidden_size] over the last dimension, in the input's dtype."""
         return torch.nn.functional.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)

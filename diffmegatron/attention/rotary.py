@@ -1,9 +1,9 @@
 """Rotary embedding: the angles of positions, and the rotation of queries and keys by them.
 
 Megatron-core's own rotation writes the rotated halves, both products and two concatenations, and as
-much in the backward pass. It saves sines and cosines in every layer. The rotation here writes one
-product and adds to it once, its backward pass rotates in the other direction, and it saves only the
-angles, which all layers share.
+much in the backward pass. It also saves sines and cosines in every layer. The rotation here writes
+one product and adds to it in place. Its backward pass rotates in the other direction. It saves only
+the angles, which all layers share.
 """
 
 import math
@@ -30,12 +30,13 @@ def rotary_angles(
         length: number of positions of the whole sequence.
         width: number of channels of a head, d.
         theta: base of the frequencies.
-        scaling: scaling of the frequencies; None for none.
+        scaling: scaling of the frequencies, or None.
         group: context-parallel ranks.
         device: device of the result.
 
     Returns:
-        Float32 [s, 1, 1, d] in radians; both halves of d are equal.
+        Float32 [s, 1, 1, d] in radians for the s positions of this rank; both halves of d are
+        equal.
     """
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (channels / width))
@@ -47,13 +48,14 @@ def rotary_angles(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return scaled frequencies in radians per position.
+    """Return the frequencies after scaling for long contexts, in radians per position.
 
     The order of operations is that of ``transformers`` (modeling_rope_utils.py), so that float32
-    gives the same bits. Megatron-core's own ``rope_scaling`` fixes all values but the factor.
+    gives the same bits. Megatron-core's own ``rope_scaling`` is not used, because it fixes all
+    values but the factor.
 
     Args:
-        frequencies: unscaled frequencies, [d / 2] float32.
+        frequencies: frequencies without scaling, [d / 2] float32.
         scaling: section ``model.rope_scaling``.
     """
     lowered = frequencies / scaling.factor
@@ -74,7 +76,7 @@ def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         query, key: [s, b, ..., d], floating point, with the same dtype.
-        angles: [s, 1, 1, d]; both halves of d are equal.
+        angles: [s, 1, 1, d] in radians; both halves of d are equal.
 
     Returns:
         Contiguous tensors with the shapes and dtype of query and key.
@@ -99,7 +101,10 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate heads [s, b, ..., d] by cos [s, 1, 1, d] and sin [s, 1, 1, d / 2], or back with -1."""
+    """Return heads [s, b, ..., d], rotated in ``direction`` 1 (forward) or -1 (back).
+
+    ``cos`` is [s, 1, 1, d], and ``sin`` [s, 1, 1, d / 2].
+    """
     ones = [1] * (heads.dim() - 2)
     cos, sin = (x.view(x.shape[0], *ones, x.shape[-1]) for x in (cos, sin))
     turned = heads * cos

@@ -1,1 +1,1 @@
-"""Attention over a sequence that context-parallel ranks share."""
+"""Attention over a sequence that is sharded over context-parallel ranks."""

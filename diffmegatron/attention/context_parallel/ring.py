@@ -1,9 +1,11 @@
-"""Ring attention: keys and values travel from rank to rank, to all queries.
+"""Ring attention: keys and values are sent from rank to rank, to the queries of every rank.
 
-It follows Liu et al., arXiv 2310.01889, for one softmax map or the two maps of differential
-attention. The results of all pairs of chunks are merged exactly by their log-sum-exps. While a rank
-computes with one part, it receives the next. A rank saves only its own keys and values. In the
-backward pass they travel again, together with their gradients.
+It follows Liu et al., arXiv 2310.01889, for one softmax map or for the two maps of differential
+attention. Each rank has two chunks of the sequence (see `zigzag`). Attention is computed between a
+chunk of queries and a chunk of keys and values, and the results are merged exactly by their
+log-sum-exps. While a rank computes with the keys and values of one rank, it receives those of the
+next. A rank saves only its own keys and values. In the backward pass they are sent around again,
+together with their gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,12 +31,13 @@ from diffmegatron.attention.kernels.first_order import first_order
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring, and how each computes its part.
+    """The ranks of a ring, and the options of its kernels.
 
     Attributes:
         group: context-parallel ranks.
-        backend: backend of a pair of chunks, as in `chunk_attention`.
-        documents: boundaries of the sequence's documents, [documents + 1] integers, or None.
+        backend: backend for a pair of chunks, as in `chunk_attention`.
+        documents: boundaries of the documents in the whole sequence, [documents + 1] integers, or
+            None.
     """
 
     group: ProcessGroup
@@ -52,17 +55,19 @@ def ring_attention(
     """Return causal attention of this rank's queries over the whole sequence.
 
     Args:
-        ring: the ranks.
-        heads: q, k, v or q1, k1, q2, k2, v `[b, s, heads, width]` of this rank's zigzag part.
-        lambda_: 0-dim; None with one map.
+        ring: context-parallel ranks and backend.
+        heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
+            each.
+        lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise norm of the result, or None.
-        cu_seqlens: boundaries of the sequence's documents, or None.
+        cu_seqlens: boundaries of the documents in the whole sequence, or None.
 
     Returns:
-        `[b, s, h, e]`, the first map's values minus lambda times the second's, in the dtype of v.
+        `[b, s, h, e]` in the dtype of v: the output of the only map, or `out1 - lambda out2`.
     """
     maps = QKV.of(*heads)
-    # One tensor [s, b, kv heads, channels] travels: a head's keys and value, side by side.
+    # Keys and values are sent as one tensor `pair` [s, b, kv heads, channels]. Its channels are
+    # those of a head's key or two keys, and then those of its value.
     pair = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
     ring = replace(ring, documents=cu_seqlens)
     out: Tensor = _RingAttention.apply(ring, lambda_, pair, *maps.queries)
@@ -119,19 +124,29 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Meeting:
-    """A chunk of this rank's queries with a visible chunk of keys and values."""
+    """A chunk of this rank's queries, and a chunk of keys and values that these queries see.
+
+    Attributes:
+        maps: queries, keys and values of the two chunks.
+        half: number of the query chunk on this rank, 0 or 1.
+        their_half: number of the key chunk on its own rank, 0 or 1.
+        options: positions of the chunks and the backend, as keyword arguments of `chunk_attention`
+            and `chunk_gradients`.
+    """
 
     maps: QKV
     half: int
     their_half: int
-    # Positions of the two chunks, as keyword arguments of `chunk_attention` and `chunk_gradients`.
     options: dict[str, Any]
 
 
 def _meetings(
     queries: Sequence[Tensor], pair: Tensor, source: int, ring: Ring
 ) -> Iterator[_Meeting]:
-    """Yield the pairs of chunks, of this rank and of ``source``, that have visible pairs."""
+    """Yield the pairs of a query chunk of this rank and a key chunk of ``source`` that it sees.
+
+    ``pair`` has the keys and values of the rank ``source``.
+    """
     size, length = ring.group.size(), pair.shape[0] // 2
     mine, theirs = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
     width = queries[0].shape[3]
@@ -143,7 +158,7 @@ def _meetings(
             arrived = pair.chunk(2)[their_half].transpose(0, 1)
             *keys, v = arrived.tensor_split([width * n for n in range(1, len(queries) + 1)], dim=3)
             options = {
-                # An earlier chunk has no later keys, and kernels are faster without a mask.
+                # All keys of an earlier chunk are visible, and kernels are faster without a mask.
                 "causal": number == their_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.documents,
@@ -156,7 +171,7 @@ def _meetings(
 def _merge(
     before: list[tuple[Tensor, Tensor]], parts: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Merge one more chunk into every map's attention over earlier chunks."""
+    """Merge one more chunk of keys into the result of every map over the earlier chunks."""
     return [
         merge_maps([out, new_out], [lse, new_lse])
         for (out, lse), (new_out, new_lse) in zip(before, parts, strict=True)
@@ -166,7 +181,7 @@ def _merge(
 def _both_halves(
     merged: dict[int, list[tuple[Tensor, Tensor]]],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each map's outputs and log-sum-exps, both halves of this rank's rows joined."""
+    """Return the outputs and the log-sum-exps of each map, for both query chunks of this rank."""
     first, second = ([list(x) for x in zip(*merged[half], strict=True)] for half in (0, 1))
     outs, lses = (
         [torch.cat(halves, dim=1) for halves in zip(*two, strict=True)]
@@ -176,9 +191,9 @@ def _both_halves(
 
 
 def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank and its keys and values, this rank's first.
+    """Yield (rank, its keys and values) for every rank, starting with this rank.
 
-    The next ones are received while the caller uses the present ones.
+    The keys and values of the next rank are received while the caller uses the present ones.
     """
     size, rank = group.size(), group.rank()
     present = pair.contiguous()
@@ -194,7 +209,7 @@ def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]
 
 
 class _TravellingGradient:
-    """Gradient of the travelling keys and values, to which each rank adds its part."""
+    """Gradient of keys and values that is sent around the ring, where each rank adds its part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -203,21 +218,24 @@ class _TravellingGradient:
         self._pending: list[Work] = []
 
     def add_and_pass_on(self, part: Tensor) -> None:
-        """Add a part to the gradient of the keys and values just worked on, and send it on."""
+        """Add this rank's part to the received gradient, and start to send the sum."""
         total = part if self._arriving is None else part + self.arrived_home()
         self._sent = total
         self._arriving = torch.empty_like(total)
         self._pending = _pass_on(total, self._arriving, self._group)
 
     def arrived_home(self) -> Tensor:
-        """Wait for the gradient of the previous rank; after the last hop it is this rank's."""
+        """Wait for the gradient that the previous rank sent, and return it.
+
+        After the last hop it is the complete gradient of this rank's keys and values.
+        """
         assert self._arriving is not None
         _wait(self._pending)
         return self._arriving
 
 
 def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
-    """Begin to send to the next rank and to receive from the one before."""
+    """Start to send to the next rank of the ring, and to receive from the previous one."""
     size, rank = group.size(), group.rank()
     following, previous = (
         distributed.get_global_rank(group, (rank + step) % size) for step in (1, -1)

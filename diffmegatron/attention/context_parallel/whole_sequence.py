@@ -1,7 +1,8 @@
-"""Attention to the whole sequence: the functions that the forward of a kind calls.
+"""Attention to the whole sequence: the functions that the ``forward`` of a variant calls.
 
-On one device these are the kernels' own functions. For context-parallel ranks, and for rows with
-documents, each is wrapped in one function with the same arguments.
+Without context parallelism and documents these are the functions of the kernels. Otherwise each of
+them is wrapped in a function with the same arguments, which adds the communication or the
+documents.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from diffmegatron.attention.context_parallel.zigzag import (
 from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
 from diffmegatron.attention.variants.base import ContextCommunication
 
-# (q, k, v) or (q1, k1, q2, k2, v) and options, as `softmax_attention` and `diff_attention`.
+# Function of (q, k, v) or (q1, k1, q2, k2, v) and options, like `softmax_attention` and
+# `diff_attention`.
 Attention = Callable[..., Tensor]
 
 
@@ -33,9 +35,10 @@ class WholeSequence(NamedTuple):
     """Causal attention of this rank's queries to the whole sequence.
 
     Attributes:
-        softmax_attention: function from q, k, v `[b, s, heads, d]` of this rank to
+        softmax_attention: function from this rank's q, k, v `[b, s, heads, d]` to
             `[b, s, heads, d]`.
-        diff_attention: function from q1, k1, q2, k2, v and ``lambda_`` to `[b, s, heads, 2d]`.
+        diff_attention: function from this rank's q1, k1, q2, k2, v and ``lambda_`` to
+            `[b, s, heads, 2d]`.
     """
 
     softmax_attention: Attention
@@ -51,11 +54,12 @@ def whole_sequence(
     """Return the attention functions of a layer.
 
     Args:
-        group: ranks that share the sequence; None or a single rank: no sharing.
-        communication: how these ranks communicate.
+        group: context-parallel ranks, or None. With None or one rank the sequence is not sharded.
+        communication: method of communication between these ranks.
         backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
-        documents: None, or the ends of packed documents, [documents + 1] integers on the CPU, in
-            the concatenation of the batch's whole rows. Attention then stays within documents.
+        documents: boundaries of packed documents, [documents + 1] integers on the CPU, or None.
+            They are positions in the concatenation of the batch's unsharded rows. Attention then
+            stays within documents.
     """
     size = 1 if group is None else group.size()
     # The recipe's backend applies to differential attention only.
@@ -85,7 +89,7 @@ def in_one_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: 
 
 
 def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any) -> Tensor:
-    """Attend within documents row by row; the positions of each row begin at 0."""
+    """Attend within documents, one call per row; the positions of each row begin at 0."""
     rows = zip(*(x.split(1) for x in heads), strict=True)
     bounds = row_boundaries(documents, heads[0].shape[0])
     outs = [
@@ -97,17 +101,18 @@ def by_row(attend: Attention, documents: Tensor, *heads: Tensor, **options: Any)
 def ulysses_attention(
     attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
 ) -> Tensor:
-    """Attend over the whole sequence, with a share of the heads on each rank.
+    """Attend over the whole sequence, where each rank computes a range of the heads.
 
-    It follows Jacobs et al., arXiv 2309.14509: one all-to-all of a rank's activations before the
-    attention, and one after. The kernels receive a plain causal sequence. The context-parallel
-    ranks must divide the key-value heads of a tensor-parallel rank.
+    It follows Jacobs et al., arXiv 2309.14509, with one all-to-all before the attention and one
+    after it. The kernels receive a plain causal sequence. The number of context-parallel ranks must
+    divide the number of key-value heads of a tensor-parallel rank.
 
     Args:
         attend: attention function for whole sequences.
         group: context-parallel ranks.
-        heads: `[b, s, heads, width]` of this rank's zigzag part. The heads of a contiguous share of
-            the queries must attend to the same share of the keys and values.
+        heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`. The heads of each
+            tensor are cut into equal ranges, one per rank. The queries of a range must attend to
+            the keys and values of the same range.
         options: options of ``attend``.
 
     Returns:
@@ -125,15 +130,15 @@ def ulysses_attention(
 def gathered_attention(
     attend: Attention, group: ProcessGroup, *heads: Tensor, **options: Any
 ) -> Tensor:
-    """Gather all keys and values, and attend twice, once for each of this rank's chunks.
+    """Gather all keys and values, and attend twice, once for each of this rank's two chunks.
 
-    It has the fewest communication steps and the fastest kernels, but keeps the keys and values of
-    the whole sequence until the backward pass. It suits short sequences on many ranks.
+    It has the fewest communication steps and the fastest kernels, but saves the keys and values of
+    the whole sequence for the backward pass. It suits short sequences on many ranks.
 
     Args:
-        attend: attention function for queries at an offset, and keys up to the queries' end.
+        attend: attention function for queries at an offset, and for all keys up to the last query.
         group: context-parallel ranks.
-        heads: `[b, s, heads, width]` of this rank's zigzag part.
+        heads: this rank's zigzag shard of each tensor, `[b, s, heads, width]`.
         options: options of ``attend``.
 
     Returns:
@@ -157,11 +162,13 @@ def gathered_attention(
 
 
 def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the sequence along the first dimension; the backward pass sums each rank's part.
+    """Gather the sequence along the first dimension, in the order of positions.
+
+    The backward pass returns to each rank the sum of all ranks' gradients of its shard.
 
     Args:
-        local: this rank's zigzag part.
-        group: the context-parallel ranks.
+        local: this rank's zigzag shard.
+        group: context-parallel ranks.
     """
     by_rank = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
@@ -170,17 +177,17 @@ def sequence_of_all_ranks(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """Split `[s, b, channels]` into heads `[b, s, heads, width]` of each shape."""
+    """Split `[s, b, channels]` into one tensor `[b, s, heads, width]` for each (heads, width)."""
     parts = packed.transpose(0, 1).split([shape.numel() for shape in shapes], dim=2)
     return [part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def row_boundaries(documents: Tensor, rows: int) -> list[Tensor]:
-    """Return the ends of documents for each row.
+    """Return the boundaries of documents in each row of the batch.
 
     Args:
-        documents: ends in the concatenation of all rows, [documents + 1] integers from 0 to rows x
-            length; each row ends a document.
+        documents: boundaries in the concatenation of all rows, [documents + 1] integers from 0 to
+            rows * length. The end of each row is a boundary.
         rows: number of rows.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Backends that call a library's plain attention."""
+"""Backends that call the plain attention of a library."""

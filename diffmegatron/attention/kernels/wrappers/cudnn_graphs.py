@@ -1,12 +1,13 @@
 """Plain attention by cuDNN's graphs, through nvidia-cudnn-frontend: V may be wider than Q.
 
 torch's own cuDNN attention supports a V of at most 128 columns in the backward pass, and cuDNN
-itself 256 on Hopper. cuDNN alone decides which shapes, masks and chips it supports; if it refuses a
-graph, the error has its reason. The code follows the interface of frontend 1.32.
+itself 256 on Hopper. cuDNN alone decides which shapes, masks and chips it supports. If it does not
+support a graph, the error contains cuDNN's reason. The code follows the interface of frontend 1.32.
 
-Tensors are contiguous `[b, length, heads, width]`. A graph describes them as `[b, heads, length,
-width]` with these strides. Packed documents have cuDNN's *ragged* layout: every document is a batch
-row with the length of the longest document, and an offset and a length give its position.
+Tensors are contiguous `[b, length, heads, width]`. A graph describes them as
+`[b, heads, length, width]` with the corresponding strides. Packed documents have cuDNN's *ragged*
+layout: every document is a batch row of the longest document's length, and an offset and a length
+define which tokens belong to the document.
 """
 
 from collections.abc import Mapping
@@ -22,23 +23,26 @@ from ..call import AttentionCall
 from ..first_order import first_order
 from .two_map_calls import two_calls
 
-# The frontend's names of torch's dtypes.
+# Names of dtypes in the frontend.
 DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
-# A cached graph holds a compiled plan of a forward or a backward pass.
+# Maximum number of cached graphs for each direction. A graph holds a compiled plan of a forward or
+# of a backward pass.
 MOST_GRAPHS = 64
-# Offsets into a ragged tensor are counted in 32 bits.
+# Limit of cuDNN's 32-bit offsets into a ragged tensor.
 MOST_ELEMENTS = 2**31
 
 
 class Problem(NamedTuple):
-    """The problem that one plan is compiled for: attention with one map.
+    """Properties of attention with one map for which a plan is compiled.
 
     Attributes:
-        batch: number of rows, or of packed documents, rounded up.
-        rows, keys: numbers of queries and keys; in packed rows, length of the longest document,
-            rounded up.
-        is_packed: whether rows are documents of different lengths.
-        causal: hide later keys, aligned at the last query and key.
+        batch: number of batch rows, or of packed documents, rounded up.
+        heads, kv_heads: number of query heads, and of key and value heads.
+        rows, keys: number of queries and of keys; for packed documents, length of the longest
+            document, rounded up.
+        width, value_width: width of queries and keys, and of values.
+        causal: hide later keys; the last query is aligned with the last key.
+        is_packed: whether the batch rows are documents of different lengths.
         deterministic: sum gradients in a fixed order, without atomic additions.
     """
 
@@ -58,10 +62,11 @@ class Problem(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A compiled plan.
+    """A compiled graph.
 
     Attributes:
-        tensors: tensors of the graph, by the names of their data.
+        graph: the frontend's graph.
+        tensors: the graph's tensors by name, such as "q" or "lse".
         workspace: size of the workspace in bytes.
     """
 
@@ -71,11 +76,11 @@ class Graph(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Packed documents on the device, int32 `[number (+ 1), 1, 1, 1]`.
+    """Packed documents on the device; the tensors are int32 `[documents, 1, 1, 1]`.
 
     Attributes:
         lengths: number of tokens of each document.
-        starts: first token of each document, and the end of the last.
+        starts: first token of each document, and the end of the last document (one entry more).
         longest: upper bound of the lengths.
     """
 
@@ -89,7 +94,7 @@ def load_library() -> ModuleType:
     """Import the frontend, and check that it has attention and finds a cuDNN library.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the frontend is too old, or finds no cuDNN library.
     """
     library = import_module("cudnn")
     version = getattr(library, "__version__", "unknown")
@@ -108,17 +113,17 @@ def load_library() -> ModuleType:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attend with two maps by two calls with V whole, like FlashDiffAttn_1."""
+    """Compute differential attention by two calls with the whole V, as FlashDiffAttn_1 does."""
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
-    # Every batch row has the same documents.
+    # All batch rows have the same documents.
     return two_calls(partial(_attend_documents, call.scale, mask.causal, mask.cu_seqlens), call)
 
 
 def _attend_aligned(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blind = max(q.shape[1] - k.shape[1], 0) if causal else 0
-    # cuDNN does not support rows without visible keys. They come first, and their output is zero.
+    # The first `blind` rows see no key, which cuDNN does not support. Their output is zero.
     out = _attend(scale, causal, q[:, blind:], k, v, None)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
@@ -131,14 +136,15 @@ def _attend_documents(
     return _attend(scale, causal, q_row, k_row, v_row, documents)[0].unflatten(0, q.shape[:2])
 
 
-# Both maps and all layers of a batch use the same documents.
+# Cached, because both maps and all layers of a batch use the same documents. The tensors are
+# created outside of inference_mode, because training cannot use tensors that were created under it.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def documents_of(bounds: tuple[int, ...], batch: int, device: torch.device) -> Documents:
-    """Return the documents of all rows, one row after the other.
+    """Return the documents of all batch rows, concatenated row by row.
 
-    Their number and `longest` are rounded up to powers of two, so that few graphs serve all
-    batches. The additional documents have no tokens.
+    The number of documents and `longest` are rounded up to powers of two, so that many batches use
+    the same graph. The additional documents have no tokens.
     """
     row = torch.tensor(bounds)
     lengths = row.diff().repeat(batch)
@@ -159,7 +165,7 @@ def _power_of_two(number: int) -> int:
 def _attend(
     scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
 ) -> Tensor:
-    """Attend with one map; with documents, all tokens are in one row."""
+    """Compute attention with one map; with documents, all tokens are in one batch row."""
     batch, rows, heads, width = q.shape
     keys = k.shape[1]
     if documents is not None:
@@ -211,7 +217,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Tensor]:
-    """Return the documents' lengths, and their starts in each ragged tensor, in elements."""
+    """Return the lengths of documents, and their starts in each ragged tensor in elements."""
     if documents is None:
         return {}
     starts = {
@@ -221,7 +227,7 @@ def _of_documents(problem: Problem, documents: Documents | None) -> dict[str, Te
 
 
 def _token_sizes(problem: Problem) -> dict[str, int]:
-    """Return the number of elements of a token in each tensor, the same in its gradient."""
+    """Return the number of elements per token of each tensor and of its gradient."""
     return {
         "q": problem.heads * problem.width,
         "k": problem.kv_heads * problem.width,
@@ -238,7 +244,7 @@ def _run(graph: Graph, data: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _handle_on_stream(device: torch.device) -> Any:
-    """Return cuDNN's handle of this device, set to torch's current stream."""
+    """Return the cuDNN handle of this device, set to torch's current stream."""
     handle = _handle(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     load_library().set_stream(handle=handle, stream=stream)
@@ -253,10 +259,10 @@ def _handle(device: torch.device) -> Any:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def forward_graph(problem: Problem) -> Graph:
-    """Return the graph of attention that writes its output and log-sum-exps.
+    """Return the compiled forward pass, which writes the output and the log-sum-exps.
 
     Raises:
-        ValueError: cuDNN does not take it.
+        ValueError: cuDNN does not support the problem.
     """
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v")}
@@ -270,10 +276,10 @@ def forward_graph(problem: Problem) -> Graph:
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def backward_graph(problem: Problem) -> Graph:
-    """Return the graph of the gradients of q, k and v.
+    """Return the compiled backward pass, which writes the gradients of q, k and v.
 
     Raises:
-        ValueError: cuDNN does not take it.
+        ValueError: cuDNN does not support the problem.
     """
     builder = _Builder(problem)
     inputs = {name: builder.tensor(name) for name in ("q", "k", "v", "o")}
@@ -307,19 +313,19 @@ class _Builder:
         )
 
     def tensor(self, name: str) -> Any:
-        """Add an input."""
+        """Add the input `name` to the graph, and return the graph's tensor."""
         dims, strides, dtype = self._layout(name)
         tensor = self.graph.tensor(name=name, dim=dims, stride=strides, data_type=dtype)
         return self._placed(name, tensor)
 
     def output(self, name: str, tensor: Any) -> None:
-        """Declare where and how an operation's result is written."""
+        """Declare the layout and dtype in which the result of an operation is written."""
         dims, strides, dtype = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(dtype)
         self._placed(name, tensor)
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the operation, which both directions share."""
+        """Return the options that the forward and the backward operation share."""
         problem = self.problem
         is_square = problem.rows == problem.keys
         options: dict[str, Any] = {
@@ -333,7 +339,11 @@ class _Builder:
         return options
 
     def compiled(self) -> Graph:
-        """Return the plan that cuDNN's heuristics put first."""
+        """Compile the graph with the plan that cuDNN's heuristics rank first.
+
+        Raises:
+            ValueError: cuDNN does not support the problem.
+        """
         library, graph = self.library, self.graph
         try:
             graph.validate()
@@ -351,7 +361,11 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions `[b, heads, length, width]`, strides and dtype."""
+        """Return dimensions, strides and dtype of the tensor `name`.
+
+        The dimensions are `[b, heads, length, width]`. The name of a gradient is "d" and the name
+        of its tensor.
+        """
         of = self.problem
         if name == "lse":
             dims = [of.batch, of.heads, of.rows, 1]
@@ -375,7 +389,7 @@ class _Builder:
         return tensor
 
     def _table(self, name: str, length: int) -> Any:
-        """Return an int32 tensor with a number per document, made once."""
+        """Return the graph's int32 input `name` of the given length; add it at first use."""
         if name not in self.tensors:
             self.tensors[name] = self.graph.tensor(
                 name=name,

@@ -1,8 +1,8 @@
 """Plain attention by FlashAttention 2, or by its fork flex_head_fa, where V may be wider than Q.
 
-Like this package, both align causality bottom-right, return zeros for rows without visible keys,
-and group query head n with kv head n // (h / h_kv) (flash_attn 2.8 and flex_head_fa 0.1.2,
-flash_attn_interface.py).
+Both libraries follow the conventions of this package: the last query is aligned with the last key,
+rows without visible keys are zero, and query head n attends to kv head n // (h / h_kv). (Source:
+flash_attn_interface.py of flash_attn 2.8 and flex_head_fa 0.1.2.)
 """
 
 import inspect
@@ -38,24 +38,31 @@ def load_library(name: str) -> ModuleType:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attend with one map by one call of FlashAttention 2."""
+    """Compute softmax attention by one call of FlashAttention 2."""
     return plain_attention(load_library("flash_attn"), call)(*call.maps.arguments())
 
 
 def attend_in_two_calls(call: AttentionCall) -> Tensor:
-    """Attend with V whole by flex_head_fa: FlashDiffAttn_1, the form the paper timed."""
+    """Compute differential attention by two calls of flex_head_fa with the whole V.
+
+    This is FlashDiffAttn_1, the form that the paper timed.
+    """
     return two_calls(plain_attention(load_library("flex_head_fa"), call), call)
 
 
 def attend_in_four_calls(call: AttentionCall) -> Tensor:
-    """Attend with V in halves by FlashAttention 2: FlashDiffAttn_2."""
+    """Compute differential attention by four calls of FlashAttention 2 with halves of V.
+
+    This is FlashDiffAttn_2.
+    """
     return four_calls(plain_attention(load_library("flash_attn"), call), call)
 
 
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
-    """Return a function of q, k, v (`[b, length, heads, width]`) that attends under the mask.
+    """Return a function from q, k, v to their attention under the call's mask.
 
-    Packed documents use the function for variable lengths. All batch rows have the same documents.
+    Tensors are `[b, length, heads, width]`. Packed documents use the library's function for
+    variable lengths. All batch rows have the same documents.
     """
     mask = call.mask
     options = {

@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled on CUDA: one call, or two with V whole."""
+"""Attention by torch's FlexAttention, compiled on CUDA, in one call per map with the whole V."""
 
 from functools import cache, lru_cache
 from typing import Any
@@ -14,13 +14,18 @@ from .two_map_calls import Attend, two_calls
 
 # FlexAttention's own block sizes, in rows of queries and of keys.
 BLOCK = 128
-# Largest number of compilations for widths, dtypes and groupings of heads; another one is an error.
-# By default torch stops compiling after eight, and would then store all scores.
+# Maximum number of compilations for different widths, dtypes and groupings of heads; one more is an
+# error. torch's own limit is eight. Beyond it torch would run FlexAttention uncompiled, which
+# stores all scores.
 MOST_COMPILATIONS = 64
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attend by one call in torch's own blocks with one map, by two calls with two."""
+    """Compute attention by one call per map.
+
+    With one map, FlexAttention chooses its block sizes. With two maps V has the width 2d, and
+    `kernel_options` chooses the block sizes.
+    """
     if call.lambda_ is None:
         return _plain_attention(call, None)(*call.maps.arguments())
     options, q = None, call.maps.queries[0]
@@ -47,14 +52,15 @@ def _plain_attention(call: AttentionCall, options: dict[str, int] | None) -> Att
     return attend
 
 
-# All layers of a batch use the same table, and training may use one from inference_mode.
+# Cached, because all layers of a batch use the same table. It is created outside of inference_mode,
+# because training cannot use tensors that were created under it.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """Return the table of `create_block_mask`, computed from the visible keys of each row.
+    """Return the same table as `create_block_mask`, computed from the visible keys of each row.
 
-    `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at 64K. This function needs
-    tensors `[s, t / 128]`.
+    `create_block_mask` needs several tensors `[s, t]`, of 4 GiB each at 64K positions. This
+    function needs tensors `[s, t / 128]`.
     """
     start, stop = mask.key_intervals(device)
     first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
@@ -62,7 +68,8 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
-            # FlexAttention counts a shorter last block as masked, so it counts as masked here.
+            # FlexAttention treats a shorter last block as partially masked, so it does not count as
+            # fully visible here.
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
@@ -83,7 +90,11 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return number and order of the true entries in rows of `[query blocks, key blocks]`."""
+    """Return, for each row of a table, the number of true entries and the columns, true ones first.
+
+    `blocks` is boolean `[query blocks, key blocks]`. The results are int32 `[1, 1, query blocks]`
+    and `[1, 1, query blocks, key blocks]`, as FlexAttention expects them.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -91,13 +102,15 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def kernel_options(
     query_length: int, head_dim: int, dtype: torch.dtype, target: Target
 ) -> dict[str, int]:
-    """Return block sizes for a V of 2d, where torch's defaults assume a V as wide as Q.
+    """Return block sizes for a V of width 2d, because torch's defaults assume a V as wide as Q.
 
-    At d = 128 torch's defaults exceed the shared memory of every chip in one direction: 242 of 227
-    KiB in Hopper's backward, 290 in Blackwell's; in the forward 144 of 99 on 8.9, and in fp32 176
-    of 163 on 8.0 and 128 of 99 on 12.0. At d = 64 they have four warps, whose registers cannot hold
-    the forward's result. These figures come from compiling torch's code with triton 3.7.1; nothing
-    was run.
+    At d = 128 torch's defaults exceed the shared memory of every chip in one direction:
+
+    - backward: 242 of 227 KiB on Hopper, 290 on Blackwell;
+    - forward: 144 of 99 KiB on 8.9; in fp32 176 of 163 KiB on 8.0, and 128 of 99 KiB on 12.0.
+
+    At d = 64 the defaults have four warps, whose registers cannot hold the forward's result. These
+    figures come from compiling torch's code with triton 3.7.1; nothing was run.
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
@@ -122,7 +135,7 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
     if head_dim == 64:
         return {"num_warps": 8}
     size, stages, warps = (32, 1, 4) if target is Target.SMALL else (64, 2, 8)
-    # One part of the kernel computes dK and dV (1), another dQ (2).
+    # FlexAttention's backward kernel has separate block sizes for dK and dV (1) and for dQ (2).
     sizes = {f"BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
     return sizes | {"num_stages": stages, "num_warps": warps}
 
@@ -131,8 +144,8 @@ def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict
 def _flex_attention(device: str) -> Any:
     """Return FlexAttention, compiled on CUDA, because uncompiled it stores all scores.
 
-    torch compiles once for the first length, and then once for all lengths. Documents are data and
-    cause no compilation.
+    torch compiles once for the first length, and then once for all other lengths. Documents are
+    data and cause no compilation.
     """
     if device != "cuda":
         return flex_attention

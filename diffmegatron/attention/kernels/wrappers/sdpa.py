@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention with our masks: for the baseline, and in four calls."""
+"""Attention by torch's scaled_dot_product_attention: one call with one map, four with two maps."""
 
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attend by one call with one map, by four with two."""
+    """Compute softmax attention by one call, or differential attention by four calls."""
     bias = _bias(call.mask, call.maps.v)
     attend_map = partial(_attend, softmax_scale=call.scale, bias=bias, causal=call.mask.causal)
     if call.lambda_ is None:
@@ -25,9 +25,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one map's part in `api.chunk_attention`, by torch's flash kernels.
+    """Return the output and log-sum-exp of one map by torch's flash kernels.
 
-    It is not differentiable. V is split into pieces as wide as Q, and the only mask is `is_causal`.
+    This is a backend function of `api.chunk_attention`. It is not differentiable. V is split into
+    pieces that are as wide as Q, and the only supported mask is `is_causal`.
     """
     v = call.maps.v
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -40,11 +41,12 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the gradients of `api.chunk_gradients`, by torch's flash kernels.
+    """Return the contribution of a chunk to the gradients by torch's flash kernels.
 
-    The kernels receive the output and the log-sum-exp of the whole; torch's own context parallelism
-    does the same. Each piece of V adds its own rowsum(dO * O) to dS, so that the pieces' gradients
-    of q and k add up.
+    This is a backend function of `api.chunk_gradients`. The kernels receive the output and the
+    log-sum-exp over all keys, as in torch's own context parallelism. V is split into pieces that
+    are as wide as Q. A call per piece subtracts the piece's own rowsum(dO * O), so the calls'
+    gradients of q and k add up.
     """
     maps, lambda_ = call.maps, call.lambda_
     kv_heads, width = maps.v.shape[2], maps.queries[0].shape[3]
@@ -76,8 +78,9 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out, log-sum-exp, ...) of `[b, h, length, d]` by the device's flash kernel.
 
-    Without `scaled_dot_product_attention`, CUDA's kernel supports only multiples of 8 for d. For a
-    row without keys it returns a log-sum-exp of +inf, but chunks here have no such rows.
+    A direct call of CUDA's kernel, unlike `scaled_dot_product_attention`, supports only multiples
+    of 8 for d. It returns a log-sum-exp of +inf for a row without keys, but the chunks here have no
+    such rows.
     """
     outputs: tuple[Tensor, ...]
     if q.is_cuda:
@@ -101,7 +104,8 @@ def _flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     if q.is_cuda:
-        # The random state and the packed lengths, for dropout and nested tensors, are not used.
+        # The random state is for dropout and the lengths are for nested tensors, which are not
+        # used.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -115,7 +119,10 @@ def _flash_gradients(
 
 
 def _pieces(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """Split `[b, length, heads or kv heads, n width]` into n of `[b, heads, length, width]`."""
+    """Split values into n tensors `[b, heads, length, width]`, with kv heads repeated.
+
+    `x` is `[b, length, heads or kv heads, n * width]`.
+    """
     return list(_per_query_head(x, heads).split(width, -1))
 
 
@@ -130,12 +137,13 @@ def _per_kv_head(grad: Tensor, kv_heads: int) -> Tensor:
 
 
 class _Bias(NamedTuple):
-    """A mask in the form of torch's kernels.
+    """A mask in the form that torch's kernels accept.
 
     Attributes:
-        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values. The backward
-            pass saves it, and calls with the same mask share the tensor.
-        empty_rows: True for queries without visible keys, bool `[s, 1]`; their scores are 0 here.
+        scores: 0 or -inf to add to the scores, `[s, t]` in the dtype of the values. The tensor is
+            saved for the backward pass, and calls with the same mask share it.
+        empty_rows: bool `[s, 1]`, True for queries without visible keys. `scores` is 0 in these
+            rows.
     """
 
     scores: Tensor
@@ -153,20 +161,21 @@ def _attend(
         )
         return out.transpose(1, 2)
     if repeats > 1:
-        # With a mask and grouped heads, CUDA would use the path that stores all scores.
+        # With a mask and grouped heads, CUDA would use the implementation that stores all scores.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias.scores, scale=softmax_scale)
     return out.masked_fill(bias.empty_rows, 0.0).transpose(1, 2)
 
 
 def _bias(mask: AttentionMask, v: Tensor) -> _Bias | None:
-    """Return the mask for torch, or None if `is_causal`, aligned top-left, is equivalent."""
+    """Return the mask for torch, or None if torch's `is_causal` can express the mask."""
     if mask.is_plain:
         return None
     hidden = mask.hidden((0, mask.query_length), (0, mask.key_length), v.device)
     if hidden is None:
         return None
-    # A row without visible keys would be NaN, so make all keys visible and set the result to zero.
+    # A row without visible keys would be NaN. Make all keys visible, and set the output to zero
+    # later.
     empty_rows = hidden.all(-1, keepdim=True)
     scores = torch.zeros_like(hidden, dtype=v.dtype).masked_fill_(hidden & ~empty_rows, -torch.inf)
     return _Bias(scores, empty_rows)

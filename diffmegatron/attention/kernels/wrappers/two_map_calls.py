@@ -1,7 +1,8 @@
 """Differential attention from calls of any plain attention (arXiv 2410.05258, appendix A).
 
-FlashDiffAttn_1 makes two calls with V whole (6d forward, 14d backward, in multiply-adds per pair).
-FlashDiffAttn_2 makes four calls, for kernels that need a V as wide as Q (8d and 20d).
+The paper has two forms. FlashDiffAttn_1 makes two calls, one per map, with the whole V (6d
+multiply-adds per pair forward, 14d backward). FlashDiffAttn_2 makes four calls, for kernels that
+need a V as wide as Q (8d and 20d).
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
     """Return `attend(q1, k1, v) - lambda attend(q2, k2, v)`, subtracted in fp32 or wider.
 
-    Rounding lambda to bf16 would change it by up to 5e-3. A noise head is computed once, and
-    subtracted from every signal head that shares it.
+    Rounding lambda to bf16 would change it by up to 5e-3. The output of a noise head is computed
+    once, and subtracted from every signal head that shares the noise head.
     """
     (q1, q2), (k1, k2), v = call.maps
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -29,10 +30,10 @@ def two_calls(attend: Attend, call: AttentionCall) -> Tensor:
 
 
 def four_calls(attend: Attend, call: AttentionCall) -> Tensor:
-    """Return the result of `two_calls`, with V in two halves of Q's width.
+    """Return the same result as `two_calls`, with V in two halves that are as wide as Q.
 
-    Both maps attend to the same copy of each half, which the backward pass saves. Views would save
-    more, because V itself is a view of all heads of the projection.
+    Both maps attend to the same contiguous copy of each half, which is saved for the backward pass.
+    Saved views would keep more memory, because V itself is a view of all heads of the projection.
     """
     halves = [half.contiguous() for half in call.maps.v.chunk(2, -1)]
 
