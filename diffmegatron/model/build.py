@@ -1,4 +1,4 @@
-"""Construction of a recipe's network from Megatron-core's parts, for this rank's stage."""
+"""Construction of this rank's stages of a recipe's network from Megatron-core's modules."""
 
 import math
 from typing import Any
@@ -29,8 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Return Megatron-core's configuration for a recipe.
 
-    The numbers of heads here serve only Megatron's rotary embedding and checks. The layers use the
-    variant's :class:`~diffmegatron.attention.variants.base.Heads`.
+    Only Megatron's rotary embedding and checks use the numbers of heads in this configuration. The
+    attention layers use the variant's :class:`~diffmegatron.attention.variants.base.Heads`.
     """
     model, parallel = recipe.model, recipe.parallel
     heads = model.attention.heads
@@ -49,7 +49,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Weights come from diffmegatron.model.initialize, the same for every layout.
+        # diffmegatron.model.initialize sets the weights, so that every layout has the same ones.
         perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -62,18 +62,19 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
-        # On a CPU the fused SwiGLU takes 19 s to compile. It is compiled at the first call, and
-        # again for a second sequence length and for evaluation.
+        # Fused SwiGLU is off on a CPU, where its compilation takes 19 s. It would be compiled at
+        # the first call, for a second sequence length, and for evaluation.
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        # This makes the embedding's gradient deterministic, which CUDA sums atomically otherwise.
+        # Make the embedding's gradient deterministic. Otherwise CUDA sums it by atomic additions.
         deterministic_mode=recipe.training.deterministic,
-        # With batched sends on gloo, interleaved schedules are wrong without an error.
+        # Off without CUDA: with batched sends on gloo, interleaved schedules compute wrong results
+        # and raise no error.
         batch_p2p_comm=torch.cuda.is_available(),
-        # This would synchronize after each exchange, for old versions of torch that did not order
-        # batched sends before later kernels.
+        # True would synchronize the device after each exchange. Only old versions of torch need
+        # this, because they did not order batched sends before later kernels.
         batch_p2p_sync=False,
     )
 
@@ -81,15 +82,15 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
 def build_model(
     recipe: Recipe, parallel_state: ParallelState, *, initial_weights: bool = True
 ) -> Network:
-    """Build this rank's stage of the network on its device.
+    """Build this rank's pipeline stage of the network, with all its virtual stages, on its device.
 
     Args:
-        recipe: sizes, attention, layout, precision, seed.
-        parallel_state: layout, and this rank's place in it.
-        initial_weights: whether to initialize the weights; otherwise they are arbitrary.
+        recipe: recipe with sizes, attention, layout, precision and seed.
+        parallel_state: parallel layout, and this rank's place in it.
+        initial_weights: whether to initialize the weights; otherwise their values are arbitrary.
 
     Raises:
-        UserError: If the recipe's attention backend cannot run here.
+        UserError: If the recipe's attention backend cannot run on this machine.
     """
     _check_backend(recipe, parallel_state)
     config = transformer_config(recipe)
@@ -108,10 +109,11 @@ def build_model(
 def _build_virtual_stage(
     recipe: Recipe, config: TransformerConfig, parallel_state: ParallelState, number: int
 ) -> VirtualStage:
-    """Build virtual stage ``number`` of this rank.
+    """Build the virtual stage with index ``number`` of this pipeline rank.
 
-    The first virtual stage of all has the embedding, and the last one the loss. With interleaving,
-    stage 0 of every rank precedes stage 1 of the first rank.
+    In the order of the network's layers, virtual stage 0 of all pipeline ranks comes before virtual
+    stage 1 of the first rank. The first virtual stage of the network has the embedding, and the
+    last one the output layer and the loss.
     """
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
@@ -138,10 +140,10 @@ def _build_virtual_stage(
 
 
 def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
-    """Return Megatron-core's arguments for recomputation.
+    """Return the arguments of Megatron-core's ``TransformerConfig`` for recomputation.
 
-    ``recompute_num_layers`` is the number of layers per group with the method "uniform", and per
-    stage with "block".
+    With the method "uniform", ``recompute_num_layers`` is the number of layers in a group that is
+    recomputed together. With "block", it is the number of recomputed layers in a virtual stage.
     """
     if recompute.granularity == "none":
         return {}
@@ -155,7 +157,11 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
-    """Fail before the first step if the recipe's attention backend cannot run here."""
+    """Check, before the first step, that the recipe's attention backend can run on this machine.
+
+    Raises:
+        UserError: If it cannot run.
+    """
     for attention, _ in recipe.model.attention.by_kind(recipe.model.num_layers):
         if attention.operation == "softmax":
             continue
@@ -167,10 +173,14 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 
 
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda of this stage's layers, 0-dim, keyed by global layer number.
+    """Return lambda of each layer on this rank, by global layer number.
 
-    Layers of softmax attention are left out. If lambda depends on the token, the value is the mean
-    over this rank's heads in the last forward pass.
+    Lambda is the factor of the second softmax map in differential attention. Layers of softmax
+    attention have no entry.
+
+    Returns:
+        0-dim tensors. If lambda depends on the token, the value is the mean over this rank's heads
+        and the tokens of the last forward pass.
     """
     found = {}
     for module in network.modules():
@@ -183,9 +193,10 @@ def lambda_by_layer(network: Network) -> dict[int, Tensor]:
 
 
 def _mark_tensor_parallel(network: Network) -> None:
-    """Mark the parameters that are sharded over tensor-parallel ranks, which gradient norms need.
+    """Set ``tensor_model_parallel`` on every parameter: whether tensor-parallel ranks shard it.
 
-    Megatron marks parameters in its own initialization, which is not used here.
+    Gradient norms need the mark, to count replicated parameters once. Megatron sets it in its own
+    initialization, which is not used here.
     """
     for parameter, shards in parameter_shards(network).items():
         whole = math.prod(shards[0].global_shape)

@@ -1,12 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
 # (The parameters of a Triton kernel are compiler values, which Python types cannot describe.)
-"""Cross-entropy in Triton over a vocabulary that tensor-parallel ranks share.
+"""Cross-entropy in Triton, for logits whose vocabulary is sharded over tensor-parallel ranks.
 
-``language_model_loss.py`` uses it on a GPU. Each logit is read twice, and its gradient overwrites
-it in the logits' dtype: 6 bytes of traffic per logit in bf16. Megatron-core's cross-entropy makes a
-float32 copy and passes over it seven times. Megatron's fused form is compiled at the first step and
-again for other shapes, Transformer Engine's form needs that library, and Liger's form does not
-support a vocabulary shared by ranks.
+``language_model_loss.py`` uses it on a GPU. Each logit is read twice, and its gradient is written
+over it in the same dtype. This is 6 bytes of memory traffic per logit in bf16.
+
+Why not another implementation:
+
+- Megatron-core's cross-entropy makes a float32 copy of the logits and passes over it seven times.
+- Megatron-core's fused version is compiled at the first step, and again for other shapes.
+- Transformer Engine's version needs that library.
+- Liger's version does not support a sharded vocabulary.
 """
 
 from typing import Any
@@ -20,7 +24,9 @@ from torch.autograd.graph import increment_version
 
 from diffmegatron.attention.kernels.triton.kernel_launch import accumulate, on_device
 
+# Number of logits that a program reads at a time.
 BLOCK = 4096
+# Number of warps of a program.
 WARPS = 8
 
 
@@ -30,19 +36,20 @@ def cross_entropy(
     group: distributed.ProcessGroup | None = None,
     used: int | None = None,
 ) -> Tensor:
-    """Return -log softmax(logits)[label] of each row, computed in float32 or higher precision.
+    """Return the loss -log softmax(logits)[label] of each row.
 
     Args:
-        logits: [rows, v], floating point: the whole vocabulary, or this rank's v consecutive words.
-            If they are contiguous, the backward pass overwrites them with their gradient.
-        labels: [rows] int64 ids of the whole vocabulary.
-        group: tensor-parallel ranks that share the vocabulary in their order; None if this rank
-            has all of it.
-        used: number of this rank's words that are not padding; the words after them do not count
-            and have no gradient. None: all.
+        logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
+            shards are consecutive ranges of ids, in the order of the ranks. Contiguous logits are
+            overwritten with their gradient in the backward pass.
+        labels: [rows] int64, ids in the whole vocabulary.
+        group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded.
+        used: number of ids in this rank's shard before its padding. Logits of padding are left out
+            of the softmax, and their gradient is 0. None for no padding.
 
     Returns:
-        [rows] float32 (float64 for float64), the same on every rank of the group.
+        Losses [rows], computed in float32 (in float64 for float64 logits), the same on every rank
+        of the group.
     """
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if used is None else used
@@ -81,13 +88,17 @@ class _CrossEntropy(torch.autograd.Function):
                 logits, own_labels, log_total, grad.contiguous(), words, ctx.used,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
-        # This makes autograd refuse a second backward pass, because the logits are overwritten.
+        # A second backward pass would read the overwritten logits. Make autograd refuse it.
         increment_version(logits)
         return logits, None, None, None
 
 
 def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's largest logit, sum of exp(logit - largest), and label's logit or 0."""
+    """Return the statistics of each row over this rank's vocabulary shard, three tensors [rows].
+
+    They are the largest logit; the sum of exp(logit - largest logit); and the logit of the label,
+    or 0 if the label is in the shard of another rank.
+    """
     rows, words = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
     largest, total, of_label = (
@@ -104,7 +115,7 @@ def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, 
 def _over_ranks(
     largest: Tensor, total: Tensor, of_label: Tensor, group: distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics of each rank's share into those of the whole vocabulary."""
+    """Reduce the statistics of all vocabulary shards to those of the whole vocabulary."""
     overall = largest.clone()
     distributed.all_reduce(overall, op=distributed.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (largest - overall).exp(), of_label])
@@ -124,7 +135,11 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Compute the statistics of one row, and rescale the sum when a larger logit is found."""
+    """Compute the three statistics of one row (see ``_statistics``).
+
+    The sum of exponentials is relative to the largest logit so far, and is rescaled whenever a
+    larger logit is found.
+    """
     row = tl.program_id(0)
     first = logits_ptr + row.to(tl.int64) * words
     largest = tl.full([], -float("inf"), ACCUMULATE)
@@ -133,7 +148,7 @@ def statistics_kernel(
         word = start + tl.arange(0, BLOCK)
         logits = tl.load(first + word, mask=word < used, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
-        # While all logits are -inf, the difference would be NaN.
+        # If all logits so far are -inf, -inf - (-inf) would be NaN, so subtract 0 instead.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger
@@ -156,7 +171,11 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Write grad * (softmax - onehot(label)) over the logits of one block of one row."""
+    """Overwrite one block of one row's logits with their gradient.
+
+    The gradient is grad * (softmax(logits) - onehot(label)), where grad is the gradient of the
+    row's loss. It is 0 for padding.
+    """
     row = tl.program_id(0)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row.to(tl.int64) * words + word

@@ -16,10 +16,13 @@ from torch import Tensor
 
 
 class Decoder(MegatronModule):
-    """Megatron-core's transformer layers, each built from its own spec.
+    """The transformer layers of a virtual stage; each layer is built from its own spec.
+
+    A virtual stage is one of the groups of layers on a pipeline rank (one group without
+    interleaving).
 
     Args:
-        config: sizes, layout and recomputation.
+        config: Megatron-core's sizes, layout and recomputation.
         layer_specs: one spec per layer of this virtual stage, in order.
         final_norm: class of the norm after the last layer; None except in the last virtual stage.
         groups: process groups of the layers.
@@ -36,7 +39,7 @@ class Decoder(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = groups.tp
-        # Each layer adds the number of layers in earlier virtual stages to its number.
+        # Megatron's layer adds the number of layers in earlier virtual stages to this number.
         self.layers: Sequence[TransformerLayer] = torch.nn.ModuleList(  # type: ignore[assignment]
             build_module(
                 spec, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
@@ -50,15 +53,17 @@ class Decoder(MegatronModule):
             )
 
     def forward(self, hidden: Tensor, angles: Tensor, documents: PackedSeqParams | None) -> Tensor:
-        """Run the layers.
+        """Run the layers, and the final norm in the last virtual stage.
 
         Args:
-            hidden: [s, b, hidden size]; under sequence parallelism s is this rank's part.
-            angles: angles of this rank's positions, [s, 1, 1, d].
-            documents: boundaries of packed documents in whole rows; None without packing.
+            hidden: hidden states [s, b, hidden size]. Under sequence parallelism, s counts only
+                this rank's positions.
+            angles: rotary angles, [s, 1, 1, d], of all positions of this context-parallel rank.
+            documents: boundaries of the documents in full sequences; None if attention crosses
+                documents.
 
         Returns:
-            Hidden states in the shape of ``hidden``, normalized in the last virtual stage.
+            Hidden states in the shape of ``hidden``.
         """
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
@@ -69,10 +74,11 @@ class Decoder(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
-        """Yield groups of consecutive layers, and whether the backward pass recomputes each group.
+        """Yield groups of consecutive layers, each with whether the backward pass recomputes it.
 
-        The method "uniform" keeps only the inputs of groups of ``recompute_num_layers`` layers. The
-        method "block" recomputes the first ``recompute_num_layers`` layers one by one.
+        Only the input of a recomputed group is saved for backward. With the method "uniform", all
+        groups have ``recompute_num_layers`` layers and are recomputed. With "block", each group is
+        one layer, and the first ``recompute_num_layers`` layers are recomputed.
         """
         count, method = self.config.recompute_num_layers, self.config.recompute_method
         if self.config.recompute_granularity != "full":
@@ -90,7 +96,7 @@ class Decoder(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron-core's sharded state, with layers named by their global numbers."""
+        """Return Megatron-core's sharded state dict, with layers named by their global index."""
         state: dict = {}
         for layer in self.layers:
             name = f"{prefix}layers.{layer.layer_number - 1}."

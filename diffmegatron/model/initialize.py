@@ -1,9 +1,10 @@
-"""Initial weights that depend on the seed only, never on the layout.
+"""Initial weights, which are the same for every parallel layout.
 
-Every named tensor has its own random stream, seeded by the run's seed and its name. It is drawn
-whole, and each rank keeps its shard. A network therefore starts from the same weights for any
-tensor and pipeline size. Two models compared with each other start with equal tensors wherever
-names and shapes agree.
+Every named tensor has its own random stream, seeded by ``training.seed`` and the tensor's name.
+Each rank draws the unsharded tensor and keeps its shard. A network therefore starts from the same
+weights for any tensor-parallel and pipeline-parallel size. Two models with the same seed, for
+example with different attention, start with equal values in all tensors that have the same name
+and shape.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 @torch.no_grad()
 def initialize(network: Network, recipe: Recipe) -> None:
-    """Initialize every parameter of this stage."""
+    """Initialize every parameter of this rank's stages in place."""
     for parameter, shards in parameter_shards(network).items():
         for shard in shards:
             whole = initial_tensor(
@@ -33,7 +34,14 @@ def initialize(network: Network, recipe: Recipe) -> None:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """Return the initial value of a whole named tensor, float32 on the CPU."""
+    """Return the initial value of an unsharded tensor, float32 on the CPU.
+
+    Args:
+        name: name of the tensor in the network.
+        shape: shape of the unsharded tensor.
+        model: model section of the recipe.
+        seed: seed of the run.
+    """
     initial = initial_values(name, shape, model)
     if isinstance(initial, Constant):
         return torch.full(shape, initial.value)
@@ -47,7 +55,17 @@ def initial_tensor(name: str, shape: tuple[int, ...], model: ModelConfig, seed: 
 def initial_values(
     name: str, shape: tuple[int, ...], model: ModelConfig
 ) -> float | Constant | Identity:
-    """Return a tensor's initial value; a float is the standard deviation of normal values."""
+    """Return the distribution of a tensor's initial values.
+
+    Args:
+        name: name of the tensor in the network.
+        shape: shape of the unsharded tensor.
+        model: model section of the recipe.
+
+    Returns:
+        A constant, a scaled identity matrix, or the standard deviation of a normal distribution
+        with mean 0.
+    """
     initialization = model.initialization
     declared = declared_parameter(name, model)
     if declared is not None and declared.initial != "matrix":
@@ -55,8 +73,8 @@ def initial_values(
     if len(shape) == 1:
         return Constant(1.0)
     if is_lora(name):
-        # LoRA's product starts at zero: B is zero. A has the standard deviation of torch's linear
-        # layers (Kaiming uniform with a = sqrt(5)).
+        # B is zero, so LoRA's product starts at zero. A has the standard deviation of the weights
+        # in torch's linear layers (Kaiming uniform with a = sqrt(5)).
         return Constant(0.0) if name.endswith(LORA_B) else 1 / math.sqrt(3 * shape[1])
     if name.startswith("embedding."):
         return model.embedding_std

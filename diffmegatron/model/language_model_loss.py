@@ -1,4 +1,4 @@
-"""Cross-entropy loss of a network on the next token, in chunks of the sequence."""
+"""Cross-entropy loss of the next token, optionally in chunks of the sequence to save memory."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,24 +7,28 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.checkpoint import checkpoint
 
-# Computes losses [b, s] from labels [b, s] and hidden states or logits.
+# Function that returns losses [b, s] from labels [b, s] and hidden states or logits [s, b, ...].
 Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
-    """Compute losses of ``size`` positions at a time, with logits recomputed in the backward pass.
+    """Compute the losses in chunks of ``size`` positions, to limit the memory of the logits.
 
-    All logits of 65,536 positions over 100,288 words would be 26 GB in float32. Megatron-core's
-    fused linear cross-entropy (``cross_entropy_fusion_impl="linear"``) runs on Blackwell only, and
-    Liger's does not support a vocabulary-parallel output layer.
+    Only the logits of one chunk exist at a time; the backward pass recomputes them. For example,
+    the logits of 65,536 positions with a vocabulary of 100,288 tokens are 26 GB in float32.
 
-    Under sequence parallelism the output layer gathers a chunk from all ranks, so the positions and
-    labels of a chunk are a range of each rank's part.
+    Two alternatives do not fit: Megatron-core's fused linear cross-entropy
+    (``cross_entropy_fusion_impl="linear"``) runs on Blackwell only, and Liger's does not support a
+    vocabulary-parallel output layer.
+
+    Under sequence parallelism, each tensor-parallel rank has a range of the sequence's positions,
+    and the output layer gathers these ranges. A chunk therefore consists of some positions from the
+    range of every rank.
 
     Args:
-        losses: computes the losses of a chunk from its labels and hidden states.
+        losses: function that returns the losses of a chunk from its labels and hidden states.
         labels: [b, s].
-        hidden: [s, b, h], or [s / tensor, b, h] under sequence parallelism.
+        hidden: [s, b, h], or [s / tensor size, b, h] under sequence parallelism.
         size: number of positions in a chunk.
 
     Returns:
@@ -48,17 +52,18 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
 def cross_entropy(
     megatrons: Losses, labels: Tensor, logits: Tensor, group: distributed.ProcessGroup, used: int
 ) -> Tensor:
-    """Return the loss of each token, [b, s], from this rank's share of the logits [s, b, v].
+    """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
-    Rows that pad the vocabulary are excluded. A pretrained model was trained without them, and with
-    logits of zero they would be among its more likely words.
+    Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
+    without padding. The padding's logits of 0 would count among the more likely tokens.
 
     Args:
-        megatrons: Megatron-core's cross-entropy, used if Triton's kernel cannot run.
+        megatrons: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
         labels: [b, s].
-        logits: [s, b, v]; padded words are overwritten.
-        group: tensor-parallel ranks.
-        used: number of this rank's rows that are words.
+        logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
+            overwritten.
+        group: tensor-parallel ranks, which shard the vocabulary.
+        used: number of tokens in this rank's vocabulary shard before its padding.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel
@@ -68,11 +73,12 @@ def cross_entropy(
         )
         return losses.view(logits.shape[:2]).T.contiguous()
     if used < logits.shape[-1]:
-        # In place, because the logits are the largest tensor and no earlier operation needs them.
+        # Write in place, because the logits are the largest tensor. No earlier operation needs
+        # their values in its backward pass.
         logits[..., used:] = -torch.inf
     return megatrons(labels, logits)
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    """Return whether Triton's cross-entropy can run on the logits' device."""
+    """Return whether the Triton kernel can run: the logits are on a GPU and Triton is installed."""
     return logits.is_cuda and importlib.util.find_spec("triton") is not None

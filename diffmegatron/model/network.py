@@ -1,4 +1,8 @@
-"""The network of a pipeline rank: one stage of layers, or several interleaved virtual stages."""
+"""The network of a pipeline rank: one stage of layers, or several interleaved virtual stages.
+
+In shapes, b is the number of sequences in a microbatch, s the number of positions on this
+context-parallel rank, and v the size of this tensor-parallel rank's vocabulary shard.
+"""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -23,22 +27,25 @@ from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 
 
 class VirtualStage(LanguageModule):
-    """Consecutive layers of the network, with the embedding or the output layer at its ends.
+    """Consecutive layers of the network on one pipeline rank.
 
-    Without interleaving a virtual stage is the whole pipeline stage, and without a pipeline the
-    whole network. Parts and public attributes have Megatron-core's names, because Megatron-core's
-    schedules and the sharded state of tied embeddings read them
-    (tests/unit/model/test_megatron_attributes.py lists them).
+    The first virtual stage also has the embedding, and the last one the output layer. Without
+    interleaving, a pipeline stage is one virtual stage. Without pipeline parallelism, the network
+    is one virtual stage.
+
+    Submodules and public attributes have Megatron-core's names, because Megatron-core's schedules
+    and the sharded state of tied embeddings read them (tests/unit/model/test_megatron_attributes.py
+    lists them).
 
     Args:
-        config: sizes, layout and recomputation.
+        config: Megatron-core's sizes, layout and recomputation.
         layer_specs: one spec per layer of this virtual stage, in order.
         final_norm: class of the norm after the network's last layer.
-        vocab_size: number of rows of the embedding and of the output layer over all ranks.
-        vocab_padding: number of rows at the end of the output layer that are not tokens.
+        vocab_size: number of rows of the unsharded embedding and output layer, with padding.
+        vocab_padding: number of padding rows at the end, which are not tokens.
         rope_theta: base of the rotary frequencies.
         rope_scaling: scaling of the rotary frequencies.
-        loss_chunk: number of positions whose logits are in memory at once; None for all.
+        loss_chunk: number of positions whose logits are in memory at the same time; None for all.
         tied_embeddings: whether the output layer shares the embedding's weight.
         pre_process: whether this is the first virtual stage, with the embedding.
         post_process: whether this is the last virtual stage, with the loss.
@@ -105,7 +112,11 @@ class VirtualStage(LanguageModule):
             )
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
-        """Receive the hidden states of the previous stage from Megatron-core's schedules."""
+        """Set the hidden states received from the previous stage; Megatron's schedules call this.
+
+        Args:
+            received: list of one tensor [s, b, hidden size]; None in the first stage.
+        """
         (self._received,) = received
 
     def forward(
@@ -116,14 +127,15 @@ class VirtualStage(LanguageModule):
         labels: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Run the layers, with Megatron's calling convention.
+        """Run the virtual stage, with the arguments in Megatron's order.
 
-        Positions count from each row's first token.
+        Rotary positions count from the first token of each sequence; ``position_ids`` does not
+        change them.
 
         Returns:
-            Hidden states [s, b, hidden size] before the last virtual stage. In the last stage, the
-            loss of each token [b, s] in float32, or without labels this rank's share of the
-            logits [b, s, v].
+            Before the last virtual stage, hidden states [s, b, hidden size]. In the last one, the
+            loss of each token [b, s] in float32, or without labels this tensor-parallel rank's
+            shard of the logits [b, s, v].
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received
         assert hidden is not None
@@ -139,7 +151,7 @@ class VirtualStage(LanguageModule):
         return chunked_losses(self._losses, labels, hidden, self.loss_chunk)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's share of the logits, [s, b, v]."""
+        """Return this tensor-parallel rank's shard of the logits, [s, b, v]."""
         shares = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shares else None
         logits: Tensor = self.output_layer(hidden, weight=weight)[0]
@@ -150,14 +162,22 @@ class VirtualStage(LanguageModule):
         return cross_entropy(megatrons, labels, logits, self.tp_group, self._used(logits.shape[-1]))
 
     def _used(self, share: int) -> int:
-        """Return how many of this rank's ``share`` rows of the output layer are words."""
+        """Return the number of this rank's rows of the output layer that are not padding.
+
+        Args:
+            share: number of rows on this tensor-parallel rank, with padding.
+        """
         return min(max(self.words - self.tp_group.rank() * share, 0), share)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
-        """Return the most likely ids, int64 [b, s], from this rank's share of the logits [b, s, v].
+        """Return the id of the most likely token at each position.
 
-        The result is the same on every tensor-parallel rank. Padding rows are never returned. The
-        id is -1 where a logit is not finite.
+        Args:
+            logits: this tensor-parallel rank's shard of the logits, [b, s, v].
+
+        Returns:
+            int64 [b, s], the same on every tensor-parallel rank. Padding is never returned. The id
+            is -1 where a logit of any rank is not finite.
         """
         group, share = self.tp_group, logits.shape[-1]
         first, used = group.rank() * share, self._used(share)
@@ -174,7 +194,7 @@ class VirtualStage(LanguageModule):
 class Network(torch.nn.Module):
     """All virtual stages of one pipeline rank.
 
-    A network with one stage can be called.
+    A network with only one virtual stage can be called.
     """
 
     def __init__(self, stages: Sequence[VirtualStage]) -> None:
@@ -184,36 +204,43 @@ class Network(torch.nn.Module):
         )
 
     def at_step(self, step: int) -> None:
-        """Set the number of optimizer steps done, which some kinds of attention use."""
+        """Set the number of completed training steps, which some attention variants use."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.step = step
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Run the only stage on ``(tokens [b, s], position_ids [b, s], mask, labels=[b, s], ...)``.
+        """Run the only virtual stage, with the arguments of :meth:`VirtualStage.forward`.
 
-        The mask is None, because attention is causal. Boundaries of packed documents are in
-        ``packed_seq_params`` (:class:`~diffmegatron.attention.self_attention.SelfAttention`).
+        These are ``tokens`` [b, s], ``position_ids`` [b, s], ``attention_mask`` (None, because
+        attention is always causal), ``labels`` [b, s], and ``packed_seq_params`` with the
+        boundaries of packed documents.
 
         Returns:
             Loss of each token, [b, s] float32, or without labels this tensor-parallel rank's
-            logits [b, s, v].
+            shard of the logits [b, s, v].
         """
         (stage,) = self.virtual_stages
         return stage(*args, **kwargs)
 
 
 def _gathered(own: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """Stack a tensor of all ranks of a group, [ranks, ...]."""
+    """Gather a tensor from all ranks of a group, and stack the results to [ranks, ...]."""
     found = [torch.empty_like(own) for _ in range(group.size())]
     distributed.all_gather(found, own.contiguous(), group=group)
     return torch.stack(found)
 
 
 def declared_parameter(name: str, model: ModelConfig) -> Parameter | None:
-    """Return the attention variant's declaration of a tensor, by the tensor's name in the network.
+    """Return the declaration of a tensor by its layer's attention variant.
 
-    Returns None for a tensor that is not declared by the layer's kind of attention.
+    Args:
+        name: name of the tensor in the network.
+        model: model section of the recipe.
+
+    Returns:
+        Declaration with shape and initial value; None if the layer's attention variant does not
+        declare the tensor.
     """
     layer, found, own = name.rpartition(".self_attention.")
     if not found:

@@ -1,9 +1,9 @@
-"""Table of the parts of named tensors that each parameter of this rank holds.
+"""Table of the shards of named tensors that each parameter of this rank stores.
 
-Names and shapes do not depend on the layout: ``decoder.layers.3.mlp.linear_fc1.weight`` is the
-tensor of the network's fourth layer for any number of tensor and pipeline ranks. Initial weights,
-checkpoints and export use this one table. The shapes come from Megatron-core's
-``sharded_state_dict``.
+A named tensor is an unsharded tensor of the network. Its name and shape do not depend on the
+parallel layout: ``decoder.layers.3.mlp.linear_fc1.weight`` belongs to the network's fourth layer
+for any tensor-parallel and pipeline-parallel size. Initial weights, checkpoints and export all use
+this table. The shapes come from Megatron-core's ``sharded_state_dict``.
 """
 
 import math
@@ -16,21 +16,25 @@ from torch import Tensor
 
 from diffmegatron.model.network import Network
 
-# This keeps SwiGLU's fused gate and up projection as two row blocks on every tensor-parallel rank.
+# With this option, Megatron-core describes SwiGLU's fused gate and up projection as two blocks of
+# rows on every tensor-parallel rank.
 _METADATA = {"non_homogeneous_layers": True}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a named tensor, stored as a contiguous range of a parameter's elements.
+    """A box of a named tensor that this rank stores as a contiguous range of a parameter.
+
+    A box is a range of indices along each axis. A parameter has several shards if it fuses several
+    tensors or blocks.
 
     Attributes:
-        name: name of the whole tensor.
-        global_shape: shape of the whole tensor.
-        offset: index of the box's first element in the whole tensor, per axis.
+        name: name of the unsharded tensor.
+        global_shape: shape of the unsharded tensor.
+        offset: index of the box's first element in the unsharded tensor, per axis.
         shape: shape of the box.
-        start: first element of the box in the flattened parameter.
-        is_primary: whether this rank saves the box (other ranks hold copies).
+        start: index of the box's first element in the flattened parameter.
+        is_primary: whether this rank saves the box; other ranks have copies of it.
     """
 
     name: str
@@ -47,16 +51,20 @@ class Shard:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Index of the box in the whole tensor."""
+        """Slices of the box in the unsharded tensor, one per axis."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the box's elements of a parameter, or of a tensor of its size, in its shape."""
+        """Return the elements of the box as a view in the shape of the box.
+
+        Args:
+            parameter: parameter that stores the box, or a tensor with as many elements.
+        """
         return parameter.reshape(-1)[self.start : self.start + self.numel].view(self.shape)
 
 
 def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
-    """Return the shards of every parameter of this stage, in the network's order.
+    """Return the shards of every parameter on this rank, in the order of ``named_parameters``.
 
     Raises:
         RuntimeError: If Megatron's sharded state lacks a parameter.
@@ -76,7 +84,10 @@ def parameter_shards(network: Network) -> dict[torch.nn.Parameter, list[Shard]]:
 
 
 def _sharded_tensors(state: dict) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield every sharded tensor with the index of its first element in its parameter."""
+    """Yield every sharded tensor of a state dict, and its first index in the flattened parameter.
+
+    A ``ShardedTensorFactory`` splits one parameter into several sharded tensors.
+    """
     for entry in state.values():
         if isinstance(entry, ShardedTensor):
             yield entry, 0
@@ -95,6 +106,7 @@ def _shard(tensor: ShardedTensor, start: int) -> Shard:
         offset=tuple(tensor.global_offset),
         shape=tuple(tensor.local_shape),
         start=start,
-        # The last entry numbers data-parallel copies, which ZeRO partitions.
+        # The last entry of a tuple is the data-parallel rank. Ignore it: ZeRO partitions the copies
+        # of data-parallel ranks, so each of these ranks saves its partition.
         is_primary=replica == 0 or not any(replica[:-1]),
     )

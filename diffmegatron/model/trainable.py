@@ -1,8 +1,9 @@
-"""Marks on the parameters for partial training: frozen tensors, frozen rows, learning rates.
+"""Settings of parameters for partial training: frozen tensors, frozen rows, learning rates.
 
-A wholly frozen parameter requires no gradient. It has no optimizer state, and Megatron's linear
-layers save nothing for its gradient. If some rows of a fused projection are frozen, their gradient
-is set to zero, so that Adam's moments and update stay zero.
+A fully frozen parameter has ``requires_grad=False``. It has no optimizer state, and Megatron's
+linear layers save nothing for its gradient. If only some rows of a fused projection are frozen, the
+parameter requires a gradient, and the gradient of the frozen rows is set to 0. Adam's moments and
+updates of these rows are then 0 too.
 """
 
 import torch
@@ -22,10 +23,13 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def mark_trained(network: Network, recipe: Recipe) -> None:
-    """Freeze the parameters that the recipe does not train, and set learning-rate factors.
+    """Set attributes of the parameters from the recipe's training patterns.
 
-    Sets ``requires_grad``. Where needed it also sets ``lr_factor``, and ``trained_ranges``, the
-    ranges of trained rows in the flattened parameter.
+    - ``requires_grad``: False for a fully frozen parameter.
+    - ``lr_factor``: factor of the learning rate. It is missing if the recipe trains everything
+      with one learning rate.
+    - ``trained_ranges``: ranges of the trained rows in the flattened parameter. It is set only if
+      some rows are frozen.
     """
     if trains_everything(recipe) and not recipe.optimizer.lr_multipliers:
         return
@@ -42,7 +46,14 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 
 
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:
-    """Zero the gradient of frozen rows of ``linear_qkv``, of which a rank holds whole blocks."""
+    """Set the gradient of frozen rows to 0 by a hook, and set ``trained_ranges``.
+
+    Args:
+        parameter: ``linear_qkv`` on this rank. Its rows are one or more blocks of the layout in
+            ``heads.rows``.
+        frozen: kinds of rows that are frozen, such as "q".
+        heads: kinds of the rows in a block.
+    """
     kinds = [kind for kind, count in heads.rows for _ in range(count * heads.head_dim)]
     is_frozen = torch.tensor([kind in frozen for kind in kinds])
     rows = is_frozen.repeat(parameter.shape[0] // len(kinds))
@@ -59,16 +70,16 @@ def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: 
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Return the ranges where a mask of the host is true, as pairs of first index and end."""
+    """Return the ranges of True in a mask [rows] on the CPU, as pairs (first, end)."""
     edges = torch.nn.functional.pad(rows.int(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _require_hidden_gradients(network: Network) -> None:
-    """Make the output of a frozen embedding require a gradient, for recomputed layers.
+    """Make the output of a frozen embedding require a gradient, which recomputed layers need.
 
-    Megatron's recomputation is an autograd function, which computes no gradients of the parameters
-    inside if none of its inputs requires one.
+    Megatron's recomputation is an autograd function. If none of its inputs requires a gradient,
+    autograd does not call its backward pass, and the parameters inside get no gradient.
     """
 
     def require_gradient(module: torch.nn.Module, _: object, hidden: Tensor) -> None:

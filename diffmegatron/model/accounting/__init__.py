@@ -1,9 +1,11 @@
-"""Parameters, FLOPs and memory of a recipe by arithmetic alone: no torch, no process, no GPU.
+"""Parameters, FLOPs and memory of a recipe, computed without torch, processes or a GPU.
 
-The parameters of the network as built are counted. FLOPs are the model's: the minimum that its
-equations need, without recomputation. Memory of weights, gradients and optimizer state is the
-number of bytes that DeepSpeed 0.19.8 allocates. Temporary memory (activations, logits, one layer's
-backward pass, the update) is an estimate without the allocator's overhead.
+- Parameters are those of the network that :func:`~diffmegatron.model.build.build_model` builds.
+- FLOPs are model FLOPs: the minimum that the model's equations need, without recomputation.
+- Memory of weights, gradients and optimizer state is the number of bytes that DeepSpeed 0.19.8
+  allocates.
+- Temporary memory (activations, logits, the backward pass of one layer, the optimizer's update) is
+  an estimate without the overhead of the allocator.
 """
 
 from diffmegatron.model.accounting.hardware import (

@@ -1,10 +1,15 @@
-"""Estimate of the activations kept for the backward pass, and of a layer's temporary memory.
+"""Estimate of the activations saved for backward, and of the temporary memory of a layer.
 
-The values depend on ``device``: on a ``gpu`` norms and SwiGLU are fused; on a ``cpu`` torch keeps
-their intermediate results too, and differential attention is computed in blocks of rows. The
-variant counts what its attention keeps. A frozen projection keeps its input only for LoRA. LoRA's
-narrow inputs are not added, and the input of a frozen output projection is not subtracted, because
-attention kernels keep it as their result.
+All functions count bytes on one rank. "Saved" always means saved for the backward pass.
+
+The values depend on ``device``. On a ``gpu``, norms and SwiGLU are fused. On a ``cpu``, torch also
+saves their intermediate results, and differential attention is computed in blocks of rows.
+
+- Attention: the attention variant counts the tensors that its kernels save.
+- A frozen projection saves its input only if it has LoRA. The narrow activations between LoRA's two
+  matrices are not counted.
+- The input of a frozen attention output projection is always counted, because the attention kernel
+  saves it as its result.
 """
 
 from typing import Literal
@@ -18,36 +23,50 @@ from diffmegatron.config.tensors import EMBEDDING, LORA_A, OUTPUT, network_tenso
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
 
 Device = Literal["gpu", "cpu"]
+# Bytes per element, by the value of training.precision.
 BYTES = {"bf16": 2, "fp32": 4}
+# Bytes per float32 element.
 FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes that a pipeline stage's layers keep for all microbatches in flight."""
+    """Return the bytes of activations that a pipeline stage holds at the peak of its schedule.
+
+    At this moment all microbatches in flight have saved their activations.
+
+    Args:
+        recipe: recipe of the run.
+        stage: number of the pipeline stage, from 0.
+        microbatches: number of microbatches per step.
+        device: device of the layers' operations.
+    """
     parallel = recipe.parallel
     in_flight = virtual_stages_in_flight(recipe, stage, microbatches)
     kept = in_flight * virtual_stage_bytes(recipe, stage, device) + shared_bytes(recipe)
     sharded = _hidden_bytes(recipe) * local_tokens(recipe)
     if stage == 0 and not _is_trained(recipe, EMBEDDING):
-        # No gradient leads to the first layer's input, so that nothing keeps it.
+        # The first layer's input needs no gradient, so it is not saved.
         kept -= sharded
     if stage == parallel.pipeline - 1:
         # Add the inputs of the final norm and the output layer for one microbatch.
         kept += final_norm_bytes(recipe, device)
         exchanged = in_flight - 1
     else:
-        # Add the gradient that has arrived; interleaved, the next input has arrived as well.
+        # Add the gradient received from the next stage. With interleaving, the input of the next
+        # forward pass has been received as well.
         exchanged = in_flight + (1 if parallel.virtual_pipeline == 1 else 2)
-    # Megatron-core keeps the sent hidden states until their gradient arrives.
+    # Megatron-core keeps the hidden states that it has sent until their gradient arrives.
     return round(kept + exchanged * sharded)
 
 
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
-    """Return the maximum number of virtual-stage forward passes that await their backward pass.
+    """Return the largest number of forward passes whose backward pass has not run yet.
 
-    1F1B holds one microbatch for each stage from this one on. With interleaving, a rank runs ahead
-    by two virtual stages per later rank, and by all its own but the last for a round of
-    microbatches (Megatron-core's get_pp_rank_microbatches, pipeline_parallel/schedules.py).
+    Each pass is that of one microbatch through one virtual stage. In 1F1B without interleaving, the
+    number is that of the stages from this one to the last. With interleaving, before its first
+    backward pass a rank runs two forward passes per later rank, and one round of microbatches (as
+    many as there are pipeline ranks) through each of its virtual stages except the last
+    (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py).
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -57,29 +76,36 @@ def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> i
 
 
 def local_tokens(recipe: Recipe) -> int:
-    """Return the number of a microbatch's tokens on one context-parallel rank."""
+    """Return the number of tokens of a microbatch on one context-parallel rank."""
     training = recipe.training
     return training.micro_batch_size * training.seq_length // recipe.parallel.context
 
 
 def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int]:
-    """Return the temporary memory of one layer's backward pass, at the larger of two moments.
+    """Return the temporary memory of one layer's backward pass.
 
-    At SwiGLU these are the gradients of its output and of its inputs. The product that the
-    projection after it has kept is freed. At the first projection, before it in the network, these
-    are the gradients of its output, its weight and its input. All that SwiGLU has kept is freed. At
-    both there is the gradient of the residual stream, and a recomputed layer has run again. A tied
-    embedding's gradient from the output layer waits for the one from the embedding.
+    The peak is at one of two moments in the MLP. The function returns the larger one:
+
+    - In SwiGLU's backward pass, memory holds the gradients of SwiGLU's output and inputs. The
+      output that was saved for the second projection (fc2) is freed.
+    - In the backward pass of the first projection (fc1), memory holds the gradients of its output,
+      weight and input. Everything that SwiGLU and fc2 saved is freed.
+
+    At both moments, memory also holds the gradient of the residual stream and, with recomputation,
+    the activations of the recomputed layer. The gradient of a tied embedding from the output layer
+    also stays in memory, until the embedding's own gradient is added to it.
 
     Returns:
-        Bytes beside the kept activations, and bytes of the kept activations that are freed.
+        Bytes in addition to the saved activations, and bytes of the saved activations that are
+        already freed.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
-    # Interleaved stages of one layer copy the gradient that they receive. The first stage of a
-    # pipeline has received the gradient too, where the activations count it.
+    # ``streams`` is the number of gradients of the residual stream. In the first stage of a
+    # pipeline, stage_activations already counts the received gradient. Virtual stages of one layer
+    # copy the gradient that they receive.
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -88,7 +114,7 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
         again += element * output_weight(recipe)
     again += tokens * streams * _hidden_bytes(recipe)
 
-    # Sequence-parallel ranks sum the gradient of the projection's input into a further tensor.
+    # Under sequence parallelism, the gradient of fc1's input is reduced into another tensor.
     states = 2 * ffn + model.hidden_size + (model.hidden_size / shards if shards > 1 else 0)
     weight = 2 * ffn * model.hidden_size if _is_trained(recipe, "mlp.linear_fc1.weight") else 0
     projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
@@ -99,16 +125,18 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     beside, freed = max(moments, key=lambda each: each[0] - each[1])
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
-    # On a CPU what unfused operations hold for a moment is about as large and not counted.
+    # On a CPU, do not subtract the final norm's freed activations: the temporary results of unfused
+    # operations are not counted and are about as large.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
 
 
 def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes that SwiGLU and the projection after it keep of a microbatch.
+    """Return the bytes that SwiGLU and the projection after it (fc2) save for one microbatch.
 
-    They are gate and up projection and their product; unfused also its two factors.
+    SwiGLU saves its two inputs, gate and up. fc2 saves the product of silu(gate) and up. Unfused
+    SwiGLU also saves the two factors of this product.
     """
     factors = 2 if device == "gpu" else 4
     factors += _keeps_input(recipe, "mlp.linear_fc2")
@@ -117,15 +145,21 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 
 
 def logits_bytes(recipe: Recipe, device: Device) -> int:
-    """Return the bytes at the loss: the logits, or the gradient of the output layer.
+    """Return the temporary bytes of the loss and of the output layer's backward pass.
 
-    On a GPU the cross-entropy overwrites the logits with their gradient. On a CPU Megatron-core's
-    cross-entropy overwrites them with float32 probabilities; bf16 logits stay beside these. Later
-    the backward pass holds the gradients of the logits, of the output layer's weight and of the
-    hidden states. If the loss is computed in chunks of tokens, one chunk has logits at a time, and
-    the weight gradients of the chunks are added up in a tensor of their own. Sequence-parallel
-    ranks sum the gradient of the hidden states into a further tensor, and a pipeline holds one
-    more. If activations are offloaded, the output layer's input has returned from the host.
+    The peak is at one of two moments. The function returns the larger one:
+
+    - In the cross-entropy, memory holds the logits. On a GPU their gradient overwrites them. On a
+      CPU Megatron-core's cross-entropy overwrites float32 logits with probabilities; for bf16
+      logits, the float32 probabilities are another tensor.
+    - In the output layer's backward pass, memory holds the gradients of the logits, of the weight
+      and of the hidden states.
+
+    If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
+    at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks or
+    sequence parallelism, the gradient of the hidden states is collected in another tensor. A
+    pipeline holds one more tensor of hidden states. So do offloaded activations, where it is the
+    output layer's input, copied back from the host.
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -146,7 +180,10 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def output_weight(recipe: Recipe) -> int:
-    """Return the elements of the output layer's weight on a tensor rank; 0 if it is frozen."""
+    """Return the number of elements of the output layer's weight gradient; 0 if it is frozen.
+
+    The number is that of one tensor-parallel rank.
+    """
     model = recipe.model
     if not _is_trained(recipe, EMBEDDING if model.tied_embeddings else OUTPUT):
         return 0
@@ -159,16 +196,17 @@ def final_hidden_bytes(recipe: Recipe) -> int:
 
 
 def final_norm_bytes(recipe: Recipe, device: Device) -> int:
-    """Return the bytes that the final norm and the output layer keep of a microbatch."""
+    """Return the bytes that the final norm and the output layer save for one microbatch."""
     return round(local_tokens(recipe) * _norm_and_projection_input(recipe, device))
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
-    """Return whether a tensor has a gradient.
+    """Return whether at least one tensor of a name has a gradient.
 
     Args:
         recipe: recipe of the run.
-        name: name of the tensor; without the prefix ``decoder.layers.N.`` one of any layer.
+        name: full name of a tensor, or a name without the prefix ``decoder.layers.N.``, which
+            stands for the tensors of all layers.
     """
     return trains_everything(recipe) or any(
         f".{each.name}".endswith(f".{name}") and trained_parts(each, recipe)
@@ -177,9 +215,9 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
 
 
 def _keeps_input(recipe: Recipe, projection: str) -> bool:
-    """Return whether the layers' projections of this name need their input in the backward pass.
+    """Return whether the projections of a name save their input for the backward pass.
 
-    They need it for the gradient of their weight, or of LoRA's matrix beside it.
+    The input is needed for the gradient of the projection's weight, or of its LoRA matrix A.
     """
     return _is_trained(recipe, f"{projection}.weight") or _is_trained(
         recipe, f"{projection}.{LORA_A}"
@@ -187,13 +225,15 @@ def _keeps_input(recipe: Recipe, projection: str) -> bool:
 
 
 def embedding_backward(recipe: Recipe, stage: int) -> int:
-    """Return the bytes beside the activations while the embedding's backward pass runs.
+    """Return the temporary bytes of the embedding's backward pass.
 
-    They are the gradients of its weight and of its output, which sequence-parallel ranks gather
-    from another tensor. A tied embedding has two gradients of its weight without a pipeline. Only
-    the first stage of a pipeline holds activations of other microbatches at that time. This
-    microbatch's activations are freed (:func:`embedding_freed`). An untied embedding without a
-    pipeline needs less than the output layer and is not counted.
+    They are the gradients of the embedding's weight and of its output. Under sequence parallelism,
+    the output's gradient is gathered from another tensor, which is counted too. A tied embedding
+    without a pipeline has two gradients of its weight.
+
+    The result is 0 for an untied embedding without a pipeline, because its peak is lower than that
+    of the output layer. :func:`embedding_freed` counts the activations that are freed before this
+    moment.
     """
     parallel, model = recipe.parallel, recipe.model
     if stage > 0 or not _is_trained(recipe, EMBEDDING):
@@ -211,7 +251,11 @@ def embedding_backward(recipe: Recipe, stage: int) -> int:
 
 
 def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
-    """Return the bytes of the activations that are freed at :func:`embedding_backward`."""
+    """Return the bytes of saved activations that are freed before the embedding's backward pass.
+
+    In a pipeline, these are the activations of this microbatch only, because other microbatches are
+    in flight.
+    """
     if recipe.training.offload_activations:
         return 0
     if recipe.parallel.pipeline > 1:
@@ -220,7 +264,11 @@ def embedding_freed(recipe: Recipe, stage: int, microbatches: int, device: Devic
 
 
 def sums_tied_gradients(recipe: Recipe) -> bool:
-    """Return whether autograd sums the gradients of a tied embedding's two uses on each rank."""
+    """Return whether autograd sums the two gradients of a tied embedding on the same rank.
+
+    The embedding and the output layer each have a gradient of the tied weight. Without a pipeline
+    they are on the same rank.
+    """
     is_tied = recipe.model.tied_embeddings and recipe.parallel.pipeline == 1
     return is_tied and _is_trained(recipe, EMBEDDING)
 
@@ -233,15 +281,16 @@ def offloaded_activations(recipe: Recipe, stage: int, microbatches: int, device:
 
 
 def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
-    """Return the bytes that a virtual stage keeps of one microbatch, with its recomputation.
+    """Return the bytes that a virtual stage saves for one microbatch.
 
-    With several kinds of attention this uses the mean over the pipeline stage's layers.
+    Recomputed layers count only their saved inputs. If the layers of the pipeline stage have
+    different attention variants, the mean over these layers is used.
     """
     recompute, kinds = recipe.recompute, stage_kinds(recipe, stage)
     count = sum(count for _, count in kinds)
     layers = count // recipe.parallel.virtual_pipeline
     whole = sum(count * _layer_bytes(recipe, device, kind) for kind, count in kinds) / count
-    # Megatron-core keeps a recomputed layer's input, which sequence parallelism shards.
+    # Bytes of the input of a recomputed layer, which sequence parallelism shards.
     entrance = _hidden_bytes(recipe) * local_tokens(recipe)
     if recompute.granularity != "full":
         return layers * whole
@@ -251,7 +300,11 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
 
 
 def _recomputed_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the temporary bytes of the layers that are recomputed together."""
+    """Return the bytes of the activations that recomputation creates again at one time.
+
+    With the granularity "full" these are the activations of all layers in a group; with "selective"
+    those of one layer's core attention.
+    """
     recompute = recipe.recompute
     if recompute.granularity == "none":
         return 0
@@ -268,7 +321,7 @@ def _kinds(recipe: Recipe) -> list[Variant]:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes of one layer's activations on their way to or from host memory."""
+    """Return the bytes on the device of offloaded activations: those of one layer in transfer."""
     if not recipe.training.offload_activations:
         return 0
     return max(_layer_bytes(recipe, device, kind) for kind in _kinds(recipe))
@@ -277,13 +330,15 @@ def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
 def _layer_bytes(
     recipe: Recipe, device: Device, kind: Variant, *, recomputed: bool = False
 ) -> float:
-    """Return the bytes that one layer keeps of a microbatch: norms, projections, attention, SwiGLU.
+    """Return the bytes that one layer saves for one microbatch.
+
+    They are those of the two norms, the projections, attention and SwiGLU.
 
     Args:
         recipe: recipe of the run.
         device: device of the layer's operations.
-        kind: kind of attention of the layer.
-        recomputed: whether the layer is being recomputed, and thus keeps everything.
+        kind: attention variant of the layer.
+        recomputed: whether the layer is being recomputed. If so, it saves all its activations.
     """
     attention, core = attention_bytes_per_token(recipe, device, kind)
     if recomputed or recipe.recompute.granularity != "selective":
@@ -296,18 +351,18 @@ def _layer_bytes(
 
 
 def _hidden_bytes(recipe: Recipe) -> float:
-    """Return the bytes of one token's residual stream, which sequence parallelism shards."""
+    """Return the bytes per token of a rank's hidden states; sequence parallelism shards them."""
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     return BYTES[recipe.training.precision] * recipe.model.hidden_size / shards
 
 
 def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
-    """Return the bytes per token that RMSNorm and the projection after it keep.
+    """Return the bytes per token that RMSNorm and the projection after it save.
 
-    A fused RMSNorm keeps its input and one float32 per token, and the projection keeps its own
-    input. Sequence parallelism shards both, because Megatron-core gathers the sequence again in the
-    backward pass. An unfused norm keeps the normalized input in float32; in bf16 it also keeps its
-    input in float32 instead of bf16.
+    A fused RMSNorm saves its input and one float32 per token, and the projection saves its own
+    input. Sequence parallelism shards all of them, because Megatron-core gathers the projection's
+    input again in the backward pass. An unfused norm also saves the normalized input in float32. In
+    bf16 it saves its input in float32 instead of bf16.
     """
     shards = recipe.parallel.tensor if recipe.parallel.sequence_parallel else 1
     per_token = 2 * _hidden_bytes(recipe) + FLOAT32 / shards
@@ -319,10 +374,11 @@ def _norm_and_projection_input(recipe: Recipe, device: Device) -> float:
 
 
 def attention_bytes_per_token(recipe: Recipe, device: Device, kind: Variant) -> tuple[float, float]:
-    """Return the bytes per token that a rank keeps of a layer's attention.
+    """Return the bytes per token that the attention of one layer saves.
 
     Returns:
-        Bytes of q, k, v and the output projection's input, and bytes of the core attention.
+        Bytes of q, k, v and the output projection's input; and bytes that the core attention saves
+        in addition.
     """
     kernels = _kernels(recipe, device, kind)
     projected, core = (each / recipe.parallel.tensor for each in kind.kept_bytes(kernels))
@@ -337,7 +393,9 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
     rows = recipe.training.micro_batch_size if has_documents else 1
     keys: float = rows * recipe.training.seq_length
     if communication == "all_gather":
-        # A rank has a chunk from each half of the sequence, and attends up to its end.
+        # Zigzag sharding splits a sequence into 2 x context chunks. Rank r has chunk r and the r-th
+        # chunk from the end. The keys of each chunk's attention call end with the chunk. On average
+        # over both chunks, this is (2 x context + 1) / (4 x context) of the sequence.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
     return Kernels(
         element=BYTES[recipe.training.precision],
@@ -352,15 +410,15 @@ def _kernels(recipe: Recipe, device: Device, kind: Variant) -> Kernels:
 
 
 def context_communication(recipe: Recipe) -> ContextCommunication | None:
-    """Return the communication of context-parallel ranks; None for one rank."""
+    """Return the kind of context-parallel communication; None without context parallelism."""
     return None if recipe.parallel.context == 1 else chosen_communication(recipe)
 
 
 def shared_bytes(recipe: Recipe) -> int:
-    """Return the bytes that all layers and microbatches share.
+    """Return the bytes of the tensors that all layers and microbatches use together.
 
-    They are each virtual stage's angles of the rotary embedding, and with sequence parallelism the
-    buffer into which Megatron-core gathers the hidden states of the tensor-parallel ranks.
+    These are the rotary angles, once per virtual stage. Under sequence parallelism there is also
+    Megatron-core's buffer, into which it gathers the hidden states of the tensor-parallel ranks.
     """
     parallel = recipe.parallel
     positions = recipe.training.seq_length // parallel.context

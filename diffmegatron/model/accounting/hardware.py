@@ -1,17 +1,17 @@
-"""Data-sheet figures of GPUs."""
+"""Speed, memory and bandwidth of GPUs, from NVIDIA's data sheets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Data-sheet figures of a GPU.
+    """Data-sheet values of a GPU model.
 
     Attributes:
-        peak_flops: dense bf16 FLOP/s (no structured sparsity).
+        peak_flops: peak of dense bf16 matrix products in FLOP/s, without structured sparsity.
         memory_gib: nominal memory in GiB.
-        memory_bandwidth: bytes/s.
-        link_bandwidth: bytes/s to the other GPUs of its node, in each direction.
+        memory_bandwidth: memory bandwidth in bytes/s.
+        link_bandwidth: bandwidth to the other GPUs of the same node, in bytes/s per direction.
     """
 
     peak_flops: float
@@ -20,9 +20,10 @@ class Accelerator:
     link_bandwidth: float
 
 
-# Source: NVIDIA's data sheets of A100 80GB, H100, H200 and HGX B200. They list most rates with
-# sparsity, twice the dense rate, and link rates as the sum of both directions. Longer names come
-# first, because "H100" also matches "H100 PCIe".
+# GPU models by a part of their CUDA name. Source: NVIDIA's data sheets of A100 80GB, H100, H200 and
+# HGX B200. The data sheets list most FLOP/s with sparsity, which is twice the dense value, and link
+# bandwidth as the sum of both directions. Longer names come first, because "H100" also matches
+# "H100 PCIe".
 ACCELERATORS = {
     "H100 PCIe": Accelerator(756e12, 80, 2.0e12, 300e9),
     "H100 NVL": Accelerator(835e12, 94, 3.9e12, 300e9),
@@ -34,5 +35,9 @@ ACCELERATORS = {
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """Return the GPU with CUDA's name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    """Return the data-sheet values of a GPU by its CUDA name; None if it is not in the table.
+
+    Args:
+        device_name: name that CUDA reports, such as ``NVIDIA H100 80GB HBM3``.
+    """
     return next((gpu for name, gpu in ACCELERATORS.items() if name in device_name), None)

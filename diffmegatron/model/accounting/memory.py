@@ -1,4 +1,7 @@
-"""Memory of each rank by part, for every layout of the recipe."""
+"""Estimate of each rank's memory: weights, gradients, optimizer state and temporary memory.
+
+All sizes are bytes on one rank. "Saved activations" are those saved for the backward pass.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -14,19 +17,21 @@ from diffmegatron.model.accounting import activations
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.zero_3 import count_gathers
 
-# Number of elements in the bucket with which ZeRO reduces gradients (reduce_bucket_size).
+# Number of elements in the bucket with which ZeRO reduces gradients (DeepSpeed's
+# reduce_bucket_size).
 REDUCE_BUCKET = 50_000_000
+# Bytes per float64 element.
 FLOAT64 = 8
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of temporary memory at one moment of the forward and backward passes.
+    """Memory of a rank at one moment of the forward and backward passes, in bytes.
 
     Attributes:
-        beside: temporary memory beside the kept activations.
-        freed: part of the kept activations that has been freed by then.
-        gathered: whole weights that ZeRO 3 has gathered by then.
+        beside: temporary memory in addition to the saved activations.
+        freed: part of the saved activations that is already freed at this moment.
+        gathered: unsharded weights that ZeRO 3 has gathered and not yet released at this moment.
     """
 
     beside: int = 0
@@ -36,19 +41,24 @@ class Moment:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on each rank of a pipeline stage.
+    """Memory of each rank of a pipeline stage, in bytes.
 
-    DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` (master weights and moments) and
-    ``communication`` (buckets) for the whole run. The other parts are temporary, and estimates.
+    DeepSpeed allocates ``weights``, ``gradients``, ``optimizer`` and ``communication`` for the
+    whole run. All other parts are temporary, and estimates.
 
     Attributes:
-        activations: kept activations when all forward passes in flight are done.
-        loss: the loss, and the backward pass of the output layer.
-        reduction: the moment when the ZeRO engine copies or reduces the output layer's gradient.
-        layer: the backward pass of one layer.
-        embedding: the backward pass of the embedding.
-        update: memory of the optimizer's update, after the activations are freed.
-        host: offloaded memory, which is not part of the total.
+        stage: number of the pipeline stage, from 0.
+        weights: weights that the forward pass uses; with ZeRO 3 this rank's partition.
+        gradients: accumulated gradients; with ZeRO 2 and 3 this rank's partition.
+        optimizer: this rank's partition of the float32 master weights and of Adam's moments.
+        communication: buckets for reducing gradients.
+        activations: saved activations when all microbatches in flight have done their forward pass.
+        loss: memory during the loss and the backward pass of the output layer.
+        reduction: memory while the ZeRO engine copies or reduces the output layer's gradient.
+        layer: memory during the backward pass of one layer.
+        embedding: memory during the backward pass of the embedding.
+        update: temporary memory of the optimizer's update, after the activations are freed.
+        host: memory offloaded to the host, which is not part of the total.
     """
 
     stage: int
@@ -66,18 +76,18 @@ class StageMemory:
 
     @property
     def held(self) -> int:
-        """Bytes allocated for the whole run."""
+        """Memory that is allocated for the whole run."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
     def passes(self) -> Moment:
-        """Moment of the passes with the largest estimated memory."""
+        """Moment of the forward and backward passes with the largest estimated memory."""
         moments = (self.loss, self.reduction, self.layer, self.embedding)
         return max(moments, key=lambda each: each.beside + each.gathered - each.freed)
 
     @property
     def total(self) -> int:
-        """Estimated peak: the allocated bytes and the largest temporary part."""
+        """Estimated peak memory: ``held`` plus the largest temporary memory."""
         most = self.passes
         passes = self.activations - most.freed + most.beside + most.gathered
         return self.held + max(passes, self.update)
@@ -86,15 +96,15 @@ class StageMemory:
 def memory_by_stage(
     recipe: Recipe, world_size: int, device: Device = "gpu"
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of a rank of each pipeline stage.
+    """Return the memory of a rank, for each pipeline stage.
 
     Args:
         recipe: recipe of the run.
         world_size: number of ranks.
-        device: device of the layers' operations, which determines what they keep.
+        device: device of the layers' operations, which determines the activations they save.
 
     Raises:
-        UserError: If ``world_size`` does not fill the layout.
+        UserError: If ``world_size`` does not fit the layout.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
@@ -105,13 +115,14 @@ def memory_by_stage(
 
 
 def peak_memory(recipe: Recipe, world_size: int) -> int:
-    """Return the bytes on a rank of the largest pipeline stage, from two stages only.
+    """Return the estimated peak memory on a GPU, over all pipeline stages.
 
-    The largest is the first stage, which keeps activations of most microbatches, or the last, which
-    has the largest update. Both hold a vocabulary matrix, and all stages have as many layers.
+    Only the first and the last stage are computed. One of them has the largest peak: all stages
+    have the same number of layers, but only these two have a vocabulary matrix. The first stage
+    also saves activations of the most microbatches, and the last has the largest update.
 
     Raises:
-        UserError: If ``world_size`` does not fill the layout.
+        UserError: If ``world_size`` does not fit the layout.
     """
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches, last = recipe.num_microbatches(world_size), recipe.parallel.pipeline - 1
@@ -143,12 +154,14 @@ def _stage_memory(
 
 
 def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
-    """Return DeepSpeed's allocations, without the few elements that align ZeRO's partitions.
+    """Return the memory of weights, gradients, optimizer state and update, without activations.
+
+    The few elements that align ZeRO's partitions are not counted.
 
     Args:
         recipe: recipe of the run.
         stage: number of the pipeline stage.
-        shards: number of ranks over which ZeRO partitions, data x context parallel.
+        shards: number of ranks over which ZeRO partitions: data x context parallel.
         microbatches: number of microbatches per step.
     """
     low, high = rank_parameters(recipe, stage)
@@ -180,9 +193,11 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
 
 
 def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Apply ZeRO 1, whose flat gradients need no bucket (:mod:`diffmegatron.optim.flat_gradients`).
+    """Return ``states`` with the changes of ZeRO 1 without offload.
 
-    In float32 the norm of each gradient in the rank's partition is computed in float64.
+    No bucket is allocated, because gradients are stored in flat tensors and reduced in place
+    (:mod:`diffmegatron.optim.flat_gradients`). In a float32 run, the update copies each gradient of
+    the rank's partition to float64 to compute its norm.
     """
     if recipe.training.precision == "bf16":
         return replace(states, communication=0, update=0)
@@ -190,17 +205,19 @@ def _zero_1(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _float64_norm(states: StageMemory, recipe: Recipe, shards: int) -> int:
-    """Return the bytes of a rank's largest partitioned gradient in float64."""
+    """Return the bytes of the largest gradient in a rank's partition, copied to float64."""
     elements = states.gradients // FLOAT32
     return FLOAT64 * min(largest_trained(recipe, states.stage), elements // shards)
 
 
 def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int) -> StageMemory:
-    """Apply ZeRO 2 with partitioned gradients (DeepSpeed's runtime/zero/stage_1_and_2.py).
+    """Return ``states`` with the changes of ZeRO 2 (DeepSpeed's runtime/zero/stage_1_and_2.py).
 
-    The norm of each gradient is computed in float64. The gradients that the backward pass leaves on
-    this partition's parameters stay until it ends. Gradients are accumulated from the end of the
-    first microbatch on, so that a step of one microbatch has them in the update only.
+    - Gradients are partitioned. They are allocated at the end of the first microbatch. With only
+      one microbatch per step, they therefore exist only during the update.
+    - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
+      its norm. The second is the gradients of this rank's partition in the run's precision, which
+      stay in memory until the backward pass ends.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)
@@ -211,7 +228,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
     return replace(
         states,
         gradients=gradients,
-        # The bucket is made when the first gradient comes, which is after the loss.
+        # The bucket is allocated with the first gradient, after the loss. So it counts in the
+        # backward pass of the layers only.
         communication=0,
         layer=Moment(states.communication),
         update=update,
@@ -219,7 +237,10 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
 
 
 def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Apply ZeRO 3 with partitioned weights (DeepSpeed's runtime/zero/stage3.py)."""
+    """Return ``states`` with the changes of ZeRO 3 (DeepSpeed's runtime/zero/stage3.py).
+
+    Weights and gradients are partitioned.
+    """
     return replace(
         states,
         weights=states.weights // shards,
@@ -228,7 +249,10 @@ def _zero_3(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 
 
 def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of weights that ZeRO 3 has gathered at the moments of the passes."""
+    """Return the bytes of unsharded weights that ZeRO 3 holds, by the name of the moment.
+
+    The names are the attributes "loss", "layer" and "embedding" of :class:`StageMemory`.
+    """
     if recipe.parallel.zero_stage < 3:
         return dict.fromkeys(("loss", "layer", "embedding"), 0)
     element, gathers = BYTES[recipe.training.precision], count_gathers(recipe)
@@ -236,12 +260,15 @@ def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
 
 
 def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
-    """Move master weights, Adam's moments and the gradients of their update to host memory.
+    """Return ``states`` with the optimizer offloaded to host memory.
 
-    ZeRO 1 and 2 also keep the updated partition in the run's precision there, and a buffer of the
-    largest parameter, of which the device has another. ZeRO 1 still accumulates all gradients on
-    the device in float32, and reduces them in a float32 bucket; it sums a copy of a gradient that
-    is larger than the bucket. ZeRO 2 takes the norm in float64.
+    - Host memory holds master weights, Adam's moments and the gradients of the update. With ZeRO 1
+      and 2 it also holds the updated partition in the run's precision, and a buffer for the largest
+      parameter.
+    - With ZeRO 1 and 2, the device has a buffer for the largest parameter too.
+    - ZeRO 1 still accumulates all gradients on the device in float32, and reduces them in a float32
+      bucket. A gradient that is larger than the bucket is copied.
+    - ZeRO 2 computes the norm of gradients in float64.
     """
     element = BYTES[recipe.training.precision]
     partition = states.optimizer // (3 * FLOAT32)
@@ -268,12 +295,16 @@ def _offloaded(states: StageMemory, recipe: Recipe, shards: int) -> StageMemory:
 def _reduction(
     recipe: Recipe, stage: int, shards: int, microbatches: int, device: Device
 ) -> Moment:
-    """Return the moment when the ZeRO engine takes over the output layer's weight gradient.
+    """Return the memory while the ZeRO engine copies or reduces the output layer's weight gradient.
 
-    With the optimizer offloaded, ZeRO 1 adds each gradient to the others as float32. ZeRO 2
-    allocates its bucket, and clones a gradient larger than it; without offload it keeps such a
-    gradient until the final norm's gradient arrives, and reduces it in pieces that it copies. A
-    tied embedding's gradient comes after all others.
+    - ZeRO 1 without offload needs no copy.
+    - ZeRO 1 with offload copies each gradient to float32 to accumulate it.
+    - ZeRO 2 with offload allocates its bucket, and copies a gradient larger than the bucket.
+    - ZeRO 2 without offload holds a gradient that is larger than the bucket until the gradient of
+      the final norm is computed. Then it copies and reduces the gradient in pieces.
+    - ZeRO 3 is not counted.
+
+    The gradient of a tied embedding is complete only at the end of the backward pass.
     """
     parallel, element = recipe.parallel, BYTES[recipe.training.precision]
     weight = activations.output_weight(recipe)
@@ -298,12 +329,12 @@ def _reduction(
 
 
 def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
-    """Return the most elements of the output layer's gradient that ZeRO 2 copies to sum them.
+    """Return the size in elements of ZeRO 2's largest copy to reduce the output layer's gradient.
 
-    DeepSpeed cuts a gradient at the bounds of the ranks' partitions, and sums consecutive pieces in
-    one copy as soon as they exceed the bucket (``allreduce_and_scatter`` of
-    runtime/zero/stage_1_and_2.py). It does not copy a piece that exceeds the bucket alone. The
-    output layer is the last matrix of the partitioned gradient.
+    DeepSpeed splits a gradient into pieces at the boundaries of the ranks' partitions. It collects
+    consecutive pieces until they exceed the bucket, copies them into one tensor and reduces it
+    (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A single piece that exceeds the
+    bucket is not copied. The output layer's gradient is the last matrix in the flat gradient.
     """
     weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
     piece = -(-matrices // shards)
@@ -316,12 +347,15 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
 
 
 def _vocabulary_elements(recipe: Recipe) -> int:
-    """Return the elements of a vocabulary matrix, the largest parameter, on a tensor rank."""
+    """Return the number of elements of a vocabulary matrix on a tensor-parallel rank.
+
+    The embedding and the output layer are vocabulary matrices. They are the largest parameters.
+    """
     return recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:
-    """Return the elements of the largest trained parameter on a tensor-parallel rank."""
+    """Return the number of elements of a stage's largest trained parameter on a tensor rank."""
     if trains_everything(recipe):
         return _vocabulary_elements(recipe)
     return max(
@@ -332,9 +366,10 @@ def largest_trained(recipe: Recipe, stage: int) -> int:
 
 
 def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return a rank's numbers of parameters in the run's precision and always in float32.
+    """Return the numbers of parameters on a rank, before ZeRO 3 partitions them.
 
-    The numbers do not include ZeRO 3's partitioning.
+    Returns:
+        Number of parameters in the run's precision, and number of those that are always float32.
     """
     size = recipe.parallel.tensor
     tensors = [(each, 1) for each in stage_outer_tensors(recipe, stage)] + [
@@ -350,9 +385,13 @@ def rank_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 
 def trained_parameters(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """Return the trained part of :func:`rank_parameters`, which has optimizer state.
+    """Return the numbers of parameters on a rank that have optimizer state.
 
-    A fused projection with some frozen rows has optimizer state for all rows.
+    These are the trained parameters. A fused projection of which only some rows are frozen has
+    optimizer state for all its rows.
+
+    Returns:
+        Two numbers as in :func:`rank_parameters`.
     """
     if trains_everything(recipe):
         return rank_parameters(recipe, stage)

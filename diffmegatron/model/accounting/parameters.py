@@ -1,4 +1,4 @@
-"""Numbers of parameters and FLOPs of a network, by arithmetic alone."""
+"""Numbers of parameters and FLOPs of a network, computed from the recipe without torch."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,17 @@ from diffmegatron.config.trainable_patterns import is_lora, trained_parts, train
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters of the whole network by part.
+    """Numbers of parameters of the unsharded network.
 
-    ``headwise_norms`` are norms over the channels of a head. ``attention`` counts the projections
-    with biases. ``output`` is 0 if it is tied to the embedding.
+    Attributes:
+        embedding: embedding matrix.
+        attention: attention matrices with their biases, without LoRA.
+        lambdas: parameters from which lambda is computed.
+        headwise_norms: attention's norms over the channels of a head.
+        norms: norms over the hidden size, including the final norm.
+        mlp: gate, up and down projections.
+        lora: LoRA matrices.
+        output: output layer; 0 if it is tied to the embedding.
     """
 
     embedding: int
@@ -37,20 +44,25 @@ class Parameters:
 
     @property
     def without_embeddings(self) -> int:
-        """Number of parameters without embedding and output layer."""
+        """Number of parameters except those of the embedding and the output layer."""
         return self.total - self.embedding - self.output
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Model FLOPs per token of the forward pass, and of training (forward and backward)."""
+    """Model FLOPs per token.
+
+    Attributes:
+        forward: FLOPs of the forward pass.
+        training: FLOPs of the forward and the backward pass.
+    """
 
     forward: float
     training: float
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
-    """Count the parameters of the network that ``build_model`` builds."""
+    """Count the parameters of the unsharded network that ``build_model`` builds."""
     layers, vocabulary = model.num_layers, model.vocab_size * model.hidden_size
 
     def of_all_layers(weights: Callable[[ModelConfig, Variant], int]) -> int:
@@ -69,7 +81,10 @@ def count_parameters(model: ModelConfig) -> Parameters:
 
 
 def count_trained(recipe: Recipe) -> int:
-    """Count the parameters of the whole network that have a gradient, without frozen rows."""
+    """Count the trained parameters of the unsharded network.
+
+    Of a fused projection with some frozen rows, only the trained rows count.
+    """
     model = recipe.model
     if trains_everything(recipe):
         return count_parameters(model).total
@@ -85,13 +100,18 @@ def count_trained(recipe: Recipe) -> int:
 
 
 def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
-    """Return model FLOPs per token of causal training on sequences of ``seq_length``.
+    """Return the model FLOPs per token of causal training.
 
     Matrix products, including the output layer, need 2 FLOPs per weight and token in the forward
     pass and 4 in the backward pass. Frozen weights need only 2 in the backward pass, for the
-    gradient of their input. Attention counts the minimum FLOPs of its equations for each (query,
-    key) pair. A query attends to half the sequence on average. Additional work of a kernel, such as
-    recomputed scores, is not counted and therefore lowers its utilization.
+    gradient of their input. Attention counts the minimum FLOPs of its equations for each pair of a
+    query and a key. A query attends to half the sequence on average. Additional work of a kernel,
+    such as recomputing scores, is not counted, so it lowers the measured utilization.
+
+    Args:
+        model: model section of the recipe.
+        seq_length: number of tokens in a sequence.
+        frozen: number of frozen weights in matrix products (:func:`frozen_matrices`).
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
@@ -104,7 +124,11 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 
 
 def frozen_matrices(recipe: Recipe) -> int:
-    """Count the frozen weights of matrix products; a tied embedding counts as output layer."""
+    """Count the frozen weights of matrix products.
+
+    An untied embedding is not counted, because it is a lookup and no matrix product. A tied one is
+    counted as the output layer.
+    """
     if trains_everything(recipe):
         return 0
     model = recipe.model
@@ -117,7 +141,7 @@ def frozen_matrices(recipe: Recipe) -> int:
 
 
 def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
-    """Return the kinds of attention in the network, each with its number of layers."""
+    """Return the attention variants in the network, each with its number of layers."""
     kinds = model.attention.by_kind(model.num_layers)
     return [(kind, sum(map(len, layers))) for kind, layers in kinds]
 
@@ -125,19 +149,19 @@ def counted_kinds(model: ModelConfig) -> list[tuple[Variant, int]]:
 def attention_weights(model: ModelConfig, kind: Variant) -> int:
     """Count the weights of a layer's attention matrices, without biases and LoRA.
 
-    These matrices have the run's precision.
+    All of them have the precision of the run.
     """
     return projection_weights(model, kind) + own_weights("matrix", model, kind)
 
 
 def projection_weights(model: ModelConfig, kind: Variant) -> int:
-    """Count the weights of a layer's two attention projections."""
+    """Count the weights of a layer's attention projections, ``linear_qkv`` and ``linear_proj``."""
     heads = kind.heads
     return (heads.qkv_channels + heads.output_channels) * model.hidden_size
 
 
 def mlp_weights(model: ModelConfig) -> int:
-    """Count the weights of a layer's gate, up and down projection."""
+    """Count the weights of a layer's gate, up and down projections."""
     return 3 * model.hidden_size * model.ffn_hidden_size
 
 
@@ -149,6 +173,12 @@ def lora_weights(model: ModelConfig, kind: Variant) -> int:
 def own_weights(
     role: Literal["matrix", "bias", "norm", "lambda"], model: ModelConfig, kind: Variant
 ) -> int:
-    """Count a layer's parameters that its kind of attention declares beside the projections."""
+    """Count the parameters that a layer's attention variant declares besides the projections.
+
+    Args:
+        role: role of the parameters to count.
+        model: model section of the recipe.
+        kind: attention variant of the layer.
+    """
     declared = kind.parameters(model.hidden_size)
     return sum(math.prod(each.shape) for each in declared if each.role == role)

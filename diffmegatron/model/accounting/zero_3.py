@@ -1,8 +1,12 @@
-"""Weights that ZeRO 3 gathers and releases during a microbatch, in the order of DeepSpeed's hooks.
+"""Simulation of the weights that ZeRO 3 gathers and releases during a microbatch.
 
-This follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
-(runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py. The
-first microbatch of a run, for which the coordinator has no order of modules yet, gathers more.
+ZeRO 3 partitions the weights. Before a module is called, DeepSpeed's hooks fetch (all-gather) its
+weights and prefetch those of the next modules; after the call they release them. The simulation
+follows ``PartitionedParameterCoordinator`` of DeepSpeed 0.19.8
+(runtime/zero/partitioned_param_coordinator.py) with the defaults of runtime/zero/config.py.
+
+The first microbatch of a run gathers more than the result, because the coordinator has not yet
+recorded the order of the modules.
 """
 
 from collections import deque
@@ -15,22 +19,23 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, OUTPUT, layer_tensors, outer_tensors
 from diffmegatron.errors import UserError
 
-# stage3_max_live_parameters and stage3_max_reuse_distance.
+# DeepSpeed's limits, in elements: stage3_max_live_parameters and stage3_max_reuse_distance.
 MOST_ELEMENTS = 1_000_000_000
-# The calls of every layer are followed one by one.
+# Largest number of layers. The simulation follows every call of every layer, which takes time.
 MOST_LAYERS = 10_000
-# stage3_prefetch_bucket_size.
+# DeepSpeed's stage3_prefetch_bucket_size, in elements.
 PREFETCHED = 50_000_000
-# stage3_param_persistence_threshold; smaller tensors are gathered once per step.
+# DeepSpeed's stage3_param_persistence_threshold, in elements. Smaller tensors are gathered only
+# once per step, so they are not simulated.
 PERSISTENT = 100_000
-# Modules of a layer in the order of their forward pass. Every call prefetches weights, also the
-# call of a module without large weights of its own, such as a norm.
+# Modules of a layer in the order of their forward calls. Modules without large weights, such as
+# norms, are listed too, because every call prefetches weights of later modules.
 _LAYER = (
     "", "input_layernorm", "self_attention", "self_attention.linear_qkv",
     "self_attention.core_attention", "self_attention.linear_proj", "pre_mlp_layernorm", "mlp",
     "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
-# Number of modules called before the embedding, and between it and the first layer.
+# Number of modules called before the embedding, and between the embedding and the first layer.
 _BEFORE, _AFTER = 3, 2
 
 
@@ -39,10 +44,10 @@ class Gathers:
     """Numbers of weight elements that a tensor-parallel rank gathers from the ZeRO 3 partitions.
 
     Attributes:
-        per_microbatch: number of elements gathered in a microbatch.
-        whole: number of gathered elements in memory during the backward pass of the output layer
-            ("loss"), of the last layer's first MLP projection ("layer") and of the embedding
-            ("embedding").
+        per_microbatch: number of elements gathered during a microbatch.
+        whole: number of gathered elements in memory at three moments: the backward pass of the
+            output layer ("loss"), of the last layer's first MLP projection ("layer"), and of the
+            embedding ("embedding").
     """
 
     per_microbatch: int
@@ -50,7 +55,7 @@ class Gathers:
 
 
 def count_gathers(recipe: Recipe) -> Gathers:
-    """Count the gathered elements in a microbatch; the first microbatch of a run gathers more.
+    """Count the elements that ZeRO 3 gathers in a microbatch, except the first one of a run.
 
     Raises:
         UserError: the network has more than 10,000 layers.
@@ -63,8 +68,8 @@ def count_gathers(recipe: Recipe) -> Gathers:
     modules, forward, backward = _calls(recipe)
     whole, gathered = _follow(modules, (*forward, *backward))
     whole_in_backward = whole[len(forward) :]
-    # The backward pass of a recomputed layer begins with its forward calls. Only its backward calls
-    # have fc2 directly before fc1.
+    # Find the backward call of fc1 in the last layer. If the layer is recomputed, its forward calls
+    # come first; but only in the backward calls is fc2 directly before fc1.
     fc1, fc2 = forward[-4:-2]
     in_layer = list(pairwise(backward)).index((fc2, fc1)) + 1
     places = {"loss": 0, "layer": in_layer, "embedding": -1 - _BEFORE}
@@ -77,9 +82,12 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     A tied embedding is one module, which is called twice in each pass.
 
     Returns:
-        Number of elements of each module's large weights; indices of the modules in the order of
-        the forward pass; and in the order of the backward pass, which includes the forward passes
-        of recomputed layers.
+        A tuple of three:
+
+        - number of elements of each module's large weights;
+        - indices of the modules in the order of the calls in the forward pass;
+        - indices of the modules in the order of the calls in the backward pass, which includes the
+          forward calls of recomputed layers.
     """
     model, size = recipe.model, recipe.parallel.tensor
     outer = {each.name: each.elements(size) for each in outer_tensors(model)}
@@ -103,7 +111,12 @@ def _calls(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Yield the calls of the layers' modules in the backward pass."""
+    """Yield the modules' indices in the order of the layers' calls in the backward pass.
+
+    Args:
+        recipe: recipe of the run.
+        layers: indices of each layer's modules, in the order of the forward pass.
+    """
     recompute, end = recipe.recompute, len(layers)
     together, recomputed = 1, 0
     if recompute.granularity == "full":
@@ -121,18 +134,21 @@ def _layers_backward(recipe: Recipe, layers: Sequence[Sequence[int]]) -> Iterato
 
 @lru_cache(maxsize=64)
 def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int], int]:
-    """Follow the fetches and releases of a microbatch.
+    """Simulate the fetches and releases of weights during a microbatch.
 
-    A call fetches its module, and then the next modules in the order of calls, up to the bucket of
-    prefetches and the limit of live elements. The module is released after the call, except in two
-    cases: it was already fetched for a later call, or its next call is within the reuse distance.
+    A call fetches the weights of its module, unless they are in memory. Then it prefetches the
+    modules of the next calls until the prefetched elements reach ``PREFETCHED`` or the elements in
+    memory reach ``MOST_ELEMENTS``. After the call the module's weights are released, except in two
+    cases: they were already fetched for a later call, or fewer than ``MOST_ELEMENTS`` elements are
+    used before the module's next call.
 
     Args:
         modules: number of elements of each module's weights.
         calls: indices of the modules in the order of their calls.
 
     Returns:
-        The number of whole elements during each call, and the number of elements gathered.
+        Number of gathered elements in memory during each call, and total number of elements
+        gathered.
     """
     before = (0, *accumulate(modules[each] for each in calls))
     next_calls = _next_calls(calls)
@@ -166,7 +182,7 @@ def _follow(modules: tuple[int, ...], calls: tuple[int, ...]) -> tuple[list[int]
 
 
 def _next_calls(calls: Sequence[int]) -> list[int | None]:
-    """Return for each call the position of the next call of its module; None after the last."""
+    """Return, for each call, the index of the next call of the same module, or None."""
     found: list[int | None] = []
     later: dict[int, int] = {}
     for call in range(len(calls) - 1, -1, -1):
