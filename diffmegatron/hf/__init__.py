@@ -1,1 +1,1 @@
-"""Hugging Face models: weight names in `weight_mapping.py`, export and import."""
+"""Export and import of Hugging Face models; `weight_mapping.py` converts the weights."""

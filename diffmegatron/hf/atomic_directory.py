@@ -17,8 +17,9 @@ from diffmegatron.files import check_utf8, reason, shown
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
-    Directories that killed processes left beside ``out`` are removed first. The writer of a
-    directory holds a lock on it, which ends with its process.
+    Temporary directories that killed processes left beside ``out`` are removed first. A writer
+    locks its temporary directory. The lock ends with the process, so it distinguishes directories
+    in use from those left behind.
 
     Raises:
         UserError: ``out`` exists and is not empty, cannot be written, or its name is not UTF-8.
@@ -53,7 +54,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 def _remove_left(out: Path) -> None:
-    """Remove the directories beside ``out`` whose writers have ended."""
+    """Remove the temporary directories for ``out`` whose writers have ended."""
     name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial")
     for path in out.parent.iterdir():
         if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -64,9 +65,9 @@ def _remove_left(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a directory's lock (flock), and yield whether it is held.
+    """Lock a directory (flock) for the duration of the context, and yield whether this succeeded.
 
-    It is never held on a file system without locks, so that nothing is removed there.
+    It never succeeds on a file system without locks, so nothing is removed there.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

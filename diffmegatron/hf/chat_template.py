@@ -1,4 +1,4 @@
-"""A Hugging Face chat template for the ChatML of ``prepare``, and the tokenizer changes it needs.
+"""A Hugging Face chat template for the ChatML of ``prepare``, and the tokenizer change it needs.
 
 ``prepare`` encodes prompts and responses separately, so no token spans a boundary between them. A
 chat template is encoded as one text, so the tokenizer must split that text at the same boundaries.
@@ -32,8 +32,9 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# The first alternative matches markers that are text. The second is for markers that are tokens,
-# which the tokenizer has removed before it applies this expression.
+# Matches a response. The first alternative is for a tokenizer in which the ChatML markers are
+# ordinary text. In the second, they are special tokens, which the tokenizer has cut out of the text
+# before it applies this expression.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",
@@ -54,17 +55,17 @@ def split_responses(tokenizer: Tokenizer) -> None:
 
 
 def load_exported(directory: Path) -> Any:
-    """Return the tokenizer of an export as users load it, without running code of the folder."""
+    """Load an export's tokenizer with ``AutoTokenizer``, without running code from the folder."""
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:
-    """Compare the ids of an exported chat template with those of prepared chats.
+    """Check that an exported chat template gives the same token ids as ``prepare``.
 
     Args:
         tokenizer: tokenizer of the training data.
         directory: folder of the export.
-        before_response: text that every response of the compared chats begins with.
+        before_response: text with which every response of the compared chats begins.
 
     Raises:
         UserError: the ids differ.
@@ -85,7 +86,7 @@ _CHATML = PrepareSettings(layout="chat")
 def _check(chat: list[dict[str, str]], tokenizer: TrainingTokenizer, exported: Any) -> None:
     parts = [tokenizer.encode_chat(text) for text in segments({"messages": chat}, _CHATML)]
     expected = [*np.concatenate(parts).tolist(), tokenizer.end_of_document]
-    # The chats may exceed a small model's seq_length, about which verbose=True would warn.
+    # The chats may be longer than a small model's seq_length; verbose=True would warn of that.
     ids = exported.apply_chat_template(chat, return_dict=False, tokenizer_kwargs={"verbose": False})
     if ids != expected:
         pairs = enumerate(itertools.zip_longest(ids, expected))

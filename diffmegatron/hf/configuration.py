@@ -18,7 +18,7 @@ from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.section import MAX_SIZE
 from diffmegatron.validation import describe, first_error
 
-# Fields of config.json with the only values (the first is the usual one) that our networks support.
+# Fields of config.json, and the only values that our networks support. The first one is usual.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
 }
-# The same for fields of one model type.
+# Like _NEUTRAL, for fields of one model type; these replace the values in _NEUTRAL.
 _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "seed_oss": {
         "attention_bias": (True,),
@@ -37,12 +37,13 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_dropout": (0,),
     }
 }
-# Configuration of an adapter, which transformers loads with the model if peft is installed.
+# File of a PEFT adapter, which transformers loads with the model if peft is installed.
 _ADAPTER = "adapter_config.json"
 _FULL = "full_attention"
-# Far above any real model; transformers creates lists of as many entries as the file asks for.
+# Far above any real model. transformers creates lists with an entry per layer, so a file with a
+# huge number of layers would exhaust the memory.
 _MAX_LAYERS = 10_000
-# Key in the recipe and key in Hugging Face's rope_parameters, for each kind of scaling.
+# Keys of each kind of RoPE scaling: from the key in the recipe to that in rope_parameters.
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -55,11 +56,11 @@ _SCALINGS: dict[str, dict[str, str]] = {
 
 
 def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> PretrainedConfig:
-    """Return the configuration of the class that computes the recipe's kind of attention.
+    """Return the configuration of the Hugging Face class that computes the recipe's network.
 
     Args:
         recipe: recipe of the run that trained the weights.
-        end_of_document: id of the token between training documents; it begins and ends text.
+        end_of_document: id of the token between training documents, used as bos and eos token.
         dtype: dtype of the exported weights.
 
     Raises:
@@ -73,9 +74,9 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
         "initializer_range": model.initialization.std,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
-        # A padding id in this file would become the embedding's padding_idx, whose row gets no
-        # gradient, and fine-tuning could not change the end-of-document token. The files of
-        # generation and of the tokenizer have a padding id.
+        # transformers would pass a padding id in this file to the embedding as padding_idx. That
+        # row gets no gradient, so fine-tuning could not train the end-of-document token. The
+        # generation and tokenizer files contain the padding id instead.
         "pad_token_id": None,
         "dtype": dtype,
         "architectures": [described.architecture],
@@ -112,7 +113,7 @@ def _keys_of_transformers_4(rope_parameters: Mapping[str, Any]) -> dict[str, Any
 
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a configuration that define the network of a recipe.
+    """Return the keys of a Hugging Face configuration that describe the network of a recipe.
 
     Raises:
         UserError: Hugging Face's class cannot compute this network.
@@ -138,7 +139,7 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of a pretrained model's configuration that a recipe changes.
+    """Return the keys of a pretrained model's configuration that a recipe changes, and new values.
 
     Args:
         config: configuration of the class that computes the recipe's network.
@@ -164,8 +165,8 @@ def _has_value(config: PretrainedConfig, key: str, value: Any) -> bool:
 def load_config(folder: Path) -> PretrainedConfig:
     """Load the configuration of any model that transformers or this package has a class for.
 
-    Code in the folder is never run. When transformers loads a model, it chooses the attention
-    function itself and ignores the choice in ``config.json``.
+    Code in the folder is never run. The attention function that ``config.json`` names is removed,
+    so transformers makes its own choice when it loads the model.
 
     Raises:
         UserError: ``config.json`` cannot be read or used, names an attention function that would be
@@ -232,7 +233,7 @@ def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> 
 
 
 def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse a model that is computed by code in its folder, other than this project's."""
+    """Refuse a model that needs code from its folder, unless the code is this project's."""
     code = raw.get("auto_map")
     own = [config().auto_map for config, *_ in CLASSES if config.model_type == raw["model_type"]]
     if code is not None and code not in own:
@@ -243,7 +244,7 @@ def _check_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    # Older files have the type of the scaling in rope_scaling.
+    # Files of transformers 4 have rope_scaling instead of rope_parameters.
     section = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise _no_equivalent(path, f"{section}.{nested[0]}", rope[nested[0]], "one for all layers")
@@ -258,7 +259,8 @@ def _check_rope(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> 
             raise UserError(
                 f"{shown(path)} has {key} {clipped(repr(rope[key]))}, a text; give a number"
             )
-    # transformers 4 and 5 use different ones of the two.
+    # A file may have these keys within the section and outside it. transformers 4 and 5 read
+    # different ones of the two, so their values must be equal.
     own = raw.get(section) or {}
     for key in ("rope_theta", "original_max_position_embeddings"):
         if raw.get(key) is not None and raw[key] != own.get(key, rope.get(key)):
@@ -276,14 +278,14 @@ def _no_equivalent(path: Path, field: str, value: object, known: str) -> UserErr
 
 
 def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any]:
-    """Return the section ``model`` of a recipe for the configuration of a pretrained model.
+    """Return the section ``model`` of a recipe that describes a pretrained model's network.
 
     Args:
-        config: result of :func:`read_config`.
-        vocab_padding: number of rows to add to the vocabulary.
+        config: configuration from :func:`read_config`.
+        vocab_padding: number of padding rows to add to the embedding.
 
     Raises:
-        UserError: the section cannot have a value of the configuration.
+        UserError: a value of the configuration is not valid in a recipe.
     """
     values = config.to_dict()
     rope = dict(values["rope_parameters"])

@@ -21,9 +21,10 @@ from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, wri
 from diffmegatron.model.build import DTYPES
 from diffmegatron.parallel.parallel_state import process_groups
 
-# Largest relative difference of logits, by the dtype in which the two sides may round differently.
-# In a bf16 file V1's headwise norm is folded into the output projection before rounding; training
-# multiplies by it after rounding. Each rounds by up to 2^-9. Rearranged weights round alike.
+# Largest allowed relative difference of logits, by the dtype from `_rounded_differently`. For
+# example, a bf16 export of DIFF V1 folds the headwise norm into the output projection and then
+# rounds the product. Training rounds the projection alone and then multiplies. Each rounding
+# changes a number by up to 2^-9. Weights that are only rearranged are rounded equally.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -36,10 +37,10 @@ _SAMPLE = (
 def export_checkpoint(
     directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
 ) -> Verified | None:
-    """Write a checkpoint as Hugging Face files and compare the logits of the two.
+    """Write a checkpoint as Hugging Face files and compare the logits of both models.
 
     Args:
-        directory: directory of the checkpoint, of any layout.
+        directory: directory of the checkpoint, which may have any parallel layout.
         out: directory to create.
         verify: whether to load the files with ``transformers`` and compare them with the training
             network. Both models must fit into this process's memory in float32.
@@ -54,7 +55,8 @@ def export_checkpoint(
             created.
     """
     transformers_logging.disable_progress_bar()
-    # Damaged bytes would be on both sides of the comparison of logits, so checksums are verified.
+    # This verifies the checksums. The comparison of logits cannot detect damage, because both
+    # models would have the damaged weights.
     checkpoint = open_checkpoint(directory)
     recipe = checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -93,9 +95,10 @@ def export_checkpoint(
 def _rounded_differently(
     recipe: Recipe, dtype: torch.dtype, original: Original | None, step: int
 ) -> torch.dtype:
-    """Return the coarsest dtype that the file rounds to and the training network does not.
+    """Return the dtype whose rounding explains a difference between export and training network.
 
-    That is float32 where the file has the run's dtype and only rearranged weights.
+    It is the coarser of the run's dtype and the dtype of the exported weights. If the export only
+    rearranges weights in the run's dtype, both models have equal weights, and it is float32.
     """
     is_folded = recipe.model.lora is not None or any(
         rule.folds for rule in table(recipe.model, step)
@@ -114,7 +117,10 @@ def _why(dtype: torch.dtype) -> str:
 
 
 def _suspicion(recipe: Recipe) -> str:
-    """Return a likely cause of different logits: an export that is inherited from another kind."""
+    """Return a likely cause of different logits as text; "" if none is known.
+
+    A kind of attention may inherit the export of another kind, which computes something else.
+    """
     kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
     if inherited is None:
         return ""
@@ -122,13 +128,13 @@ def _suspicion(recipe: Recipe) -> str:
 
 
 def _was_trained_on_chats(checkpoint: Checkpoint) -> bool:
-    """Return whether all data were ChatML, without a corpus in the tokenizer's own template."""
+    """Return whether the data had chats in ChatML, and none in the tokenizer's own template."""
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     return isinstance(layouts, list) and "chat" in layouts and "template" not in layouts
 
 
 def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the whole network in float32, with LoRA's matrices added in."""
+    """Yield the unsharded weights in float32, with LoRA's updates merged into them."""
     lora, tensors = checkpoint.recipe.model.lora, checkpoint.tensors
     adapted = {name.removesuffix(LORA_A) for name in tensors.names() if name.endswith(LORA_A)}
     for name, weight in checkpoint.weights():
@@ -142,9 +148,13 @@ def merged_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Return float32 logits [b, s, tokens] of the Megatron network with a checkpoint's weights.
+    """Return float32 logits [b, s, vocab] of the Megatron network with a checkpoint's weights.
 
-    The weights have the precision of the run, and the arithmetic is float32.
+    The weights are rounded to the precision of the run, and the arithmetic is float32.
+
+    Args:
+        checkpoint: checkpoint with the weights.
+        tokens: ids [b, s].
     """
     recipe = _single_process(checkpoint.recipe)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
@@ -157,7 +167,7 @@ def training_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def _single_process(recipe: Recipe) -> Recipe:
-    # On a GPU our float32 kernels use tf32, which differs by more than an export may.
+    # The float32 attention kernels use TF32 on a GPU, whose error is above the tolerance.
     exact = {"precision": "fp32", "attention_backend": "reference"}
     training = recipe.training.model_copy(update=exact)
     return recipe.model_copy(
@@ -170,5 +180,5 @@ def _single_process(recipe: Recipe) -> Recipe:
 
 
 def sample(tokenizer: Tokenizer) -> Tensor:
-    """Return token ids [1, s] of a line of text, for the comparison of logits."""
+    """Return token ids [1, s], s <= 128, of a short text for the comparison of logits."""
     return torch.tensor(tokenizer.encode(_SAMPLE), dtype=torch.int64)[None, :128]

@@ -31,17 +31,21 @@ _SEQ_LENGTH = 2048
 def import_model(
     folder: Path, out: Path, *, vocab_multiple: int = 1, verify: bool = True
 ) -> Verified | None:
-    """Write a pretrained model as a run directory whose weights other runs start from.
+    """Write a pretrained model as a run directory whose weights other runs can start from.
 
-    ``out`` contains ``recipe.yaml``, which recipes of other runs extend, a checkpoint of step 0
-    with weights only, and ``hugging_face/`` with the model's other files, which an export copies.
+    ``out`` contains
+
+    - ``recipe.yaml``, which recipes of other runs extend;
+    - a checkpoint of step 0 with weights only;
+    - ``hugging_face/`` with the model's other files, which an export copies.
 
     Args:
         folder: folder of the model: config.json, safetensors files, tokenizer.json and its
             configuration.
         out: directory to create.
-        vocab_multiple: rows are added to the vocabulary up to a multiple of this number, so that
-            tensor-parallel ranks can shard it. No token uses them and no export contains them.
+        vocab_multiple: padding rows are added to the embedding up to a multiple of this number, so
+            that tensor-parallel ranks can shard it. No token uses these rows and no export contains
+            them.
         verify: whether to compare logits of ``transformers`` and of the training network. Both
             models must fit into this process's memory in float32.
 
@@ -82,7 +86,7 @@ def import_model(
 
 
 def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
-    """Return a recipe with the model's network; a run must replace the other values."""
+    """Return a recipe with the model's network; its other values are placeholders to replace."""
     out = out.resolve()
     values = {
         "run_dir": str(out),

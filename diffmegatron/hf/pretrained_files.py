@@ -1,7 +1,8 @@
 """Files of the pretrained model that a run started from: config.json, tokenizer and dtypes.
 
-``diffmegatron import`` keeps the model's files, including config.json, in the folder that the
-recipe names as its tokenizer. ``dtypes.json`` in that folder marks it as such.
+``diffmegatron import`` copies the model's files, except the weights, into the folder that the
+recipe names as ``data.tokenizer``. It adds ``dtypes.json``, which distinguishes this folder from
+that of a mere tokenizer.
 """
 
 import shutil
@@ -27,7 +28,12 @@ _Name = Literal["F16", "BF16", "F32"]
 
 
 class Dtypes(BaseModel):
-    """``dtypes.json``: the most frequent dtype of the tensors, and other dtypes by tensor name."""
+    """Content of ``dtypes.json``, in the notation of safetensors.
+
+    Attributes:
+        usual: most frequent dtype of the model's tensors.
+        others: dtypes of all other tensors, by tensor name.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -37,12 +43,12 @@ class Dtypes(BaseModel):
 
 @dataclass(frozen=True)
 class Original:
-    """The kept files of a pretrained model.
+    """Files, except the weights, of the pretrained model that a run started from.
 
     Attributes:
         folder: folder of the files.
         config: content of ``config.json``.
-        dtypes: dtypes of the model's tensors.
+        dtypes: dtypes of the pretrained model's tensors.
     """
 
     folder: Path
@@ -59,11 +65,11 @@ class Original:
         return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def computes(self, described: HuggingFace) -> bool:
-        """Return whether the model's class computes the network of a recipe."""
+        """Return whether the pretrained model's class can compute a recipe's kind of attention."""
         return self.config.model_type in (described.model_type, *described.also)
 
     def write_config(self, recipe: Recipe, directory: Path) -> None:
-        """Write the model's configuration files, with the changes that the recipe made."""
+        """Write ``config.json`` with the recipe's changes, and copy ``generation_config.json``."""
         if changed := changed_keys(self.config, recipe):
             config = type(self.config).from_dict(self.config.to_dict() | changed)
             write_config(config, directory)
@@ -98,10 +104,10 @@ def keep_original(source: Source, folder: Path) -> None:
 
 
 def find_original(recipe: Recipe) -> Original | None:
-    """Return the pretrained model that a run started from, or None.
+    """Return the files of the pretrained model that a run started from; None if there is none.
 
     Raises:
-        UserError: the files exist and cannot be used.
+        UserError: the files exist but cannot be used.
     """
     folder = Path(recipe.data.tokenizer)
     if not (folder / DTYPES_NAME).is_file():

@@ -33,13 +33,13 @@ class Stored(NamedTuple):
 
 
 class _Index(BaseModel):
-    """The part of the index of several files that is used."""
+    """The part of ``model.safetensors.index.json`` that is used: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 class Source:
-    """The tensors of a folder, according to the headers of its files.
+    """The tensors in a model's folder. Opening it reads only the headers of the files.
 
     Attributes:
         folder: folder of the model.
@@ -82,12 +82,13 @@ class Source:
         """Compare the headers with the network that the configuration describes.
 
         Args:
-            rules: the weight table of the model.
-            tied: whether the embedding is also the output layer; the files may contain both.
+            rules: rules for all weights of the model, from :func:`.weight_mapping.table`.
+            tied: whether the embedding is also the output layer. The files may then contain both
+                matrices, which must be equal.
 
         Raises:
-            UserError: a tensor is missing or unknown, or has another shape, or its dtype is not a
-                floating-point number of 16 or 32 bits.
+            UserError: a tensor is missing or unknown, has another shape, or has a dtype other than
+                F16, BF16 and F32; or tied matrices differ.
         """
         config, left = "config.json", set(self.tensors)
         for name, shape in (item for rule in rules for item in rule.theirs.items()):
@@ -120,7 +121,7 @@ class Source:
             )
 
     def stream(self, rules: Iterable[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight table in its order and in their own dtypes.
+        """Yield the name and value of each tensor in the order of the rules, in its stored dtype.
 
         Raises:
             UserError: a tensor cannot be read, or has values that are not finite.
@@ -145,7 +146,7 @@ class Source:
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
-    """Return the file of each tensor from the index; empty for a model in one file.
+    """Return the file of each tensor from the index; an empty mapping for a model in one file.
 
     Raises:
         UserError: there is neither an index nor a single file, or the index is damaged.

@@ -1,7 +1,7 @@
-"""Write weights to safetensors files of bounded size, with an index.
+"""Write weights to safetensors files of bounded size (shards), with an index.
 
-huggingface_hub can do this for a complete state dict. Here the weights arrive one by one from a
-checkpoint, and at most one file is in memory.
+huggingface_hub can do this only for a complete state dict. Here the weights arrive one by one from
+a checkpoint, and at most one shard is in memory.
 """
 
 import json
@@ -16,7 +16,12 @@ from diffmegatron.errors import UserError
 
 
 class ShardWriter:
-    """Writer of weights in the order of their arrival; at most one shard is in memory."""
+    """Writer of weights in the order in which they are added; at most one shard is in memory.
+
+    Args:
+        directory: an existing directory.
+        max_shard_bytes: maximum size of a shard; a larger weight gets a shard of its own.
+    """
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
         self._directory = directory
@@ -26,12 +31,12 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Add a copy of a weight in ``dtype``; a full shard is written first.
+        """Add a copy of a weight in ``dtype``. If the current shard is full, write it first.
 
         Raises:
             UserError: the shard cannot be written.
         """
-        # safetensors refuses a view, and a view would keep its whole base in memory.
+        # A view would keep the tensor that it belongs to in memory, and safetensors refuses views.
         contiguous = torch.contiguous_format
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
         held = sum(weight.nbytes for weight in self._pending.values())
@@ -63,7 +68,8 @@ class ShardWriter:
             mode = path.stat().st_mode
             # Older versions of transformers require the framework in the metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
-            # safetensors makes files readable by the owner only, whatever the umask is.
+            # Restore the mode that the umask gives, because safetensors makes the file readable by
+            # its owner only.
             path.chmod(mode)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {path}: {error}") from error

@@ -32,7 +32,7 @@ from diffmegatron.hf.chat_template import (
 log = logging.getLogger(__name__)
 
 CONFIG = "tokenizer_config.json"
-# A class that uses tokenizer.json unchanged, by its name in transformers 4 and 5.
+# Name, in transformers 4 and 5, of a class that uses tokenizer.json unchanged.
 _CLASS = "PreTrainedTokenizerFast"
 _FILES = (
     "tokenizer.json",
@@ -44,7 +44,7 @@ _FILES = (
     "merges.txt",
     "chat_template.*",
 )
-# A tokenizer could join this text to the line end before a response.
+# White space at the start of a response, which a tokenizer could merge with the newline before it.
 _SPACE = "\n\n "
 SAMPLE = (
     "The quick brown fox doesn't jump; WE'LL say it's 1 or 22 or 333 or 4444 or 1234567890.",
@@ -68,20 +68,22 @@ def write_tokenizer(
 ) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, and check the result.
 
-    The files of a Hugging Face folder are copied. Padding is on the left, as generation requires.
+    A tiktoken encoding is converted; the tokenizer files of a Hugging Face folder are copied.
+    Padding is on the left, as generation requires.
 
     Args:
-        tokenizer: tokenizer of the run; its end-of-document token begins, ends and pads text.
-        seq_length: longest text of the model, in tokens.
+        tokenizer: tokenizer of the run. A converted tokenizer uses its end-of-document token as
+            bos, eos and padding token.
+        seq_length: maximum length of a text, in tokens.
         directory: an existing directory. A ``config.json`` in it is part of the check, because
             ``AutoTokenizer`` chooses a class by the model type.
         chat: whether to add the template of :mod:`diffmegatron.hf.chat_template`, which gives the
-            ids of prepared chats. If a copied tokenizer cannot give them, a warning is logged and
-            there is no template.
+            same ids as prepared chats. If a copied tokenizer cannot give the same ids, a warning is
+            logged and no template is added.
 
     Raises:
-        UserError: the tokenizer is not a tiktoken encoding, or the written files give other ids or
-            other text for a sample.
+        UserError: the tokenizer is of neither kind, or the written files give other ids or other
+            text for a sample text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_copied(tokenizer, directory, chat=chat)
@@ -106,7 +108,7 @@ def write_tokenizer(
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
-    # transformers 5 writes its own name of this class, which 4.57 does not have.
+    # transformers 5 writes another name for this class, which transformers 4.57 does not have.
     config = read_json(directory / CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
     _write_config(config, directory)
     check_tokenizer(tokenizer.encoding, directory)
@@ -118,7 +120,7 @@ def write_tokenizer(
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
     config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
-    # Training used tokenizer.json only, and the code that this key names is not copied.
+    # Training used only tokenizer.json, and the code that auto_map names is not copied.
     config.pop("auto_map", None)
     if chat:
         # The folder's own template gives other ids than those that the run was trained on.
@@ -141,7 +143,7 @@ def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: boo
 
 
 def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str | None:
-    """Return the first text of the sample with other ids in AutoTokenizer, or None."""
+    """Return the first sample text to which ``AutoTokenizer`` gives other ids than training did."""
     exported = load_exported(directory)
     for text in SAMPLE:
         ids = exported(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -153,7 +155,7 @@ def _first_difference(tokenizer: HuggingFaceTokenizer, directory: Path) -> str |
 def _give_template(
     tokenizer: HuggingFaceTokenizer, config: dict[str, Any], directory: Path
 ) -> bool:
-    """Add our chat template to copied files; return whether it gives the ids of training."""
+    """Add the chat template to copied files; remove it and return False if its ids are wrong."""
     # Other classes rebuild parts of tokenizer.json and would lose the split.
     _write_config(config | {"tokenizer_class": _CLASS}, directory)
     changed = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -189,14 +191,16 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def convert(encoding: tiktoken.Encoding) -> tokenizers.Tokenizer:
     """Convert an encoding to byte-level BPE of the ``tokenizers`` library, with the same ids.
 
-    The encoding's pattern splits text into pieces of bytes. The merges are all ways to join a token
-    from two others, ordered by the rank of the token, which is the order in which tiktoken merges.
+    The encoding's pattern splits text into pieces of bytes. The merges of a token are all pairs of
+    tokens whose bytes it joins. tiktoken merges in the order of the joined token's rank, so the
+    merges are sorted by this rank.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
-    # Only tokens of the model's vocabulary may leave a gap in the ids.
+    # The BPE model needs the special tokens in its vocabulary: added tokens get consecutive ids,
+    # without the encoding's gap before them.
     vocabulary = {_visible(token): rank for token, rank in ranks.items()} | special
-    # tiktoken also looks up a whole piece before it merges.
+    # With ignore_merges, a piece that is a token is not merged, as in tiktoken.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -240,9 +244,9 @@ _REGEX_PART = re.compile(
 def oniguruma_pattern(pattern: str) -> str:
     r"""Translate a pattern of tiktoken (Rust's fancy-regex) to ``tokenizers`` (Oniguruma).
 
-    ``++``, ``*+`` and ``?+`` have the same meaning in both. Oniguruma reads ``X{1,3}+`` as a
-    repetition of ``X{1,3}`` and not as possessive, so it becomes ``(?>X{1,3})``. ``^`` and ``$``
-    match at every line in Oniguruma, so they become ``\A`` and ``\z``.
+    The possessive ``++``, ``*+`` and ``?+`` have the same meaning in both. Oniguruma reads
+    ``X{1,3}+`` as a repetition of ``X{1,3}`` and not as possessive, so it becomes ``(?>X{1,3})``.
+    ``^`` and ``$`` match at every line in Oniguruma, so they become ``\A`` and ``\z``.
     """
     parts: list[str] = []
     open_groups: list[int] = []
@@ -271,7 +275,7 @@ def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
     texts = [*SAMPLE, "\n\n".join(SAMPLE), *specials, " a\n".join(specials), "".join(specials)]
     for text in texts:
         expected = encoding.encode(text, allowed_special="all")
-        # The sample may exceed a small model's seq_length, about which verbose=True would warn.
+        # The text may be longer than a small model's seq_length; verbose=True would warn of that.
         ids = exported(text, verbose=False)["input_ids"]
         if ids != expected:
             raise UserError(

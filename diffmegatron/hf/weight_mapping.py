@@ -1,9 +1,9 @@
-"""The table between our unsharded weights and Hugging Face's.
+"""Conversion between the unsharded weights of our Megatron network and Hugging Face's weights.
 
-A :class:`WeightRule` has weights of ours, weights of theirs, and the conversions in both
-directions. The kind of attention defines its own rules. :func:`to_hf` and :func:`from_hf` use the
-same table. Rotary embeddings rotate halves of a head on both sides, so rows within a head keep
-their order.
+A :class:`WeightRule` names some of our weights (``ours``), the equivalent weights of Hugging Face
+(``theirs``), and the conversions in both directions. Each kind of attention defines its own rules.
+:func:`to_hf` and :func:`from_hf` use the same table of rules. Both networks apply RoPE to the two
+halves of a head, so the rows within a head keep their order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,11 +24,13 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 
     Args:
         model: section ``model`` of the recipe.
-        step: number of optimizer steps of the weights, for kinds of attention that anneal.
+        step: training step of the weights. It matters for kinds of attention in which a factor
+            changes with the step.
 
     Raises:
-        UserError: the Hugging Face class of its kind cannot compute the model, or the kind declares
-            other parameters, or computes something else, than its export.
+        UserError: the Hugging Face class of the kind of attention cannot compute the model; or the
+            kind inherits its export from another kind, and the two differ in their parameters or
+            their computation.
     """
     model.attention.hugging_face(model.hidden_size)
     for kind, _ in model.attention.by_kind(model.num_layers):
@@ -62,10 +64,12 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
 def _check_own_parameters(
     attention: Variant, hidden_size: int, rules: list[WeightRule], ours: str
 ) -> None:
-    """Refuse rules inherited from another kind that lack a parameter of this kind.
+    """Refuse a kind of attention that declares a parameter for which it has no rule.
+
+    This happens when a kind inherits its rules from another kind and adds a parameter.
 
     Raises:
-        UserError: a declared parameter has no rule; the message names the kind of the rules.
+        UserError: a parameter has no rule; the message names the kind that the rules come from.
     """
     known = {name for rule in rules for name in rule.ours}
     own = [each.name for each in attention.parameters(hidden_size)]
@@ -81,7 +85,10 @@ def _whose(inherited: str | None) -> str:
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a matrix with a row per token; drop or add zeros as padding rows."""
+    """Return the rule of a matrix with one row per token.
+
+    The export drops the padding rows, and the import adds them as zeros.
+    """
 
     def drop(weight: Tensor) -> tuple[Tensor, ...]:
         return (weight[: model.tokens],)
@@ -121,15 +128,17 @@ def _join_halves(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Convert our weights to Hugging Face's, each as soon as its inputs have arrived.
+    """Convert our weights to Hugging Face's.
+
+    A weight is yielded as soon as all weights from which it is computed have been read.
 
     Args:
         weights: all unsharded weights of the model with their names, in any order.
         model: section ``model`` of the recipe.
-        step: number of optimizer steps of the weights, for kinds of attention that anneal.
+        step: training step of the weights, as for :func:`table`.
 
     Yields:
-        Name and tensor in the dtype of the source, or at least fp32 if a norm was folded in.
+        Name and tensor, in the dtype of the source; in at least fp32 if a norm was folded into it.
 
     Raises:
         UserError: the model cannot be expressed, or a weight is missing, unknown, duplicate or of
@@ -140,7 +149,10 @@ def to_hf(weights: Weights, model: ModelConfig, step: int = 0) -> Iterator[tuple
 
 
 def from_hf(weights: Weights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Convert Hugging Face's weights to ours; the headwise norm's weight becomes ones."""
+    """Convert Hugging Face's weights to ours.
+
+    A headwise norm's weight, which an export folds into the output projection, becomes ones.
+    """
     lines = ((rule.theirs, rule.ours, rule.from_hf) for rule in table(model))
     return _convert(weights, lines)
 

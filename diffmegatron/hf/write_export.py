@@ -1,4 +1,4 @@
-"""Write our weights as a directory that plain ``transformers`` loads, and verify it."""
+"""Write weights as a directory that plain ``transformers`` can load, and verify its logits."""
 
 import math
 import shutil
@@ -25,12 +25,12 @@ from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
-# Reason for different logits of two float32 networks with equal weights.
+# Text for the only reason why two float32 networks with equal weights have different logits.
 SUMMATION = "float32 sums depend on their order"
 
 
 class LogitDifference(NamedTuple):
-    """Largest difference of two sets of logits; infinite if a logit is not finite."""
+    """Largest difference between two tensors of logits; infinite if a logit is not finite."""
 
     absolute: float
     relative: float
@@ -38,14 +38,14 @@ class LogitDifference(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Result of a comparison within its tolerance; as text, the line that commands print."""
+    """Result of a comparison of logits that passed; ``str`` gives the line that commands print."""
 
     absolute: float
     relative: float
     tolerance: float
     """Largest allowed ``relative`` difference."""
     reason: str
-    """Reason for a difference."""
+    """Why the logits may differ, as text."""
 
     def __str__(self) -> str:
         return (
@@ -67,33 +67,34 @@ def write_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a model and its tokenizer for the Hugging Face class that computes it.
+    """Write a model and its tokenizer for the Hugging Face class that computes the model.
 
-    If ``transformers`` lacks the class, its code is written too and is loaded with
-    ``trust_remote_code=True``. The files are written to a temporary directory, which is renamed to
+    If ``transformers`` lacks the class, its code is written too, and users load the model with
+    ``trust_remote_code=True``. The files are written to a temporary directory. It is renamed to
     ``out`` when it is complete and verified, and removed after an error.
 
     Args:
         weights: unsharded weights with Megatron's names (see
-            :mod:`diffmegatron.hf.weight_mapping`), in any order; a generator is read one weight at
+            :mod:`diffmegatron.hf.weight_mapping`), in any order. A generator is read one weight at
             a time.
         recipe: recipe of the run.
         tokenizer: tokenizer of the run.
         out: directory to create; it may exist and be empty.
-        dtype: dtype of the file. Lambda vectors stay fp32 in it, but DiffLlama's
-            ``from_pretrained`` rounds them when it loads in bf16, which no configuration prevents.
-        original: the pretrained model that the run started from. If its class computes the recipe's
-            network, the export has that class, the original configuration with the recipe's
-            changes, and the original dtype of each tensor (unless that would round a lambda
-            vector).
-        step: number of optimizer steps of the weights, for kinds of attention that anneal.
-        chat: whether the run was trained on chats; the tokenizer then has their template.
-        max_shard_bytes: largest safetensors file, and the memory that the writer needs.
-        verify: called with the complete directory before the rename; its errors end the export.
+        dtype: dtype of the stored weights. Lambda vectors are stored in fp32. (DiffLlama's
+            ``from_pretrained`` rounds them when it loads in bf16; no configuration prevents that.)
+        original: files of the pretrained model that the run started from. If its class computes the
+            recipe's network, the export has this class, the original configuration with the
+            recipe's changes, and the original dtype of each tensor (except where this would round a
+            lambda vector).
+        step: training step of the weights, as for :func:`.weight_mapping.table`.
+        chat: whether the run was trained on chats, so that the tokenizer gets a chat template.
+        max_shard_bytes: maximum size of a safetensors file, and the memory that the writer needs.
+        verify: function that checks the complete directory before the rename. An error that it
+            raises ends the export.
 
     Raises:
-        UserError: Hugging Face cannot compute this model, ``out`` is in use or cannot be written,
-            weights and recipe do not agree, or the tokenizer does not convert exactly.
+        UserError: no Hugging Face class can compute this model, ``out`` is in use or cannot be
+            written, the weights do not match the recipe, or the tokenizer has no exact conversion.
     """
     described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
     if original is not None and not original.computes(described):
@@ -123,7 +124,7 @@ def _generation_config(end_of_document: int) -> GenerationConfig:
 def _stored_dtypes(
     model: ModelConfig, original: Original | None, dtype: torch.dtype
 ) -> Callable[[str, Tensor], torch.dtype]:
-    """Return a function that gives the dtype to store a tensor in."""
+    """Return a function from a tensor's name and value to the dtype in which to store it."""
     keep_fp32 = {name for rule in table(model) if rule.keep_fp32 for name in rule.theirs}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -153,24 +154,22 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     """Load a Hugging Face model as a user would, in fp32 on the CPU, and compare its logits.
 
     Args:
-        directory: a directory of :func:`write_export`, or a model to import.
-        tokens: ids [b, s], at most ``MAX_VERIFY_TOKENS``, because they need memory and time.
+        directory: directory that :func:`write_export` wrote, or a pretrained model to import.
+        tokens: ids [b, s]. b s is limited to ``MAX_VERIFY_TOKENS``, which limits memory and time.
         expected: logits of the training model, [b, s, vocab_size].
 
     Raises:
-        UserError: transformers cannot load the files, or they lack a weight of the model or have an
-            unknown one.
-        ValueError: there are too many tokens, or the shapes do not fit.
+        UserError: transformers cannot load the files, or a weight is missing or unknown.
+        ValueError: there are too many tokens, or the logits differ in shape.
     """
     if tokens.numel() > MAX_VERIFY_TOKENS:
         raise ValueError(f"{tokens.numel()} tokens to verify; at most {MAX_VERIFY_TOKENS}")
     try:
-        # transformers would silently fill a missing weight with random numbers; the report shows
-        # it.
+        # The report lists missing weights, which transformers silently fills with random numbers.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
-            # config.json could name a kernel to download.
+            # Without this, config.json could name an attention kernel that would be downloaded.
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=_carries_our_code(directory),
@@ -193,7 +192,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
 
 
 def _carries_our_code(directory: Path) -> bool:
-    """Return whether the code files of the directory equal those of this package."""
+    """Return whether the model's code files in the directory equal those of this package."""
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)
     return bool(ours) and all(
@@ -202,8 +201,8 @@ def _carries_our_code(directory: Path) -> bool:
 
 
 def logit_difference(logits: Tensor, expected: Tensor) -> LogitDifference:
-    """Return the largest difference of two tensors of one shape."""
+    """Return the largest absolute and relative difference between two tensors of equal shape."""
     absolute = (logits - expected).abs().max()
     relative = absolute / expected.abs().max()
-    # Comparisons with NaN are false, so NaN would pass as small enough; it becomes infinity.
+    # NaN becomes infinity: ``NaN > tolerance`` is false, so a caller could accept it as small.
     return LogitDifference(*(math.inf if x.isnan() else x.item() for x in (absolute, relative)))

@@ -1,9 +1,9 @@
-"""Models that transformers has no class for, as files that an export contains with its weights.
+"""Models that transformers has no class for. An export contains copies of their code files.
 
-The files beside this one import only torch and transformers. They are named after ``model_type``:
-``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map`` of a
-configuration refers to them, for ``trust_remote_code=True``. ``configuration_diff_base.py`` has the
-keys that all of them share.
+The files beside this one therefore import only torch and transformers. They are named after
+``model_type``: ``configuration_<model_type>.py`` and ``modeling_<model_type>.py``. The ``auto_map``
+of a configuration refers to them, so that transformers loads them with ``trust_remote_code=True``.
+``configuration_diff_base.py`` has the keys that all models share.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ CLASSES = (
 def register() -> None:
     """Register these models with transformers' Auto classes; repeated calls have no effect.
 
-    A model that is saved after this contains its code files, like one loaded from remote code.
+    After this, ``save_pretrained`` writes a model's code files too, as for remote code.
     """
     for config, model, causal_lm in CLASSES:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -42,12 +42,13 @@ def remote_files(model_type: str) -> list[Path]:
     """Return the code files that a model needs in order to load without this package.
 
     Args:
-        model_type: model type of the configuration; there are no files for a type of transformers.
+        model_type: model type of the configuration. A type that transformers has a class for needs
+            no files.
     """
     own = [config.model_type for config, *_ in CLASSES]
     if model_type not in own:
         return []
-    # The class with layers of several kinds uses the classes of the other kinds.
+    # The model whose layers have several kinds of attention imports the files of all other models.
     types = own if model_type == MixedDiffConfig.model_type else [model_type]
     stems = [f"{part}_{each}" for each in types for part in ("configuration", "modeling")]
     return [Path(__file__).with_name(f"{stem}.py") for stem in (*stems, "configuration_diff_base")]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Llama without biases and dropout, extended for each kind of attention.
 
-The file imports only transformers, because it is saved with the weights.
+This file imports only transformers, because exported models contain a copy of it.
 """
 
 from typing import Any, ClassVar
@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
-# The oldest version whose Llama has the functions that the models call; older ones raise an error.
+# The oldest version whose Llama has the functions that the models call. Older versions raise an
+# error here.
 require_version("transformers>=4.57")
 
 
 class DiffBaseConfig(PretrainedConfig):
-    """Llama's keys but for biases and dropout.
+    """Configuration with Llama's keys, except those for biases and dropout.
 
     A subclass sets ``AUTO_MAP`` and the keys of its attention, and then calls this constructor.
 
@@ -35,7 +36,7 @@ class DiffBaseConfig(PretrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    # Llama's classes read these; the models have no biases and no dropout.
+    # Llama's classes read these keys. The models have no biases and no dropout.
     attention_bias = False
     attention_dropout = 0.0
     mlp_bias = False
@@ -82,7 +83,7 @@ class DiffBaseConfig(PretrainedConfig):
                     f"{name} is {kwargs[name]!r}; this model has no biases and no dropout"
                 )
         kwargs.setdefault("auto_map", dict(self.AUTO_MAP))
-        # transformers 4 reads these only from this call, and would otherwise tie the embeddings.
+        # transformers 4 takes these keys only from this call; its default would tie the embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
@@ -92,7 +93,7 @@ class DiffBaseConfig(PretrainedConfig):
         )
 
     def _check_attention(self) -> None:
-        """Raise ValueError if the keys of the attention do not describe one."""
+        """Raise ValueError if the keys of the attention are invalid. Subclasses override this."""
 
     def _check_sizes(self) -> None:
         for name in (
@@ -113,8 +114,8 @@ class NoiseHeadsConfig(DiffBaseConfig):
     """Configuration of attention whose query heads are signal heads and noise heads.
 
     Args:
-        num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
-            and h / r noise heads, h (r + 1) / r in total.
+        num_attention_heads: number of all query heads, h (r + 1) / r: h signal heads and h / r
+            noise heads. Each has ``head_dim`` channels.
         signal_per_noise: r, number of signal heads that share a noise head.
         kwargs: arguments of :class:`DiffBaseConfig`.
 
@@ -130,12 +131,12 @@ class NoiseHeadsConfig(DiffBaseConfig):
 
     @property
     def num_noise_heads(self) -> int:
-        """h / r, number of noise heads, and of groups of a noise head and its signal heads."""
+        """Number of noise heads, h / r. Each forms a group with its r signal heads."""
         return self.num_attention_heads // (self.signal_per_noise + 1)
 
     @property
     def num_signal_heads(self) -> int:
-        """h, number of signal heads, and of heads of the output."""
+        """Number of signal heads, h. The output has as many heads."""
         return self.num_noise_heads * self.signal_per_noise
 
     def _check_attention(self) -> None:
@@ -158,7 +159,7 @@ def check_positive(name: str, value: object) -> None:
 def _rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the two keys that transformers 4 reads instead of ``rope_parameters``.
 
-    transformers 5 converts them back to ``rope_parameters``, and does not save them.
+    transformers 5 converts these keys back to ``rope_parameters``, and does not save them.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)

@@ -7,15 +7,16 @@ from .configuration_diff_base import NoiseHeadsConfig
 
 
 class DiffV2Config(NoiseHeadsConfig):
-    """Llama's configuration and ``signal_per_noise``.
+    """Llama's configuration with the additional key ``signal_per_noise``.
 
     Args:
-        num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
-            and h / r noise heads, h (r + 1) / r in total. Caches and serving engines use this key
-            as the number of heads of the attention call.
-        signal_per_noise: r, number of signal heads that share a noise head; 1 pairs the heads.
-        num_key_value_heads: number of key heads, and of value heads, of ``head_dim``. It must
-            divide the number h / r of groups of r signal heads and a noise head.
+        num_attention_heads: number of all query heads, h (r + 1) / r: h signal heads and h / r
+            noise heads. Each has ``head_dim`` channels. Caches and serving engines use this key as
+            the number of heads of the attention call.
+        signal_per_noise: r, number of signal heads that share a noise head. With r = 1, each signal
+            head has its own noise head.
+        num_key_value_heads: number of key heads, and also of value heads. It must divide h / r,
+            the number of groups that consist of a noise head and its r signal heads.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:

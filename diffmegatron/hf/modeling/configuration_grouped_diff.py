@@ -8,21 +8,21 @@ from .configuration_diff_base import NoiseHeadsConfig
 
 
 class GroupedDiffConfig(NoiseHeadsConfig):
-    """Llama's configuration and the keys of grouped differential attention.
+    """Llama's configuration with the keys of grouped differential attention.
 
     Args:
-        num_attention_heads: query heads of ``head_dim``, signal and noise together: h signal heads
-            and h / r noise heads, h (r + 1) / r in total.
-        signal_per_noise: r, number of signal heads that share a noise head; 1 is the Differential
-            Transformer.
-        num_key_value_heads: key heads of ``head_dim``: 2 h_kv, because each of the h_kv
-            differential key-value heads has two keys, and a value as wide as both. h_kv divides h /
-            r. The output of a head has 2d channels.
-        lambda_init: "exponential", 0.8 - 0.6 exp(-0.3 l) in layer l from 0; or a constant for all
-            layers, between 0 and 1.
-        lambda_std_dev: standard deviation of new lambda vectors.
-        headwise_norm: whether each head's output passes an RMSNorm (one weight for all heads) and
-            is scaled by 1 - lambda_init.
+        num_attention_heads: number of all query heads, h (r + 1) / r: h signal heads and h / r
+            noise heads. Each has d = ``head_dim`` channels.
+        signal_per_noise: r, number of signal heads that share a noise head. r = 1 is the
+            Differential Transformer.
+        num_key_value_heads: number of key heads with d channels, 2 h_kv: each of the h_kv
+            differential key-value heads has two keys of d channels and one value of 2d channels.
+            The output of a head also has 2d channels. h_kv must divide h / r.
+        lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
+            between 0 and 1 for all layers.
+        lambda_std_dev: standard deviation of the initial values of the lambda vectors.
+        headwise_norm: whether each head's output is normalized by an RMSNorm (all heads share its
+            weight) and scaled by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:
@@ -35,7 +35,8 @@ class GroupedDiffConfig(NoiseHeadsConfig):
         "AutoModel": "modeling_grouped_diff.GroupedDiffModel",
         "AutoModelForCausalLM": "modeling_grouped_diff.GroupedDiffForCausalLM",
     }
-    # Attention has no plan, because the rows of q_proj and k_proj of a rank are not contiguous.
+    # There is no tensor-parallel plan for the attention, because the rows of q_proj and k_proj that
+    # belong to a rank are not contiguous.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a Llama with layers of several kinds; see modeling_mixed_diff.py."""
+"""Configuration of a Llama with several kinds of attention; see modeling_mixed_diff.py."""
 
 from typing import Any, ClassVar
 
@@ -13,18 +13,19 @@ KINDS = {"llama": LlamaConfig, "grouped_diff": GroupedDiffConfig, "diff_v2": Dif
 
 
 class MixedDiffConfig(DiffBaseConfig):
-    """Llama's configuration and a kind of attention for each layer.
+    """Llama's configuration with a kind of attention for each layer.
 
     Args:
-        layer_kinds: mappings with ``layers``, ``model_type`` and the attention keys of that type.
-            ``layers`` has numbers from 1, such as "1, 5-8", or in one mapping null for all
-            remaining layers.
-        num_attention_heads: query heads of the first mapping, as for ``num_key_value_heads``.
-        lambda_std_dev: standard deviation of new lambda vectors.
+        layer_kinds: mappings with the keys ``layers``, ``model_type`` and the attention keys of
+            that type. ``layers`` lists layers, counted from 1, as in "1, 5-8". In one mapping it
+            may be null, for all remaining layers.
+        num_attention_heads: number of query heads in the first mapping. ``num_key_value_heads``
+            also belongs to the first mapping.
+        lambda_std_dev: standard deviation of the initial values of the lambda vectors.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
 
     Raises:
-        ValueError: a layer has no kind or several, or the numbers do not describe a layer.
+        ValueError: a layer has no kind or several kinds, or the sizes of a layer are invalid.
     """
 
     model_type = "mixed_diff"
@@ -40,7 +41,7 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        # transformers creates a configuration without arguments, for comparison.
+        # transformers creates a configuration without arguments, to compare it with this one.
         self.layer_kinds = layer_kinds or [{"layers": None, "model_type": "llama"}]
         self.lambda_std_dev = lambda_std_dev
         super().__init__(**kwargs)
@@ -57,7 +58,7 @@ class MixedDiffConfig(DiffBaseConfig):
         return (named + rest)[0]
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
-        """Return the configuration of the model type of a layer's attention."""
+        """Return a layer's configuration, of the class for the model type of its attention."""
         own = dict(self.layer_kind(layer_idx))
         own.pop("layers")
         return KINDS[own.pop("model_type")](

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose attention is DIFF V2 (Microsoft, 2026; with more signal heads, Motif-3's groups).
+"""A Llama whose attention is DIFF V2 (Microsoft, 2026).
 
-r of h signal heads share a noise head. For token x and signal head n with noise head m:
+There are h signal heads; each group of r signal heads shares a noise head. r > 1 gives the groups
+of Motif-3. For the hidden state x of a token, and signal head n with noise head m:
 
     out_n = attention_n(x) - sigmoid(x W_lambda)_n attention_m(x)
 
-All h + h / r heads belong to one softmax attention with grouped queries. Any attention function of
-transformers or of a serving engine can therefore compute them, with one cache slot per layer. The
-heads have no norm.
+W_lambda is ``lambda_proj``, and attention_i is the output of query head i. All h + h / r heads
+belong to one softmax attention with grouped queries. Any attention function of transformers or of a
+serving engine can therefore compute them, with one cache slot per layer. The heads have no norm.
 
-The files import only torch and transformers, because they are saved with the weights.
+This file imports only torch, transformers and its configuration, because exported models contain a
+copy of it.
 """
 
 from collections.abc import Callable
@@ -34,11 +36,12 @@ from .configuration_diff_v2 import DiffV2Config
 
 
 class DiffV2Attention(LlamaAttention):
-    """DIFF V2 over a layer's normed input.
+    """DIFF V2 attention, whose input a layer has normalized.
 
-    Rows of ``q_proj``: h / r groups of r signal heads followed by their noise head, d rows each
-    (for r = 1, heads 2i and 2i + 1 are a pair). Consecutive groups share a key-value head.
-    ``lambda_proj`` and the columns of ``o_proj`` have the h signal heads in the same order.
+    ``q_proj`` has d rows per head: h / r groups, each with r signal heads followed by their noise
+    head. (With r = 1, heads 2i and 2i + 1 are a signal head and its noise head.) Consecutive groups
+    share a key-value head. The rows of ``lambda_proj`` and the columns of ``o_proj`` have the h
+    signal heads in the same order.
     """
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
@@ -62,7 +65,7 @@ class DiffV2Attention(LlamaAttention):
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache of previous keys and values, which is extended.
+            past_key_values: cache of previous keys and values, to which this call adds its own.
             kwargs: arguments of the attention function.
         """
         input_shape = hidden_states.shape[:-1]
@@ -92,10 +95,13 @@ class DiffV2Attention(LlamaAttention):
         return self.o_proj(output.to(hidden_states.dtype)), weights
 
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
-        """Return signal - sigmoid(logits) noise: [b, s, h + h / r, d], [b, s, h] -> [b, s, h d].
+        """Return signal - sigmoid(logits) noise, [b, s, h d].
 
-        The computation is at least float32, because a difference of rounded heads would be rounded
-        twice.
+        It is computed in at least float32, so that only the result is rounded, and not every term.
+
+        Args:
+            attended: outputs of all query heads, [b, s, h + h / r, d].
+            logits: output of ``lambda_proj``, [b, s, h].
         """
         wide = torch.promote_types(attended.dtype, torch.float32)
         groups = attended.to(wide).unflatten(-2, (-1, self.signal_per_noise + 1))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama with grouped differential attention (Motif, arXiv 2510.06949).
 
-r of h signal heads share a noise head; r = 1 is the Differential Transformer (arXiv 2410.05258).
-For signal head n, with softmax maps A1 of signal heads and A2 of noise heads:
+There are h signal heads; each group of r signal heads shares a noise head. r = 1 is the
+Differential Transformer (arXiv 2410.05258). For signal head n, with softmax maps A1 of the signal
+heads and A2 of the noise heads:
 
     out_n = (A1_n - lambda A2_(n // r)) v
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
@@ -11,20 +12,21 @@ For signal head n, with softmax maps A1 of signal heads and A2 of noise heads:
 A differential key-value head has two keys of d channels, k1 for its signal heads and k2 for their
 noise heads, and one value of 2d channels.
 
-Rows of the projections, d each:
+Order of the heads in the projections:
 
-    q_proj    h signal heads, then h / r noise heads
-    k_proj    k1 of all h_kv key-value heads, then k2 of all
-    v_proj    h_kv values of 2d
-    o_proj    (columns) h heads of 2d
+    q_proj    rows: h signal heads of d, then h / r noise heads of d
+    k_proj    rows: k1 of all h_kv key-value heads, d each, then k2 of all of them
+    v_proj    rows: h_kv values of 2d
+    o_proj    columns: h heads of 2d
 
-**Motif-2's checkpoints** (40 query heads, of which 8 are noise heads, and 16 key-value heads: h =
-32, r = 4, h_kv = 8) have the same heads in another order: queries by noise head, r signal heads and
-then their noise head; keys by key-value head, k1 and then k2; values and output as here. Query row
-block 5m + i is therefore signal head 4m + i for i < 4, and noise head m for i = 4. Key row block 2j
-+ i is k1 (i = 0) or k2 (i = 1) of key-value head j. Their MLP has another activation, PolyNorm.
+**Motif-2's checkpoints** have the same heads in another order. They have 40 query heads, of which 8
+are noise heads, and 16 key heads: h = 32, r = 4, h_kv = 8. Their queries are in groups of r signal
+heads followed by their noise head: the d rows of block 5m + i are signal head 4m + i for i < 4, and
+noise head m for i = 4. Their keys alternate: block 2j + i is k1 (i = 0) or k2 (i = 1) of key-value
+head j. Values and output have the same order as here. Their MLP has another activation, PolyNorm.
 
-The files import only torch and transformers, because they are saved with the weights.
+This file imports only torch, transformers and its configuration, because exported models contain a
+copy of it.
 """
 
 from collections.abc import Callable
@@ -49,17 +51,21 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_grouped_diff import GroupedDiffConfig
 
 try:
-    # These skip loaded weights; transformers 4 does not call _init_weights for loaded weights.
+    # In transformers 5 these functions do not overwrite loaded weights. transformers 4 lacks them,
+    # and does not call _init_weights for loaded weights.
     from transformers import initialization
 except ImportError:
     from torch.nn import init as initialization
 
-# Parts of the names of parameters that stay float32.
+# Components of the names of parameters that stay float32 in a model of any dtype.
 FLOAT32 = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln")
 
 
 class NoiseHeads(nn.Module):
-    """Attributes that attention functions read, for noise heads: fewer of them share a key."""
+    """Attributes that attention functions read from a module, with the values for noise heads.
+
+    There are fewer noise heads than signal heads, so fewer of them share a key-value head.
+    """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__()
@@ -70,7 +76,10 @@ class NoiseHeads(nn.Module):
 
 
 class GroupedDiffAttention(LlamaAttention):
-    """Grouped differential attention over a layer's normed input; for row order see the module."""
+    """Grouped differential attention, whose input a layer has normalized.
+
+    The docstring of this module has the order of the heads in the projections.
+    """
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -82,7 +91,7 @@ class GroupedDiffAttention(LlamaAttention):
         d = self.head_dim
         self.o_proj = nn.Linear(config.num_signal_heads * 2 * d, config.hidden_size, bias=False)
         self.lambda_init = config.layer_lambda_init(layer_idx)
-        # They stay float32 in a bf16 model: rounding would change lambda by up to 5e-3.
+        # These stay float32 in a bf16 model, because rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_k1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
         self.lambda_q2 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -103,12 +112,13 @@ class GroupedDiffAttention(LlamaAttention):
             hidden_states: [b, s, hidden].
             position_embeddings: cosines and sines of RoPE, [b, s, d] each.
             attention_mask: mask in the form of the attention function in use.
-            past_key_values: cache, which is extended, of keys [b, 2 h_kv, t, d] (all k1, then all
-                k2) and of values of the same shape (all first halves, then all second halves).
+            past_key_values: cache of previous keys and values, to which this call adds its own. The
+                keys are [b, 2 h_kv, t, d], all k1 and then all k2. The values have the same shape:
+                the first d channels of all values, then their last d channels.
             kwargs: arguments of the attention function.
 
         Raises:
-            NotImplementedError: called by continuous batching.
+            NotImplementedError: the caller uses continuous batching.
         """
         if kwargs.get("cache") is not None:
             raise NotImplementedError(
@@ -147,10 +157,21 @@ class GroupedDiffAttention(LlamaAttention):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: [b, heads, s, d] and [b, h_kv, t, d] -> [b, s, heads, 2d], and maps or None.
+        """Compute softmax attention of the signal heads, or of the noise heads.
 
-        There is one call per half of the values, because fast attention functions need values as
-        wide as keys, and the cache has them in that form.
+        It calls the attention function once for each half of the values' channels, because fast
+        attention functions need values as wide as keys, and the cache has the values in this form.
+
+        Args:
+            module: module whose attributes the attention function reads.
+            query: [b, heads, s, d].
+            key: [b, h_kv, t, d].
+            value_halves: first and last d channels of the values, [b, h_kv, t, d] each.
+            attention_mask: mask in the form of the attention function in use.
+            kwargs: arguments of the attention function.
+
+        Returns:
+            The output [b, s, heads, 2d], and the softmax maps, or None if they are not available.
         """
         attend: Callable = eager_attention_forward
         if self.config._attn_implementation != "eager":
@@ -162,10 +183,13 @@ class GroupedDiffAttention(LlamaAttention):
         return torch.cat([output for output, _ in halves], dim=-1), halves[0][1]
 
     def _combine(self, signal: Tensor, noise: Tensor) -> Tensor:
-        """Apply lambda and the norm: [b, s, h, 2d], [b, s, h / r, 2d] -> [b, s, h, 2d].
+        """Subtract lambda times the noise and apply the headwise norm; return [b, s, h, 2d].
 
-        The computation is at least float32, because a difference of rounded heads would be rounded
-        twice.
+        It is computed in at least float32, so that only the result is rounded, and not every term.
+
+        Args:
+            signal: outputs of the signal heads, [b, s, h, 2d].
+            noise: outputs of the noise heads, [b, s, h / r, 2d].
         """
         wide = torch.promote_types(signal.dtype, torch.float32)
         groups = signal.to(wide).unflatten(-2, (-1, self.signal_per_noise))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose layers have attention of several kinds: Llama's, grouped differential, DIFF V2.
+"""A Llama whose layers have several kinds of attention: Llama's, grouped differential, DIFF V2.
 
-It needs torch, transformers and the files of these kinds, which are saved with the weights.
+This file imports only torch, transformers and the files of these kinds, because exported models
+contain copies of these files.
 """
 
 from typing import ClassVar
@@ -27,7 +28,7 @@ ATTENTION = {
 
 
 class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
-    """Properties of the model that differ from grouped differential attention's."""
+    """Properties of the model that differ from those of a grouped differential model."""
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
@@ -37,7 +38,7 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
 
 
 class MixedDiffModel(MixedDiffPreTrainedModel, LlamaModel):
-    """Llama's decoder with the kind of attention of each layer in the configuration."""
+    """Llama's decoder, in which each layer has the kind of attention from the configuration."""
 
     def __init__(self, config: MixedDiffConfig) -> None:
         super().__init__(config)
@@ -50,7 +51,8 @@ def _attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
     own = config.layer_config(layer_idx)
     attention = ATTENTION[own.model_type](own, layer_idx)
     for module in attention.modules():
-        # All modules share the model's configuration, which changes with the attention function.
+        # All modules must share the model's configuration object, because transformers changes the
+        # attention function in that object.
         if hasattr(module, "config"):
             module.config = config
     return attention
