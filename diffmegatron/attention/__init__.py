@@ -1,4 +1,4 @@
-"""Differential attention: its functions, its kinds, and their layers in Megatron-core.
+"""Differential attention: its functions, its variants, and their layers in Megatron-core.
 
 To use the kernels alone, import the functions::
 
@@ -19,7 +19,7 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: recipes read the kinds of attention without torch, which the kernels import.
+    # Import lazily, because recipes read the variants without torch, which the kernels import.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

@@ -1,8 +1,8 @@
 """Layer specs: a variant's self-attention inside Megatron's own layers.
 
-There are two hosts. ``local`` uses Megatron-core's own linear layers and our RMSNorm.
-``transformer_engine`` uses Transformer Engine's classes around the same attention.
-:func:`available_host` chooses the host.
+A *host* is the library of a layer's linear and norm classes. ``local`` uses Megatron-core's own
+linear layers and our RMSNorm. ``transformer_engine`` uses Transformer Engine's classes around the
+same attention. :func:`available_host` chooses the host.
 """
 
 from typing import Literal, TypeAlias
@@ -34,9 +34,9 @@ Linear: TypeAlias = type | ModuleSpec
 def available_host(lora: LoraConfig | None = None) -> Host:
     """Return the host of the layers: Transformer Engine if it can run, otherwise local.
 
-    It can run if Megatron-core has imported it and torch has a CUDA device, because its modules
-    cannot be built without a device. LoRA needs local layers, because Transformer Engine applies
-    norm and projection in one module.
+    Transformer Engine can run if Megatron-core has imported it and torch has a CUDA device, because
+    its modules cannot be built without a device. LoRA needs local layers, because Transformer
+    Engine applies norm and projection in one module.
     """
     is_usable = HAVE_TE and torch.cuda.is_available()
     return "transformer_engine" if is_usable and lora is None else "local"
@@ -52,10 +52,10 @@ def layer_spec(
     """Return the spec of one transformer layer: pre-norm, no biases, SwiGLU.
 
     Args:
-        variant: kind of attention, with its sizes.
+        variant: kind of attention and its sizes.
         host: library of the linear and norm classes.
-        backend: the differential attention kernel, ``auto`` or a name that ``doctor`` lists.
-        communication: how context-parallel ranks communicate.
+        backend: backend of differential attention, ``auto`` or a name that ``doctor`` lists.
+        communication: method of communication between context-parallel ranks.
         lora: LoRA of the projections, for the local host only.
     """
     attention = {"variant": variant, "backend": backend, "communication": communication}
@@ -89,7 +89,7 @@ def _local_layer(attention: dict[str, object], lora: LoraConfig | None) -> Modul
 
 
 def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
-    """Return the classes of a layer's projections by name, with LoRA for its targets."""
+    """Return the classes of a layer's projections by name; those that LoRA targets have LoRA."""
     plain: dict[str, Linear] = {
         "linear_qkv": ColumnParallelLinear,
         "linear_proj": RowParallelLinear,
@@ -111,8 +111,9 @@ def _linear_layers(lora: LoraConfig | None) -> dict[str, Linear]:
 def _transformer_engine_layer(attention: dict[str, object]) -> ModuleSpec:
     """Build the spec of a layer whose norms are fused with the projections that follow them.
 
-    The fused classes hold the norm's weight, so the keys of a checkpoint are mapped to the local
-    layer's. A variant that reads the normalised input itself keeps the norm before attention apart.
+    The fused classes hold the norm's weight, so the keys of a checkpoint are mapped to those of the
+    local layer. A variant that itself reads the normalised input needs the norm before attention as
+    a separate module.
     """
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
@@ -153,10 +154,11 @@ def _self_attention(
 
 
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
-    """Return Megatron-core's MLP of these projections, as a class.
+    """Return a class that builds Megatron-core's MLP with these projections.
 
-    A layer builds a class alike in every version. Of a spec 0.16 knows the module by name and 0.19
-    warns of it.
+    A layer of Megatron-core builds a class in the same way in all supported versions. With a
+    ModuleSpec, 0.16 passes additional arguments only to MLP classes that it lists itself, and 0.19
+    warns.
     """
 
     class ProjectedMLP(MLP):

@@ -1,8 +1,8 @@
 """Self-attention in Megatron-core's layers: projections, rotary embedding, the variant's attention.
 
-It replaces Megatron's ``SelfAttention``. Megatron's projections are sized for ordinary heads, and
-its core attention receives only queries, keys and values. A variant may also need the hidden states
-and heads without an output. Decoding is not supported.
+It replaces Megatron's ``SelfAttention``, whose projections are sized for ordinary heads, and whose
+core attention receives only queries, keys and values. A variant may also need the hidden states,
+and query heads that have no output of their own. Decoding is not supported.
 """
 
 from collections.abc import Callable
@@ -39,27 +39,31 @@ from diffmegatron.attention.variants.base import (
     Variant,
 )
 
-# query, key [s, b, heads, d] of this rank and the ends of documents, as they are attended to.
+# Function that receives the rotated queries and keys of this rank, [s, b, heads, d], and the
+# boundaries of documents or None.
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 @dataclass
 class SelfAttentionSubmodules:
-    """The classes of the two projections."""
+    """Classes or specs of the two projections."""
 
     linear_qkv: type | ModuleSpec
     linear_proj: type | ModuleSpec
 
 
 class SelfAttention(MegatronModule):
-    """The self-attention of a variant, which declares the parameters beside the projections.
+    """Self-attention of one transformer layer, computed by a variant.
+
+    The variant declares the parameters of the layer other than the two projections, and computes
+    the attention from projected queries, keys and values.
 
     Attributes:
-        variant: kind of attention.
+        variant: kind of attention and its sizes.
         layer_number: number of the layer from 1, over all pipeline stages.
         step: number of optimizer steps that produced the weights.
-        observer: function called with queries, keys and documents, or None.
-        observed: 0-dim numbers of the last forward pass, by name.
+        observer: function called with queries, keys and documents in each forward pass, or None.
+        observed: 0-dim numbers of the last forward pass for the log, by name.
     """
 
     def __init__(
@@ -116,18 +120,18 @@ class SelfAttention(MegatronModule):
         )
         for declared in self._declared.values():
             parameter = torch.nn.Parameter(self._initial(declared))
-            # Of a whole one this rank sees the share of its own heads.
+            # The gradient of an unsharded parameter covers only the heads of this rank.
             parameter.has_partial_gradient = not declared.sharded  # type: ignore[attr-defined]
             if declared.sharded and config.perform_initialization:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(declared.name, parameter)
 
     def _initial(self, declared: Parameter) -> Tensor:
-        """Return this rank's part of a declared parameter, with its initial values.
+        """Return a declared parameter with its initial values, or this rank's shard of it.
 
-        Random values are drawn for the whole parameter from torch's CPU generator. Megatron seeds
-        this generator equally on all tensor-parallel ranks, so copies are equal and shards fit
-        together.
+        Random values are drawn for the unsharded parameter from torch's CPU generator. Megatron
+        seeds this generator equally on all tensor-parallel ranks, so copies are equal and shards
+        fit together.
         """
         rows, *others = declared.shape
         own = self.share(rows) if declared.sharded else range(rows)
@@ -157,12 +161,13 @@ class SelfAttention(MegatronModule):
         """Compute causal self-attention, called as Megatron calls its own.
 
         Args:
-            hidden_states: [s, b, hidden], or under sequence parallelism this rank's part of s.
+            hidden_states: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
             attention_mask: not used, as in Megatron's flash backends.
-            rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d].
-            packed_seq_params: ``cu_seqlens_q`` has the ends of packed documents, [documents + 1]
-                integers on the CPU, in the concatenation of the batch's whole rows. Attention then
-                stays within documents. (``qkv_format`` is ``sbhd``: tensors are not concatenated.)
+            rotary_pos_emb: angles of this rank's positions, [s, 1, 1, d] in radians.
+            packed_seq_params: ``cu_seqlens_q`` has the boundaries of packed documents,
+                [documents + 1] integers on the CPU. They are positions in the concatenation of the
+                batch's unsharded rows. Attention then stays within documents. (``qkv_format`` is
+                ``sbhd``: tensors are not concatenated.)
 
         Returns:
             Output with the shape of hidden_states, and the bias, which is None.
@@ -188,7 +193,8 @@ class SelfAttention(MegatronModule):
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, channels] into q, k [s, b, groups, n, d] and v [s, b, heads, d].
 
-        Views of it, where a group has its heads of a kind side by side.
+        A group is `Heads.group`, and n is its number of query heads for q, and of key heads for k.
+        If the heads of a type are adjacent in a group, the result is a view, otherwise a copy.
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -206,11 +212,13 @@ class SelfAttention(MegatronModule):
         return range(first, first + own)
 
     def parameter(self, name: str) -> Tensor:
-        """Return this rank's shard of a declared parameter, or the whole if it is not sharded.
+        """Return a declared parameter, or this rank's shard of it.
 
-        The ZeRO engine sums the gradient of a whole parameter over the ranks
+        The gradient of an unsharded parameter is summed over the tensor-parallel ranks
         (:mod:`diffmegatron.optim.tensor_sums`). With ZeRO 3 in bf16 the parameter itself is
-        rounded, and :mod:`diffmegatron.optim.float32_parameters` has the exact value.
+        rounded. Its attribute ``exact`` then has the float32 value that is returned
+        (:mod:`diffmegatron.optim.float32_parameters`), and the gradient still reaches the
+        parameter.
         """
         parameter = getattr(self, name)
         exact = getattr(parameter, "exact", None)
@@ -219,10 +227,18 @@ class SelfAttention(MegatronModule):
         return parameter
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """Multiply the whole sequence by a sharded matrix; return [s, b, rows of this rank].
+        """Multiply hidden states by a matrix that is sharded by rows.
 
-        The ranks communicate the matrix and its products. The matrix has few rows, so these are
-        hundreds of times smaller than the hidden states that a column-parallel layer would gather.
+        The ranks communicate the matrix and its products. The matrix has few rows, so these tensors
+        are hundreds of times smaller than the hidden states that a column-parallel layer would
+        gather.
+
+        Args:
+            name: name of the declared matrix [rows, hidden].
+            hidden: [s, b, hidden]; under sequence parallelism, this rank's shard of s.
+
+        Returns:
+            [s, b, rows of this rank] for the whole s.
         """
         weight = getattr(self, name)
         size = self.tp_group.size()
@@ -248,7 +264,10 @@ class SelfAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """Return Megatron's sharded state, which alone would take sharded parameters for copies."""
+        """Return Megatron's sharded state, corrected for the sharded parameters of the variant.
+
+        Megatron alone would treat them as equal copies on all ranks.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded = {n: getattr(self, n) for n, each in self._declared.items() if each.sharded}

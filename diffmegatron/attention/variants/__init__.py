@@ -1,4 +1,4 @@
-"""The attention variants by kind, and the reader of a recipe's section."""
+"""The attention variants by kind, and the reader of a recipe's section ``model.attention``."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ VARIANTS: dict[str, type[Variant]] = {}
 
 
 def register(variant: type[Variant]) -> type[Variant]:
-    """Register a kind of attention under the default of its ``kind``; usable as a decorator.
+    """Register a variant under the default value of its field ``kind``; usable as a decorator.
 
     Raises:
         ValueError: another class has the same kind, or the class has a method of an earlier
@@ -41,12 +41,12 @@ for each in (Softmax, DiffV1, DiffV2, Grouped, Dex):
 
 
 def of_model_type(model_type: object) -> type[Variant] | None:
-    """Return the kind that reads a model type of Hugging Face, or None."""
+    """Return the variant that can import a model type of Hugging Face, or None."""
     return next((kind for kind in _readable() if model_type in kind.model_types), None)
 
 
 def model_types() -> list[str]:
-    """Return all model types of Hugging Face that a kind reads."""
+    """Return all model types of Hugging Face that a variant can import."""
     return [name for kind in _readable() for name in kind.model_types]
 
 

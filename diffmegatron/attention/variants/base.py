@@ -1,12 +1,11 @@
 """The base class of all attention variants.
 
-A variant is one class in one file of this package. It defines the recipe's section with the sizes
-of the heads, and a layer's parameters other than the two projections. It also defines the costs,
-the forward pass of a layer, and the Hugging Face mapping. No other module depends on the name of a
-kind.
+A variant, or *kind* of attention, is one class in one file of this package. It defines the recipe's
+section with the sizes of the heads, and a layer's parameters other than the two projections. It
+also defines the costs, the forward pass of a layer, and the mapping to Hugging Face. No other
+module depends on the name of a kind.
 
-These files are imported with the recipe, before torch. Functions that compute therefore import
-torch themselves.
+Recipes import these files before torch. Functions that compute therefore import torch themselves.
 """
 
 import math
@@ -33,22 +32,22 @@ FLOAT32 = 4
 # Methods that define the computation of a layer, and methods that map it to Hugging Face.
 COMPUTATION = ("normalised", "gate", "forward", "current_lambda")
 EXPORT = ("hugging_face", "weight_rules", "layer_rules")
-# Name of the only declared parameter that belongs to a projection.
+# Name of the bias of the first projection, the only declared parameter that belongs to one.
 QKV_BIAS = "linear_qkv.bias"
 ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 
 Layers = tuple[range, ...]
-"""Numbers of layers, from 0."""
+"""Ranges of layer numbers, which begin at 0."""
 
 
 def overlap(some: range, others: range) -> int:
-    """Return the number of common elements of two ranges."""
+    """Return the number of elements that two ranges have in common."""
     return max(0, min(some.stop, others.stop) - max(some.start, others.start))
 
 
 class Constant(NamedTuple):
-    """Initial values that all equal one number."""
+    """Initial values that are all equal to one number."""
 
     value: float
 
@@ -65,7 +64,7 @@ class Parameter:
 
     Attributes:
         name: name under ``self_attention.``; ``QKV_BIAS`` is the bias of the first projection.
-        shape: shape of the whole parameter.
+        shape: shape of the unsharded parameter.
         initial: standard deviation of normally distributed initial values, or fixed initial values.
             With ``matrix``, initial values are chosen as for the network's other weight matrices.
         role: group for weight decay and for counting parameters.
@@ -84,20 +83,20 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernel properties that determine how many bytes a layer keeps for the backward pass.
+    """Kernel properties that determine how many bytes a layer saves for the backward pass.
 
     Attributes:
         element: bytes of a number in the run's precision.
         device: device of the operations. Fused operations on a GPU save fewer tensors than the
             separate operations on a CPU.
         backend: name of the attention backend that runs; "auto" has been resolved.
-        communication: how the context-parallel ranks communicate; None for one rank.
+        communication: method of communication between context-parallel ranks; None for one rank.
         context: number of context-parallel ranks.
         keys: number of keys in a row of scores, averaged over the rank's queries. With packed
             documents a row has the keys of the whole microbatch.
-        has_mask: whether attention needs more than a plain causal mask. Packed documents need more.
-            An all-gather also needs more, because the queries of a call are at the last positions
-            of its keys.
+        has_mask: whether attention needs a mask that torch's ``is_causal`` cannot express. This is
+            the case with packed documents, and with an all-gather, where the queries of a call have
+            the last positions of its keys.
         recomputes_core: whether the backward pass computes attention again from q, k and v.
     """
 
@@ -115,15 +114,16 @@ class Kernels:
         """Number of keys in all attention calls of a rank, divided by its number of queries."""
         if self.communication != "all_gather":
             return 1.0
-        # A rank has a chunk of queries from each half of the sequence. The keys of each call end
-        # where its chunk ends.
+        # Of the 2 P chunks of a sequence, rank r has the queries of chunks r and 2 P - 1 - r. It
+        # attends to r + 1 and to 2 P - r chunks of keys, which is 2 P + 1 for two chunks of
+        # queries.
         return (2 * self.context + 1) / 2
 
     def softmax_keys(self, heads: Heads, backend: Backend) -> float:
         """Return the bytes per token of the keys and values that softmax attention saves.
 
-        With a mask, torch's kernels do not support groups of queries, so each query head has a
-        copy of its keys and values.
+        With a mask, torch's kernels do not support several queries per key-value head, so each
+        query head has a copy of its keys and values.
         """
         if self.has_mask and backend.keeps_bias and heads.queries > heads.keys:
             return 2 * self.element * heads.query_channels * self.keys_per_query
@@ -141,8 +141,8 @@ class Variant(Section, ABC):
         title: name of a network of this kind, for reports.
         output_width: width of a head's output, divided by the width of a query.
         operation: attention function; "differential" has two maps and values of width 2d.
-        reads_hidden: whether the kind itself reads the layer's normalised input.
-        model_types: model types that :meth:`from_hugging_face` reads.
+        reads_hidden: whether the kind reads the layer's normalised input beside q, k and v.
+        model_types: model types of Hugging Face that :meth:`from_hugging_face` reads.
         mixes: whether other layers of the network may have another kind.
         free_keys: keys that a run may change when it starts from existing weights.
     """
@@ -164,19 +164,19 @@ class Variant(Section, ABC):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Return a recipe's section with the content of the files that its keys name.
+        """Return a recipe's section in which names of files are replaced by the files' content.
 
         Args:
             section: section of the recipe.
             may_be_missing: accept a file that does not exist yet, and use :attr:`assumption`.
 
         Raises:
-            UserError: a file cannot be read, or has another content.
+            UserError: a file cannot be read, or has an unexpected content.
         """
         return section
 
     def sized(self, hidden_size: int) -> Self:
-        """Return the section with every size filled in.
+        """Return the section with all sizes filled in.
 
         Raises:
             ValueError: a size does not fit.
@@ -230,16 +230,16 @@ class Variant(Section, ABC):
             )
 
     def of_layer(self, layer: int) -> "Variant":
-        """Return the kind of a layer, by its number from 0."""
+        """Return the kind of a layer; layers are numbered from 0."""
         return self
 
     def by_kind(self, num_layers: int) -> "tuple[tuple[Variant, Layers], ...]":
-        """Return every kind in the network with its layers."""
+        """Return every kind in the network with the ranges of its layers."""
         return ((self, (range(num_layers),)),)
 
     @property
     def beside_others(self) -> "Variant":
-        """The equivalent kind for an export with layers of several kinds."""
+        """Equivalent kind that is exported if the network has layers of several kinds."""
         return self
 
     @property
@@ -254,7 +254,7 @@ class Variant(Section, ABC):
         return self.model_dump()
 
     def check_layers(self, num_layers: int) -> None:
-        """Check settings of single layers against the number of layers.
+        """Check settings that name layers against the number of layers.
 
         Raises:
             ValueError: a setting does not fit.
@@ -262,13 +262,13 @@ class Variant(Section, ABC):
         return
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> "Variant":
-        """Return the same kind with other sizes, for a rehearsal."""
+        """Return the same kind with other sizes, for a rehearsal (a test run with small sizes)."""
         return self.model_copy(update=dict(sizes))
 
     def foundation(self) -> "Variant | None":
         """Return another kind whose weights a run may start from, or None.
 
-        Parameters that only this kind declares have the initial values of a new run.
+        Parameters that only this kind declares then get the initial values of a new run.
         """
         return None
 
@@ -292,7 +292,7 @@ class Variant(Section, ABC):
         """Return the Transformer to compare with, which has the same width, keys and values."""
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return a layer's parameters beside the two projections; by default none."""
+        """Return a layer's parameters other than the two projections; by default none."""
         return ()
 
     def own_products(self, hidden_size: int) -> float:
@@ -352,7 +352,7 @@ class Variant(Section, ABC):
         return query, key
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor | None":
-        """Compute the part of :meth:`forward` that reads the normalised input [s, b, hidden].
+        """Compute what :meth:`forward` needs from the layer's normalised input [s, b, hidden].
 
         Returns:
             A tensor [s, b, ...], or None if :meth:`forward` needs only q, k and v.
@@ -369,13 +369,13 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Compute the heads' outputs [b, s, ...] with :attr:`Heads.output_channels` per token.
+        """Compute the outputs [b, s, ...] of all heads, :attr:`Heads.output_channels` per token.
 
         Args:
             layer: layer with its parameters.
             context: functions that compute attention to the whole sequence.
             query: rotated queries of this rank, [b, s, queries, d].
-            key, value: rotated keys and values of this rank, [b, s, keys, d].
+            key, value: rotated keys, and values, of this rank, [b, s, keys, d].
             gate: result of :meth:`gate`, [b, s, ...].
         """
 
@@ -409,7 +409,7 @@ class Variant(Section, ABC):
 
         Args:
             attention: attention module of the layer.
-            maps: softmax of every query head in the order of ``q_proj``'s rows, float32
+            maps: softmax maps of all query heads in the order of ``q_proj``'s rows, float32
                 [queries, rows, keys].
             hidden: input of the attention at these rows, [rows, hidden_size].
 
@@ -429,7 +429,12 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        """Return the rules that map the weights of a layer's attention to Hugging Face and back."""
+        """Return the rules that map the weights of a layer's attention to Hugging Face and back.
+
+        Args:
+            ours, theirs: prefixes of the attention's weights here and at Hugging Face.
+            hidden_size: hidden size of the network.
+        """
 
     @property
     def inherited_export(self) -> str | None:

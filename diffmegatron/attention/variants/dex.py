@@ -4,9 +4,10 @@ arXiv 2505.16333, figure 9. O is a head's output [d] for a token. In the selecte
 
     O' = O - lambda(t) O W_D,    lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learn,
 
-with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). O' = O in other heads. A
-layer has one W_D [d, d] and one lambda_learn. t is the number of optimizer steps. O' is linear in
-O, so a checkpoint of any step is a Transformer whose rows of W_O contain (I - lambda W_D).
+with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In other heads O' = O. t is
+the number of optimizer steps, and T the number of steps of the annealing. A layer has one trained
+matrix W_D [d, d] and one trained number lambda_learn. O' is linear in O. A checkpoint of any step
+is therefore equal to a Transformer whose rows of W_O are multiplied by (I - lambda W_D).
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +61,7 @@ class SelectedOn(Section):
 
 
 class HeadsFile(Section):
-    """The file of ``diffmegatron dex select``: heads by layer, and how they were found."""
+    """The file that ``diffmegatron dex select`` writes: selected heads, and their origin."""
 
     model: SelectedOn
     method: Literal["entropy", "gradient"]
@@ -70,13 +71,16 @@ class HeadsFile(Section):
 
 @dataclass(frozen=True)
 class Unselected:
-    """A placeholder for heads whose file is not written yet; it has no form in YAML."""
+    """A placeholder for heads whose file does not exist yet; it cannot be written to YAML."""
 
     file: str
 
 
 def _heads_schema(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
-    """Return a schema that checks heads; a plain union would list both types in the error."""
+    """Return a schema that checks heads and accepts `Unselected`.
+
+    A plain union of both types would list both in the error.
+    """
 
     def check(value: Any, check_heads: Callable[[Any], Heads]) -> Heads | Unselected:
         return value if isinstance(value, Unselected) else check_heads(value)
@@ -88,7 +92,10 @@ SelectedHeads = Annotated[Heads | Unselected, GetPydanticSchema(_heads_schema), 
 
 
 class ProjectionInit(Section):
-    """Initial values of W_D, which the paper does not state; ``scale`` of normal or identity."""
+    """Initial values of W_D, which the paper does not state.
+
+    ``scale`` is the standard deviation of ``normal``, or the factor of ``identity``.
+    """
 
     kind: Literal["zero", "normal", "identity"] = "zero"
     scale: float | None = Field(default=None, gt=0)
@@ -104,7 +111,7 @@ class ProjectionInit(Section):
 
     @property
     def values(self) -> float | Constant | Identity:
-        """Return the initial values in the form of :class:`Parameter`."""
+        """Initial values in the form of :attr:`Parameter.initial`."""
         if self.scale is None:
             return Constant(0.0)
         return self.scale if self.kind == "normal" else Identity(self.scale)
@@ -113,12 +120,12 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
-    ``selected_heads`` are query heads by layer, numbered from 0 as at Hugging Face, or a file of
-    ``diffmegatron dex select``, whose numbers the resolved recipe contains. If the file is missing,
-    ``plan`` counts ``SHARE`` of every layer's heads. ``annealing_steps`` is T. With null, lambda is
-    lambda_learn from the first step, for example to continue after the annealing. lambda_learn
-    starts at ``lambda_learn_init``. If it and W_D were both zero, only the annealed term could
-    change them.
+    ``selected_heads`` are query heads by layer, numbered from 0 as at Hugging Face. It may also be
+    a file of ``diffmegatron dex select``; the resolved recipe then contains the numbers from the
+    file. If the file is missing, ``plan`` counts ``SHARE`` of every layer's heads.
+    ``annealing_steps`` is T. With null, lambda is lambda_learn from the first step, for example to
+    continue after the annealing. lambda_learn starts at ``lambda_learn_init``. If lambda_learn and
+    W_D were both zero at the start, only the annealed term could change them.
     """
 
     mixes: ClassVar[bool] = False
@@ -130,7 +137,7 @@ class Dex(Softmax):
     lambda_learn_init: float = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # An export is softmax attention, and is imported as such.
+    # An export is softmax attention, and an import reads it as softmax attention.
     model_types: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[frozenset[str]] = frozenset(
         {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
@@ -140,7 +147,7 @@ class Dex(Softmax):
     def with_files(
         cls, section: Mapping[str, Any], *, may_be_missing: bool = False
     ) -> Mapping[str, Any]:
-        """Return the section with the heads of the file ``selected_heads``, and their model."""
+        """Return the section with the content of the file that ``selected_heads`` names."""
         path = section.get("selected_heads")
         if not isinstance(path, str):
             return section
@@ -187,13 +194,13 @@ class Dex(Softmax):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
-        """Return other sizes with the first heads of every layer selected."""
+        """Return the kind with other sizes; ``SHARE`` of every layer's heads are selected."""
         half = tuple(range(_assumed(sizes["num_heads"])))
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
 
     def baseline(self) -> Softmax:
-        """Return the same kind without the term."""
+        """Return the same softmax attention without the differential term."""
         shared = {name: getattr(self, name) for name in Softmax.model_fields if name != "kind"}
         return Softmax.model_construct(**shared)
 
@@ -207,7 +214,11 @@ class Dex(Softmax):
         return None if self.selected_on is None else self.selected_on.fingerprint
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return W_D, which multiplies a head's output as a row, and lambda_learn, both whole."""
+        """Return the parameters of softmax attention, W_D and lambda_learn.
+
+        W_D and lambda_learn are unsharded. A head's output is a row vector, which is multiplied by
+        W_D from the right.
+        """
         square = (self.head_dim, self.head_dim)
         return (
             *super().parameters(hidden_size),
@@ -217,7 +228,7 @@ class Dex(Softmax):
 
     @property
     def assumption(self) -> str | None:
-        """Sentence about the assumed heads, if none are selected yet."""
+        """Sentence about the heads that a plan assumes if none are selected yet, or None."""
         if not isinstance(self.selected_heads, Unselected):
             return None
         return (
@@ -227,7 +238,7 @@ class Dex(Softmax):
         )
 
     def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of a layer, by its global number, from 1.
+        """Return the selected heads of a layer by its global number, from 1.
 
         Raises:
             UserError: the file of the heads does not exist yet.
@@ -243,14 +254,14 @@ class Dex(Softmax):
         return sum(map(len, self.selected_heads)) / len(self.selected_heads)
 
     def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds of O W_D of the selected heads."""
+        """Return the multiply-adds of O W_D for the selected heads."""
         return self._selected_per_layer * self.head_dim**2
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of softmax attention, of selected outputs, and of all final outputs.
+        """Return the bytes of softmax attention, of the selected heads' outputs, and of the result.
 
-        Without the term the output projection reads a tensor that the kernel or the norm saves
-        anyway.
+        Without the differential term the result would need no bytes of its own, because the output
+        projection would read a tensor that the kernel or the norm saves anyway.
         """
         projected, core = super().kept_bytes(kernels)
         selected = self._selected_per_layer * self.head_dim
@@ -269,8 +280,8 @@ class Dex(Softmax):
         """Return O' = O - lambda O W_D of the selected heads, and O of the others.
 
         The heads are split into runs, because gathering by an index would copy the index to the
-        device in every layer. A rank without selected heads computes the term for no heads: its
-        share of W_D's gradient is zero, and the other ranks wait for it.
+        device in every layer. A rank without selected heads computes the term for no heads. Its
+        contribution to W_D's gradient is then zero, and it takes part in the sum over ranks.
 
         Returns:
             [b, s, num_heads, d].
@@ -279,7 +290,8 @@ class Dex(Softmax):
 
         heads = super().forward(layer, context, query, key, value, gate)
         lengths = self._runs(layer)
-        # Use [s, b, ...], because the gradient of W_D sums tokens in the sequence's order.
+        # Compute in [s, b, ...], so that the gradient of W_D sums tokens in the order of the
+        # sequence.
         parts = list(heads.transpose(0, 1).split(lengths, dim=2))
         selected = torch.cat(parts[1::2], dim=2)
         projection = (self.current_lambda(layer) * layer.parameter(PROJECTION)).to(selected.dtype)
@@ -288,7 +300,7 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of runs of this rank's heads: others, selected, others, ..."""
+        """Return the lengths of this rank's runs of heads: others, selected, others, ..."""
         selected = {*self._selected(layer.layer_number)}
         runs = groupby(head in selected for head in layer.share(self.num_heads))
         lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]
@@ -311,11 +323,11 @@ class Dex(Softmax):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return softmax's rules with the term folded into W_O, computed in float64.
+        """Return softmax's rules with the differential term multiplied into W_O, in float64.
 
-        ``linear_proj.weight`` [hidden, heads * d] is W_O transposed: the columns of a selected head
-        are multiplied from the right by (I - lambda W_D) transposed. The inverse keeps W_O, and
-        sets W_D and lambda_learn to zero.
+        ``linear_proj.weight`` [hidden, heads * d] is W_O transposed. The columns of a selected head
+        are therefore multiplied from the right by (I - lambda W_D) transposed. The inverse keeps
+        W_O, and sets W_D and lambda_learn to zero.
         """
         name, d = f"{ours}.linear_proj.weight", self.head_dim
         selected = self._selected(layer)

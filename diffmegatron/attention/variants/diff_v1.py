@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-# The largest models of the paper, and the learning rate that it lowers for them (appendix E).
+# Number of parameters above which the paper lowers the learning rate, and the lower rate (appendix
+# E).
 LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
 class LambdaInit(Section):
     """The policy of lambda_init (Ye et al., ICLR 2025, section 2.1 and the ablations of 3.8).
 
-    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)) with l the global layer number from 1;
+    ``exponential`` is 0.8 - 0.6 exp(-0.3 (l - 1)), where l is the global layer number from 1.
     ``constant`` is ``value`` in every layer.
     """
 
@@ -67,11 +68,12 @@ class LambdaInit(Section):
 
 
 class DiffV1(Variant):
-    """Differential heads; each of ``num_heads`` h heads has two maps and an output of 2d.
+    """Differential heads: each of h = ``num_heads`` heads has two maps and an output of 2d.
 
-    h is half of the Transformer's number of heads, and :meth:`baseline` doubles it. Each of
-    ``num_kv_heads`` has two keys and one value of 2d. A layer has four lambda vectors of d, whose
-    initial values are N(0, ``lambda_std``), as in the reference code. ``headwise_norm`` is the
+    h is half of the Transformer's number of heads, and :meth:`baseline` doubles it. Each of the
+    ``num_kv_heads`` key-value heads has two keys of width d = ``head_dim`` and one value of width
+    2d. A layer has four lambda vectors of length d, whose initial values are normally distributed
+    with standard deviation ``lambda_std``, as in the reference code. ``headwise_norm`` is the
     RMSNorm over each head's output, whose weight all heads share.
     """
 
@@ -95,8 +97,9 @@ class DiffV1(Variant):
     def heads(self) -> Heads:
         """Layout of the heads.
 
-        A block has signal queries, k1 and half of the value, then noise queries, k2 and the other
-        half. With one noise head per signal head these are two groups of Megatron-core.
+        A block has the signal queries, k1 and half of the value, and then the noise queries, k2 and
+        the other half of the value. With one noise head per signal head these are two groups in
+        Megatron-core's sense.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -112,7 +115,7 @@ class DiffV1(Variant):
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and the norm's weight, whole on every rank and in float32.
+        """Return the lambda vectors and the norm's weight, unsharded and in float32.
 
         Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
         """
@@ -125,8 +128,9 @@ class DiffV1(Variant):
 
     @override
     def products(self) -> int:
-        # Scores of d per head of either map, values of 2d for the difference of the maps. Kernels
-        # that keep the maps apart multiply both with the values (paper, appendix A).
+        # Each head of either map needs d for its scores, and each differential head 2d for the
+        # product of its subtracted maps with the values. Kernels that do not subtract the maps
+        # before this product multiply both maps with the values (paper, appendix A).
         maps = self.num_heads + self.noise_heads
         return (maps + 2 * self.num_heads) * self.head_dim
 
@@ -143,8 +147,8 @@ class DiffV1(Variant):
             fuses_norm = backend.fuses_norm and not sizes.is_grouped
             core += kernels.element * outputs if backend.keeps_result else 0
         if self.headwise_norm and not fuses_norm:
-            # The norm saves its float32 input and one float32 per head, and on a CPU its normalised
-            # input.
+            # The norm saves its float32 input and one float32 per head, and on a CPU also its
+            # normalised input.
             core += FLOAT32 * (outputs * (2 if kernels.device == "cpu" else 1) + self.num_heads)
         projected = kernels.element * (heads.query_channels + outputs)
         if kernels.recomputes_core:
@@ -161,12 +165,13 @@ class DiffV1(Variant):
         if backend.keeps_values:
             return 2 * keys * whole
         if kernels.has_mask and backend.keeps_bias and self.num_heads > self.num_kv_heads:
-            # With a mask, torch's kernels do not support groups of queries. In each of the four
-            # calls every query head has a copy of its key and its half of the value.
+            # With a mask, torch's kernels do not support several queries per key-value head. In
+            # each of the four calls every query head has a copy of its key and its half of the
+            # value.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # The backend counts one of the copies of the values. Values from other ranks share a
-        # tensor with the keys, which stays in memory as a whole.
+        # `Backend.saved` includes one copy of the values. With several ranks the values are a view
+        # of a received tensor, which stays in memory together with the keys in it.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 
@@ -238,7 +243,7 @@ class DiffV1(Variant):
         return context.diff_attention(q1, k1, q2, k2, v, lambda_=lambda_, norm=norm)
 
     def _split(self, query: "Tensor", key: "Tensor", value: "Tensor") -> tuple["Tensor", ...]:
-        """Return q1, k1, q2, k2 and v of the blocks, whose rows :attr:`heads` describes.
+        """Return q1, k1, q2, k2 and v from heads in the order of :attr:`heads`.
 
         Returns:
             q1 [b, s, h, d], q2 [b, s, h / r, d], k1 and k2 [b, s, h_kv, d], v [b, s, h_kv, 2d].
@@ -248,14 +253,15 @@ class DiffV1(Variant):
         q1, q2 = query.unflatten(2, (blocks, -1)).split([self.ratio * noise, noise], dim=3)
         q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
         if self.ratio > 1:
-            # A view of the noise heads would keep the signal heads in memory. q1 is a copy.
+            # A view of the noise heads would keep the signal heads in memory, so copy them. q1 is a
+            # copy.
             q2 = q2.contiguous()
         k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
         v = value.unflatten(2, (blocks, 2)).flatten(3)
         return q1, k1, q2, k2, v
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return DiffLlama.
+        """Return the class DiffLlama.
 
         Raises:
             UserError: lambda_init differs from the paper's, or the headwise norm is off.
@@ -284,7 +290,7 @@ class DiffV1(Variant):
 
     @property
     def beside_others(self) -> Variant:
-        """Grouped heads with one noise head per signal head."""
+        """Grouped heads with one noise head per signal head, which compute the same."""
         from diffmegatron.attention.variants.grouped import Grouped
 
         return Grouped(signal_per_noise=1, **self.model_dump(exclude={"kind"}))
@@ -304,8 +310,9 @@ class DiffV1(Variant):
         """Return the rules for DiffLlama, where all heads and values of the first map come first.
 
         DiffLlama's headwise norm has no weight. The norm's output is the input of the output
-        projection, so the weight of channel c multiplies the columns that read channel c, in fp32.
-        Rounding the lambda vectors to bf16 would change lambda by up to 5e-3.
+        projection. The export therefore multiplies the weight of channel c into the columns of the
+        output projection that read channel c, in fp32. The lambda vectors stay in fp32, because
+        rounding to bf16 would change lambda by up to 5e-3.
         """
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:
@@ -331,7 +338,7 @@ class DiffV1(Variant):
     @property
     @override
     def map_pairs(self) -> tuple[tuple[int, int], ...]:
-        # The classes have all signal heads before all noise heads.
+        # In the classes of Hugging Face all signal heads precede all noise heads.
         return tuple((n, self.num_heads + n // self.ratio) for n in range(self.num_heads))
 
     @override

@@ -1,13 +1,17 @@
 """DIFF V2 (Ye et al., January 2026): one call of softmax attention, and lambda per token and head.
 
-A is the output of softmax attention. Lambda is sigmoid(x W_lambda), where x is the layer's input:
+The output of signal head n is
 
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-V2 has neither a headwise norm nor lambda_init. A group is r signal heads, followed by their noise
-head. All heads of a group share a key-value head. If all signal heads preceded all noise heads, the
-heads of a group would have different key-value heads. The authors use r = 1. Motif-3 uses a larger
-r, and latent attention, which is not implemented here.
+A is the output of softmax attention for a query head. Lambda is sigmoid(x W_lambda), where x is the
+layer's input. There are r signal heads per noise head. V2 has neither a headwise norm nor
+lambda_init.
+
+A group is r signal heads, followed by their noise head. All heads of a group share a key-value
+head. If all signal heads preceded all noise heads, the heads of a group would have different
+key-value heads. The authors use r = 1. Motif-3 uses a larger r, and latent attention, which is not
+implemented here.
 """
 
 from collections.abc import Mapping
@@ -82,7 +86,7 @@ class DiffV2(Variant):
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        """Return the bytes of softmax attention, and of the subtraction.
+        """Return the bytes that softmax attention and the subtraction save.
 
         On one rank the values are a view of the fused projection, which stays in memory as a whole
         beside rotated q and k.
@@ -95,12 +99,12 @@ class DiffV2(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output stays, because the heads are a copy of it.
+            # The kernel's output stays in memory too, because the heads are a copy of it.
             core += queries
         return projected, core
 
     def gate(self, layer: Layer, hidden: "Tensor") -> "Tensor":
-        """Return lambda = sigmoid(x W_lambda), [s, b, heads of this rank], float32 at least."""
+        """Return lambda = sigmoid(x W_lambda), [s, b, heads of this rank], in float32 or wider."""
         import torch
 
         logits = layer.project("lambda_proj", hidden)
@@ -130,7 +134,7 @@ class DiffV2(Variant):
         return subtract_noise(heads, lambda_)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return a class that this package defines. The export contains its code."""
+        """Return the class that this package defines; the export contains its code."""
         return hf.HuggingFace(
             "diff_v2",
             "DiffV2ForCausalLM",

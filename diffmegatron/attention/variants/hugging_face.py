@@ -1,4 +1,4 @@
-"""Rules between a variant's weights and Hugging Face's, and the class that reads them."""
+"""Rules that map a variant's weights to Hugging Face, and the class that reads them there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,15 @@ Rearrange = Callable[..., tuple["Tensor", ...]]
 
 
 class WeightRule(NamedTuple):
-    """A line of the table between our weights and Hugging Face's.
+    """Mapping between a few of our weights and the same weights at Hugging Face.
 
     Attributes:
-        ours: whole shapes of our weights by name.
+        ours: unsharded shapes of our weights by name.
         theirs: shapes of Hugging Face's weights by name.
-        to_hf: function from our tensors, in order, to theirs.
-        from_hf: its inverse.
-        keep_fp32: whether rounding to bf16 would change the model's outputs.
+        to_hf: function from our tensors, in the order of ``ours``, to those of ``theirs``.
+        from_hf: inverse of ``to_hf``.
+        keep_fp32: whether the export stays in float32, because rounding to bf16 would change the
+            model's outputs.
     """
 
     ours: Shapes
@@ -32,7 +33,7 @@ class WeightRule(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if one weight is folded into another, so that their product is rounded."""
+        """True if one weight is multiplied into another, so that their product is rounded."""
         return len(self.ours) > len(self.theirs)
 
 
@@ -46,7 +47,8 @@ class HuggingFace:
         config: keys of the configuration that depend on the variant.
         fixed: further keys of a new configuration, which the classes in ``also`` do not have.
         also: other model types whose classes compute the same from the keys in ``config``.
-        remote_code: whether the export contains the code, because transformers lacks the class.
+        remote_code: whether the export contains the code of the class, because transformers lacks
+            it.
     """
 
     model_type: str
@@ -65,9 +67,12 @@ def same(ours: str, theirs: str, shape: tuple[int, ...], *, keep_fp32: bool = Fa
 def qkv(
     ours: str, theirs: str, heads: "Heads", hidden_size: int, *, paired_values: bool = False
 ) -> WeightRule:
-    """Return the rule that splits ``linear_qkv`` into three projections, by rows, then blocks.
+    """Return the rule that splits ``linear_qkv`` into ``q_proj``, ``k_proj`` and ``v_proj``.
 
-    With ``paired_values`` the values of a block stay adjacent.
+    ``Heads.rows`` describes the runs of heads in a block of ``linear_qkv``. A projection has the
+    first run of its kind from all blocks, then the second run from all blocks. With
+    ``paired_values`` ``v_proj`` has all values of the first block, then all values of the second
+    block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

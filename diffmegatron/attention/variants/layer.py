@@ -1,4 +1,4 @@
-"""The arguments of a variant's forward: its layer, and attention to the whole sequence."""
+"""Interfaces that a variant's ``forward`` uses: its layer, and attention to the whole sequence."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,24 +9,33 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """The members of a layer that a variant may use (attention/self_attention.py)."""
+    """The members of a layer that a variant may use (attention/self_attention.py).
+
+    Attributes:
+        layer_number: number of the layer from 1, over all pipeline stages.
+        norm_eps: number that norms add to the mean square.
+        step: number of optimizer steps that produced the network's weights.
+    """
 
     layer_number: int
     norm_eps: float
-    # Number of optimizer steps of the network's weights.
     step: int
 
     def share(self, count: int) -> range:
         """Return the index range of ``count`` items owned by this tensor-parallel rank."""
 
     def parameter(self, name: str) -> "Tensor":
-        """Return this rank's shard of a declared parameter, or the whole if it is not sharded."""
+        """Return a declared parameter, or this rank's shard of it."""
 
     def project(self, name: str, hidden: "Tensor") -> "Tensor":
-        """Multiply the whole sequence by a sharded matrix; return [s, b, rows of this rank]."""
+        """Multiply hidden states [s, b, hidden] by a matrix that is sharded by rows.
+
+        Returns:
+            [s, b, rows of this rank].
+        """
 
     def observe(self, name: str, value: "Tensor") -> None:
-        """Store values of this forward pass for the log, which has their mean over this rank."""
+        """Store a tensor of this forward pass for the log, which shows its mean over this rank."""
 
 
 class Context(Protocol):
@@ -34,8 +43,8 @@ class Context(Protocol):
 
     If one device has the whole sequence, its methods are the functions of
     :mod:`diffmegatron.attention.kernels.api`. Otherwise
-    :mod:`diffmegatron.attention.context_parallel.whole_sequence` adds the communication. Heads are
-    `[b, s, heads, width]` of this rank's part of the sequence.
+    :mod:`diffmegatron.attention.context_parallel.whole_sequence` adds the communication. All
+    tensors are `[b, s, heads, width]` of this rank's shard of the sequence.
     """
 
     def softmax_attention(self, q: "Tensor", k: "Tensor", v: "Tensor", /) -> "Tensor":
@@ -53,4 +62,7 @@ class Context(Protocol):
         lambda_: "Tensor",
         norm: "HeadwiseNorm | None" = None,
     ) -> "Tensor":
-        """Return (softmax(Q1 K1^T) - lambda softmax(Q2 K2^T)) V, scaled: `[b, s, h, 2d]`."""
+        """Return differential attention, `[b, s, h, 2d]`, and apply ``norm`` to it if there is one.
+
+        It is (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V.
+        """

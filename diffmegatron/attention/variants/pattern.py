@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAYERS = "layers"
-# Model types whose attention modeling_mixed_diff.py builds.
+# Model types whose attention the exported file modeling_mixed_diff.py can build.
 EXPORTED = ("llama", "grouped_diff", "diff_v2")
 _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
 class Pattern(Variant):
-    """A list of kinds of attention with the layers of each; it is not the kind of a layer.
+    """A list of kinds of attention with the layers of each kind; no layer has the kind ``pattern``.
 
     A recipe gives the kinds as a list, each with its layers::
 
@@ -62,11 +62,11 @@ class Pattern(Variant):
         """Read the list of a recipe.
 
         Args:
-            entries: sections of kinds, each with a key ``layers``.
+            entries: sections of kinds, each with a key ``layers``, which one section may omit.
             read: function that reads the section of a kind.
 
         Returns:
-            The pattern, or for a single entry its kind.
+            The pattern, or for a single entry without ``layers`` its kind.
 
         Raises:
             ValueError: a kind cannot be combined with others, or layers are not numbers.
@@ -112,7 +112,7 @@ class Pattern(Variant):
 
     @property
     def ratio(self) -> int:
-        """Number that divides the signal heads of every kind."""
+        """Least common multiple of the kinds' numbers of signal heads per noise head."""
         return math.lcm(*(each.ratio for each in self.kinds))
 
     def keys(self) -> dict[str, Any]:
@@ -133,7 +133,11 @@ class Pattern(Variant):
         )
 
     def sized(self, hidden_size: int) -> Self:
-        """Return every kind sized, with the common divisors that a layout must divide."""
+        """Return the pattern with all sizes of its kinds filled in.
+
+        ``num_heads`` and ``num_kv_heads`` of the pattern are the greatest common divisors over the
+        kinds, because a parallel layout must divide the numbers of every kind.
+        """
         kinds = tuple(each.sized(hidden_size) for each in self.kinds)
         widths = sorted({each.head_dim for each in kinds})
         if len(widths) > 1:
@@ -179,7 +183,11 @@ class Pattern(Variant):
             )
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
-        """Return the pattern for another number of layers, with the kinds in turn."""
+        """Return the pattern with other sizes and another number of layers.
+
+        The last entry gets the layers that remain after one layer for each other entry. If there
+        are fewer layers than entries, the result is the last entry's kind.
+        """
         kinds = [each.resized(num_layers, sizes) for each in self.kinds]
         if num_layers < len(kinds):
             return kinds[-1]
@@ -193,19 +201,19 @@ class Pattern(Variant):
         return self.kinds[0].heads
 
     def baseline(self) -> Variant:
-        """Return the Transformers of all kinds, or a single one if they are equal."""
+        """Return the pattern of all kinds' baselines, or a single baseline if they are equal."""
         baselines = tuple(each.baseline() for each in self.kinds)
         if all(each == baselines[0] for each in baselines):
             return baselines[0]
         return self.model_copy(update={"kinds": baselines})
 
     def warnings(self, hidden_size: int, parameters: int, lr: float) -> Iterator[str]:
-        """Yield the warnings of every kind, once each."""
+        """Yield the warnings of every kind, each sentence once."""
         sentences = [s for each in self.kinds for s in each.warnings(hidden_size, parameters, lr)]
         return iter(dict.fromkeys(sentences))
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
-        """Return the class of this package whose code is part of the export.
+        """Return the class that this package defines; the export contains its code.
 
         Raises:
             UserError: the class cannot compute a kind.
@@ -244,12 +252,12 @@ class Pattern(Variant):
     def layer_rules(
         self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
     ) -> list[hf.WeightRule]:
-        """Return the rules of the layer's kind in the exported class."""
+        """Return the rules for a layer's kind in the exported class."""
         kind = self.of_layer(layer - 1).beside_others
         return kind.layer_rules(ours, theirs, hidden_size, layer=layer, step=step)
 
     def of_layer(self, layer: int) -> Variant:
-        """Return the kind of a layer, by its number from 0."""
+        """Return the kind of a layer; layers are numbered from 0."""
         entries = list(zip(self.kinds, self.layers, strict=True))
         named = (k for k, text in entries if text and any(layer in r for r in _ranges(text)))
         rest = (kind for kind, text in entries if text is None)
@@ -284,8 +292,8 @@ class Pattern(Variant):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        # The network and the accounting ask `of_layer` for the kind of each layer first, so a call
-        # that arrives here is a bug and not an error of the user.
+        # The network and the accounting first get the kind of each layer from `of_layer`. A call
+        # that arrives here is therefore a bug and not an error of the user.
         raise NotImplementedError("a pattern has no layers itself; call of_layer(layer) first")
 
 
@@ -302,7 +310,7 @@ def _layers_as_text(given: object) -> str | None:
 
 
 def _ranges(text: str) -> tuple[range, ...]:
-    """Return the ranges from 0 of a text with numbers from 1."""
+    """Return the layers of a text such as "1, 5-8" as ranges; the ranges count layers from 0."""
     ranges = []
     for each in text.split(","):
         first, _, last = each.strip().partition("-")
@@ -311,7 +319,7 @@ def _ranges(text: str) -> tuple[range, ...]:
 
 
 def _between(taken: Sequence[range], num_layers: int) -> Iterator[range]:
-    """Yield the ranges of layers between some taken ones."""
+    """Yield the ranges of layers that are not in ``taken``, in order."""
     free = 0
     for each in sorted(taken, key=lambda each: each.start):
         if each.start > free:

@@ -1,4 +1,4 @@
-"""The layout of a layer's heads in its projections."""
+"""The order of a layer's heads in the rows of its projections."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 class Heads:
     """The heads of one layer in the order of the rows of ``linear_qkv``.
 
-    A block is a key-value head of the variant with all queries that attend to it. Ranks of tensor
-    parallelism and of Ulysses hold a contiguous range of whole blocks.
+    A block is a key-value head of the variant with all queries that attend to it. Each rank of
+    tensor parallelism or Ulysses holds a contiguous range of whole blocks.
 
     Attributes:
-        head_dim: d, channels of a query, of a key and of one head of the values.
+        head_dim: d, number of channels of a query, of a key and of one head of the values.
         blocks: number of blocks.
-        rows: runs of heads in a block, in the order of its rows. Each run has a kind and a number
-            of heads.
+        rows: runs of heads in a block, in the order of its rows. Each run has a kind ("q", "k" or
+            "v") and a number of heads.
         outputs: width of a block's output, divided by ``head_dim``.
     """
 
@@ -28,18 +28,19 @@ class Heads:
     outputs: int
 
     def per_block(self, kind: str) -> int:
-        """Return the number of heads of a kind in a block."""
+        """Return the number of heads of a kind ("q", "k" or "v") in a block."""
         return sum(count for each, count in self.rows if each == kind)
 
     def channels(self, kind: str) -> int:
-        """Return the number of rows of ``linear_qkv`` that belong to a kind."""
+        """Return the number of rows of ``linear_qkv`` that belong to a kind ("q", "k" or "v")."""
         return self.blocks * self.per_block(kind) * self.head_dim
 
     def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
-        """Yield the slice of query heads that attend to each key head, and the key head's number.
+        """Yield (slice of query heads, key head that they attend to) for each key head.
 
-        The numbers begin at 0 in a range of blocks that has ``keys`` key heads. Within a block,
-        queries attend to the key that follows them in the rows.
+        The range is a number of blocks that has ``keys`` key heads, for example those of one rank.
+        Heads are numbered from 0 in this range. Within a block, queries attend to the key that
+        follows them in the rows.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0
@@ -50,7 +51,7 @@ class Heads:
 
     @property
     def group(self) -> Rows:
-        """Shortest sequence of rows that a block repeats."""
+        """Shortest sequence of rows of which a block is a repetition."""
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]

@@ -38,7 +38,7 @@ class Softmax(Variant):
 
     ``qkv_bias`` adds a bias to queries, keys and values, as in Qwen2 and Qwen2.5. ``qk_norm``
     applies an RMSNorm to each query and each key before their rotation, as in Qwen3.
-    ``headwise_norm`` is an ablation of Ye et al. (table 6): an RMSNorm over each head's output.
+    ``headwise_norm`` applies an RMSNorm to each head's output, an ablation of Ye et al. (table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
@@ -57,11 +57,11 @@ class Softmax(Variant):
         return Heads(self.head_dim, self.num_kv_heads, rows, queries)
 
     def baseline(self) -> "Softmax":
-        """Return the kind itself."""
+        """Return this variant itself."""
         return self
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the bias and the norms' weights, if configured."""
+        """Return the bias and the weights of the norms, if configured."""
         d, own = (self.head_dim,), []
         if self.qkv_bias:
             channels = (self.heads.qkv_channels,)
@@ -73,7 +73,7 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """Return the multiply-adds of scores and values, d per head for each."""
+        """Return the multiply-adds of scores and values, which are d each per query head."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:
@@ -90,7 +90,7 @@ class Softmax(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output stays, because the result is a copy of it.
+            # The kernel's output stays in memory too, because the result is a copy of it.
             core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)
@@ -112,10 +112,11 @@ class Softmax(Variant):
         return kept
 
     def _norm_bytes(self, kernels: Kernels) -> float:
-        """Return the bytes of the norm's float32 input and statistics, and on a CPU of its output.
+        """Return the bytes that the headwise norm saves.
 
-        The attention kernel saves its own output, which in float32 is the norm's input. The output
-        projection's input is therefore another tensor.
+        It saves its float32 input and a float32 per head, and on a CPU its normalised input. The
+        attention kernel saves its own output, which in float32 runs is the norm's input. The output
+        projection's input is a further tensor.
         """
         channels = self.heads.query_channels
         copy = 0 if kernels.element == FLOAT32 else FLOAT32 * channels
@@ -154,7 +155,8 @@ class Softmax(Variant):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         norm = HeadwiseNorm(layer.parameter("head_norm"), layer.norm_eps, 1.0)
-        # Use [s, b, ...], because the gradient of the weight sums tokens in the sequence's order.
+        # Norm in [s, b, ...], so that the gradient of the weight sums tokens in the order of the
+        # sequence.
         return norm.apply_to(heads.transpose(0, 1)).transpose(0, 1)
 
     def hugging_face(self, hidden_size: int) -> hf.HuggingFace:
