@@ -1,1 +1,1 @@
-"""Convert corpus files to tokens on disk."""
+"""Convert text files (JSONL, Parquet, plain text) to token files for training."""

@@ -1,15 +1,17 @@
 """Render chats with the template of a Hugging Face tokenizer, and find the assistant's responses.
 
-A chat is rendered once and encoded as one text, as ``apply_chat_template`` does, so the ids equal
-those that a server sends to the model. The responses, which carry loss, are found in that text:
+A chat is rendered once and encoded as one text, as ``apply_chat_template`` does. The ids therefore
+equal the ids that an inference server sends to the model. Only the assistant's responses contribute
+to the loss. They are found in the rendered text in one of two ways:
 
-- by ``{% generation %}`` if the template has it;
-- otherwise by prefixes: the messages before a response, rendered with ``add_generation_prompt``,
-  must be a prefix of the rendered chat. The response begins there, and ends after the first special
-  token that follows its content, or where the next message begins.
+- If the template contains ``{% generation %}``, these blocks are the responses.
+- Otherwise the messages before a response are rendered alone, with ``add_generation_prompt``. The
+  result must be a prefix of the rendered chat, and the response begins where the prefix ends. The
+  response ends after the first special token that follows its content, or else where the next
+  message begins.
 
-In both cases the ids before a response must equal those of the prompt encoded alone, because the
-model receives these when it generates. Other chats are refused.
+In both cases the ids before a response must equal the ids of the same prompt when it is encoded
+alone, because a model that generates the response receives those ids. Other chats are refused.
 """
 
 import re
@@ -28,8 +30,9 @@ from diffmegatron.files import clipped
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
-# Some templates render the current date; a fixed one makes a corpus depend on its inputs alone.
+# Some templates render the current date. With a fixed date, a corpus depends only on its inputs.
 _DAY = date(2024, 7, 26)
+# Simple chat with which a template is tried before the corpus is read.
 _PROBE = (
     {"role": "user", "content": "What is 1 + 1?"},
     {"role": _ASSISTANT, "content": "2"},
@@ -39,21 +42,26 @@ _PROBE = (
 
 
 class _Rendered(NamedTuple):
-    """A chat as text, and the character ranges ``[start, end)`` of its responses."""
+    """Rendered chat.
+
+    Attributes:
+        text: text of the chat.
+        learned: character range ``(start, end)`` of each response in ``text``, without ``end``.
+    """
 
     text: str
     learned: list[tuple[int, int]]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer's folder.
+    """Chat template in the folder of a Hugging Face tokenizer.
 
     Attributes:
         sha256: hash of the template.
 
     Raises:
-        UserError: the tokenizer has no template, or the responses of a simple chat cannot be found
-            in its output.
+        UserError: the tokenizer has no template, or the responses cannot be found in a simple chat
+            that the template has rendered.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -65,7 +73,7 @@ class ChatTemplate:
                 "folder of a Hugging Face tokenizer, and --layout chat works with any tokenizer"
             )
         self._end = tokenizer.end_of_document
-        # AutoTokenizer could replace parts of tokenizer.json, which training uses unchanged.
+        # AutoTokenizer could change the tokenizer, but training uses tokenizer.json unchanged.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
             tokenizer.folder, local_files_only=True
         )
@@ -87,14 +95,16 @@ class ChatTemplate:
             ) from None
 
     def encode(self, messages: Any) -> tuple[str, list[np.ndarray]]:
-        """Return the rendered chat, and the ids of its prompts and responses in turn.
+        """Render a chat and encode its prompts and responses.
 
         Args:
-            messages: dictionaries with ``role`` and ``content``; at least one is the assistant's.
+            messages: list of dictionaries with ``role`` and ``content``; at least one message is
+                from the assistant.
 
         Returns:
-            The text, and uint32 ids of prompt, response, prompt, and so on. The text after the last
-            response is left out, and so is an end-of-document token at its end.
+            The rendered text; and a list of uint32 arrays with the ids of the first prompt, the
+            first response, the second prompt, and so on. The list ends with the last response,
+            without the text after it and without an end-of-document token.
 
         Raises:
             UnusableError: the messages have another form, or the responses cannot be found.
@@ -164,7 +174,16 @@ class ChatTemplate:
         return text
 
     def _response(self, text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Return the range of characters of one response in the text of the whole chat."""
+        """Find one response in a rendered chat.
+
+        Args:
+            text: the rendered chat.
+            messages: messages of the chat.
+            number: index of the message that is the response.
+
+        Returns:
+            The character range ``(start, end)`` of the response in ``text``, without ``end``.
+        """
         before = self._text(messages[:number], prompt=True)
         as_last = self._text(messages[: number + 1])
         shared = takewhile(_are_equal, zip(text, as_last, strict=False))

@@ -1,6 +1,6 @@
 """Read corpus files as raw records, in a fixed order.
 
-A record holds bytes; workers decode, parse and tokenise them (``encode.py``).
+A record contains undecoded bytes. Worker processes decode, parse and tokenise it (``encode.py``).
 """
 
 import gzip
@@ -33,7 +33,7 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# Input bytes per call, which can unpack to 32,768 times as many.
+# Number of compressed bytes per call. One call can return up to 32,768 times as many bytes.
 _ZSTD_BYTES = 1 << 12
 
 
@@ -41,10 +41,11 @@ class Record(NamedTuple):
     """One raw document of a file.
 
     Attributes:
-        line: line or row, counted from 1 (in a cut file from the first line of the cut); 1 for a
-            file that is one document.
-        payload: a JSON line, the document's text, or the columns of a row (strings as bytes).
-        problem: reason why the document cannot be read; the payload is then empty.
+        line: number of the line or row, counted from 1. If only a range of the file is read, the
+            first line of the range is line 1. For a plain-text file, which is one document, 1.
+        payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the
+            row by column, with strings as bytes.
+        problem: reason why the document cannot be read, with an empty payload; None: no problem.
     """
 
     line: int
@@ -53,7 +54,13 @@ class Record(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Values that change with a file: size in bytes, modification time in ns, and inode."""
+    """Values from which a change of a file is detected.
+
+    Attributes:
+        size: size in bytes.
+        modified: modification time in ns.
+        inode: inode number.
+    """
 
     size: int
     modified: int
@@ -62,10 +69,15 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """An input file: its path, its state when it was found, and the range of it that is used.
+    """Input file, or the range of an input file that belongs to one part of a preparation.
 
-    ``before`` and ``after`` are the numbers of bytes at its ends that belong to other parts (see
-    :mod:`diffmegatron.data.prepare.parts`).
+    Attributes:
+        path: path of the file.
+        format: format, derived from the ending of the name.
+        fingerprint: state of the file when it was found.
+        before: number of bytes at the start of the file that belong to earlier parts (see
+            :mod:`diffmegatron.data.prepare.parts`).
+        after: number of bytes at the end of the file that belong to later parts.
     """
 
     path: Path
@@ -76,12 +88,12 @@ class CorpusFile:
 
     @property
     def size(self) -> int:
-        """Number of bytes that are used."""
+        """Number of bytes of the range that is used."""
         return self.fingerprint.size - self.before - self.after
 
     @property
     def can_be_cut(self) -> bool:
-        """True if the file can be cut between any two lines."""
+        """True if the file may be divided between parts, at the end of any line."""
         return self.format == "jsonl" and self.path.suffix not in _ARCHIVES
 
     def check_unchanged(self) -> None:
@@ -102,11 +114,11 @@ class CorpusFile:
 
 
 def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
-    """Return the files of a corpus; the files of each folder are sorted by name.
+    """Return the files of a corpus, in the order of ``inputs``; those of a folder are sorted.
 
     Args:
         inputs: files, and folders that are searched recursively.
-        pattern: glob of the files to use within a folder, such as ``*.py``.
+        pattern: glob of the files to read in a folder, such as ``*.py``.
 
     Raises:
         UserError: an input does not exist, is not a regular file or cannot be read, or a folder has
@@ -118,7 +130,7 @@ def find_files(inputs: list[Path], pattern: str) -> list[CorpusFile]:
 
 
 def _find(path: Path, pattern: str) -> list[Path]:
-    if not os.path.lexists(path):  # Other calls raise an error for a name that is too long.
+    if not os.path.lexists(path):  # Path.exists would raise an error if the name is too long.
         raise UserError(f"corpus {shown(path)} does not exist; give a file or a folder")
     if not path.is_dir():
         return [path]
@@ -150,12 +162,12 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file in order; a record above ``max_bytes`` has a problem.
+    """Yield the records of a file in order.
 
     Args:
         file: file to read.
         columns: columns to read from a Parquet file, if it has them.
-        max_bytes: largest payload that is read.
+        max_bytes: size limit of a payload; a larger record has no payload but a ``problem``.
 
     Raises:
         UserError: the file cannot be read to its end, so that documents would be missing, or it has
@@ -203,13 +215,13 @@ def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> It
 def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
     with (
         open_file(file.path) as stream,
-        # Pages without a checksum are accepted.
+        # Checksums of pages are verified. A page without a checksum is accepted.
         pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as table,
     ):
         present = [name for name in columns if name in table.schema_arrow.names]
         line = 0
         if not present:
-            # Arrow drops rows without columns, and the file would seem to be empty.
+            # Arrow yields no rows if no column is read, and the file would seem to be empty.
             yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
@@ -225,7 +237,10 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield rows as Python values, or the reason why a row has none (bad UTF-8, a late date)."""
+    """Yield each row as Python values, or a text why it cannot be converted.
+
+    Examples are invalid UTF-8 in a nested value, and a date beyond the range of Python.
+    """
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError) as error:
@@ -237,7 +252,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Return string columns as binary, because bad UTF-8 in one row would fail the batch."""
+    """Convert string columns to binary, because invalid UTF-8 in one row would fail all rows."""
     columns = [
         column.cast(pyarrow.large_binary())
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
@@ -256,10 +271,10 @@ def _oversized(line: int, max_bytes: int) -> Record:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, and unpack it if it is an archive.
+    """Open a file; a .gz or .zst archive is decompressed while it is read.
 
     Raises:
-        EOFError: on reading, if the archive is truncated.
+        EOFError: when the caller reads, if the archive is truncated or empty.
     """
     with open_file(path, buffering=_READ_BYTES) as raw:
         if path.suffix not in _ARCHIVES:
@@ -275,7 +290,8 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 class _ZstdFile(io.RawIOBase):
     """Content of a zstd archive, which may consist of several frames.
 
-    The reader of the zstandard library ends silently at a truncated frame.
+    This class is needed because the reader of the zstandard library ends without an error at a
+    truncated frame.
     """
 
     def __init__(self, archive: BinaryIO) -> None:

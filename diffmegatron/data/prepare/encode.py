@@ -1,4 +1,4 @@
-"""Turn a batch of raw records into token ids; ``prepare`` runs this in its workers."""
+"""Convert a batch of raw records to token ids; ``prepare`` runs this in its worker processes."""
 
 import hashlib
 import json
@@ -20,16 +20,22 @@ _SURROGATE = "the text has a lone surrogate, which is not a character"
 
 
 def token_dtype(tokenizer: str) -> np.dtype:
-    """Return Megatron's narrowest dtype that holds every id (``DType.optimal_dtype``)."""
+    """Return the dtype of Megatron for the ids of a tokenizer (``DType.optimal_dtype``).
+
+    The dtype is uint16 if the vocabulary has fewer than 65,500 ids, and int32 otherwise.
+    """
     return np.dtype(np.uint16 if loaded(tokenizer).vocab_size < 65500 else np.int32)
 
 
 class Reject(NamedTuple):
-    """A document that cannot be used, with the reason.
+    """Record that cannot be used, with the reason.
 
     Attributes:
-        file: name of the file, as :func:`printable` text.
-        before: number of bytes of the file before line 1 of this part.
+        file: path of the file as text (:func:`~diffmegatron.files.printable`).
+        before: number of bytes of the file before line 1; 0 unless a part reads a range of it.
+        line: number of the line or row, counted from 1.
+        id: value of ``id_field``; None if it is not configured or cannot be read.
+        reason: one sentence.
     """
 
     file: str
@@ -39,7 +45,7 @@ class Reject(NamedTuple):
     reason: str
 
     def to_json(self) -> bytes:
-        """Return a line of the rejects file."""
+        """Return the line of the rejects file ``PREFIX.rejects.jsonl`` for this record."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -49,23 +55,28 @@ class Reject(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive records, each with its file."""
+    """Consecutive records of a corpus, each with its file."""
 
     records: list[tuple[CorpusFile, Record]]
 
 
 @dataclass
 class EncodedBatch:
-    """Documents of one batch.
+    """Encoded documents of one batch.
+
+    A document is a series of sequences: one sequence for plain text, or prompts and responses in
+    turn for fine-tuning.
 
     Attributes:
-        tokens: ids of all documents, ``[n]``; every document ends with the end-of-document id.
-        lengths: int32 ``[sequences]``; the last sequence of a document includes that id.
+        tokens: ids of all documents, uint16 or int32 ``[n]``; every document ends with the
+            end-of-document id.
+        lengths: int32 ``[sequences]``, number of tokens of each sequence; the end-of-document id
+            counts in the last sequence of a document.
         counts: int32 ``[documents]``, number of sequences of each document.
-        digests: 16-byte hashes of the documents' ids; empty unless duplicates are dropped.
+        digests: 16-byte hash of the ids of each document; empty unless duplicates are dropped.
         rejects: records that cannot be used.
         empty: number of records without text; they are neither documents nor rejects.
-        text_bytes: number of UTF-8 bytes that were encoded.
+        text_bytes: number of UTF-8 bytes of text that were encoded.
     """
 
     tokens: np.ndarray
@@ -79,12 +90,12 @@ class EncodedBatch:
 
 @lru_cache(maxsize=4)
 def loaded(tokenizer: str) -> Tokenizer:
-    """Return the tokenizer of this name, loaded once per process."""
+    """Return the tokenizer with a name or path; it is loaded once per process."""
     return load_tokenizer(tokenizer)
 
 
 def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
-    """Decode, parse and tokenise a batch; a record that cannot be used becomes a reject."""
+    """Decode, parse and tokenise a batch; each record that cannot be used becomes a reject."""
     tokenizer, dtype = loaded(settings.tokenizer), token_dtype(settings.tokenizer)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     documents: list[np.ndarray] = []
@@ -120,14 +131,22 @@ def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
 
 @lru_cache(maxsize=4)
 def template(tokenizer: str) -> ChatTemplate:
-    """Return the chat template of the tokenizer of this name, loaded once per process."""
+    """Return the chat template of a tokenizer (name or path); it is loaded once per process."""
     return ChatTemplate(loaded(tokenizer))
 
 
 def _encoded(
     file: CorpusFile, record: Record, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the texts of a record and the ids of its segments; none for a blank line of JSONL."""
+    """Encode one record.
+
+    Returns:
+        The texts that were encoded, and one array of ids per sequence of the document. Both lists
+        are empty for a blank line of JSONL.
+
+    Raises:
+        UnusableError: the record cannot become a document.
+    """
     document = _document(file, record, settings)
     if document is None:
         return [], []
@@ -144,7 +163,7 @@ def _encoded(
 
 
 def _document(file: CorpusFile, record: Record, settings: PrepareSettings) -> dict[str, Any] | None:
-    """Return the fields of a record; None for a blank line of JSONL."""
+    """Parse a record to its fields by name; return None for a blank line of JSONL."""
     if record.problem is not None:
         raise UnusableError(record.problem)
     if file.format == "jsonl" and isinstance(record.payload, bytes) and not record.payload.strip():
@@ -168,14 +187,20 @@ def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason:
 
 
 class Deduplicator:
-    """Drops documents whose token ids occurred before; stores a 16-byte hash per kept document."""
+    """Filter that drops documents whose token ids equal those of an earlier document.
+
+    It stores a 16-byte hash of each document that was not dropped.
+
+    Args:
+        digests: concatenated hashes of the earlier documents.
+    """
 
     def __init__(self, digests: bytes) -> None:
         starts = range(0, len(digests), DIGEST_BYTES)
         self._seen = {digests[start : start + DIGEST_BYTES] for start in starts}
 
     def drop_duplicates(self, batch: EncodedBatch) -> int:
-        """Drop duplicates from ``batch`` in place, and return their number."""
+        """Drop the duplicates from ``batch`` in place, and return how many were dropped."""
         new = np.ones(len(batch.digests), dtype=bool)
         for number, digest in enumerate(batch.digests):
             new[number] = digest not in self._seen

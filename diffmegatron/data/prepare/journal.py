@@ -1,4 +1,4 @@
-"""Append-only files with commits: committed data survives a kill at any moment."""
+"""Append-only files with commits; committed data survives if the process is killed at any time."""
 
 import hashlib
 import os
@@ -20,24 +20,38 @@ State = TypeVar("State", bound=BaseModel)
 
 
 class FileState(BaseModel):
-    """Committed length of a file, and the sha256 of its content up to there."""
+    """Committed state of a file.
+
+    Attributes:
+        bytes: number of committed bytes.
+        sha256: hash of these bytes.
+    """
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: str
 
 
 class Commit(BaseModel, Generic[State]):
-    """A committed state, and the state of each file at that commit."""
+    """Last commit of a journal.
+
+    Attributes:
+        state: state that the user of the journal passed to :meth:`Journal.commit`.
+        files: name of each file -> its state at the commit.
+    """
 
     state: State
     files: dict[str, FileState]
 
 
 def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
-    """Return the last commit in ``folder``, or None.
+    """Return the last commit in ``folder``; None if there is no commit.
+
+    Args:
+        folder: folder of a journal.
+        schema: pydantic model of the committed state.
 
     Raises:
-        UserError: the commit cannot be read, or was changed.
+        UserError: the commit cannot be read, or its file was changed.
     """
     path = folder / _STATE
     if not os.path.lexists(path):
@@ -47,13 +61,14 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
 
 
 class Journal:
-    """A folder of append-only files and a state that records their committed lengths.
+    """Folder of append-only files, with a file that records the last commit.
 
-    Opening it truncates every file to its committed length, after comparing that much of it with
-    its hash. It is a context that closes the files; data appended after the last commit are lost.
+    When a journal is opened, the committed bytes of every file are compared with their hash, and
+    the file is truncated to them. Data that was appended after the last commit is lost. As a
+    context, the journal closes its files at the end.
 
     Args:
-        folder: created if it is missing.
+        folder: folder of the journal, created if it is missing.
         names: names of the files.
         commit: result of :func:`last_commit`; None starts with empty files.
 
@@ -78,7 +93,7 @@ class Journal:
             raise
 
     def _resume(self, name: str, committed: FileState) -> bool:
-        """Truncate a file to its committed length; return False if its content differs."""
+        """Truncate a file to its committed bytes; return False if these bytes have changed."""
         file, digest, left = self._files[name], self._digests[name], committed.bytes
         while left and (part := file.read(min(left, _BUFFER))):
             digest.update(part)
@@ -90,16 +105,16 @@ class Journal:
         return True
 
     def append(self, name: str, content: bytes | memoryview) -> None:
-        """Append to one of the files."""
+        """Append bytes to the file ``name``."""
         self._files[name].write(content)
         self._digests[name].update(content)
 
     def sha256(self, name: str) -> str:
-        """Return the hash of the whole content of one of the files."""
+        """Return the hash of the whole content of the file ``name``."""
         return self._digests[name].hexdigest()
 
     def commit(self, state: BaseModel) -> None:
-        """Make ``state`` and everything appended so far survive a kill."""
+        """Write ``state`` and all appended data durably, so that they survive a kill."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -132,7 +147,10 @@ def _open(path: Path) -> BinaryIO:
 
 
 def remove_journal(folder: Path) -> None:
-    """Delete the folder, the state last, so that a kill leaves a readable journal."""
+    """Delete the folder of a journal.
+
+    The file with the last commit is deleted last, so that a kill leaves a readable journal.
+    """
     for path in folder.iterdir():
         if path.name != _STATE:
             _remove(path)

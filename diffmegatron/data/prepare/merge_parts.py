@@ -1,8 +1,8 @@
-"""``diffmegatron data merge``: join the parts of a preparation into one corpus.
+"""``diffmegatron data merge``: join the parts that ``prepare --part`` wrote into one corpus.
 
-``PREFIX.idx`` and ``PREFIX.json`` equal the files that one ``prepare`` of all inputs writes. The
-tokens stay in ``PREFIX.parts`` and are read once, to verify the checksum of each part and to
-compute the checksum of the whole.
+The merge writes ``PREFIX.idx`` and ``PREFIX.json``. The index equals the index that a single
+``prepare`` of all inputs writes. The tokens stay in ``PREFIX.parts``. They are read once, to verify
+the checksum of each part and to compute the checksum of all tokens.
 """
 
 import hashlib
@@ -38,17 +38,18 @@ _COUNTS = ("documents", "tokens", "text_bytes", "rejected", "empty", "duplicates
 
 
 def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
-    """Join the parts of a prefix into one corpus; verify it if they are joined already.
+    """Join the parts of a prefix into one corpus; if this was done before, verify the corpus.
 
-    The manifest is written last, so a killed merge starts over when it is run again.
+    The manifest is written last. If a merge is killed, the next merge starts from the beginning.
 
     Args:
         prefix: prefix given to ``prepare``.
         show_progress: whether to show a progress line on standard error.
 
     Raises:
-        UserError: a part is missing, unfinished, damaged or unlike the others, the prefix holds
-            other files or cannot be written, or another process has the lock.
+        UserError: a part is missing, unfinished or damaged, the parts have different settings or
+            inputs, files of another preparation exist at the prefix, the files cannot be written,
+            or another process holds the lock.
     """
     place = f"the parts of {shown(prefix)}"
     try:
@@ -64,7 +65,7 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
             for part, manifest in zip(prefixes, manifests, strict=True):
                 check_sizes(part, manifest)
             return _write(prefix, prefixes, manifests, show_progress)
-    except ValidationError:  # The sums of damaged counts may exceed the bounds of a manifest.
+    except ValidationError:  # If counts are damaged, their sum may exceed the bounds of Manifest.
         raise UserError(
             f"the manifests in {shown(parts_folder(prefix))} are damaged: the sums of their counts "
             "are too large; copy them again, or prepare the parts again"
@@ -77,7 +78,7 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
 
 
 def _complete(prefix: Path) -> list[Part]:
-    """Return all parts; refuse missing and unfinished ones."""
+    """Return all parts in order; refuse the merge if a part is missing or unfinished."""
     found, folder = find_parts(prefix), shown(parts_folder(prefix))
     if not found:
         raise UserError(
@@ -129,7 +130,10 @@ def _check_alike(prefix: Path, parts: Sequence[Part], manifests: Sequence[Manife
 
 
 def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
-    """Require that each part begins where the one before ends within a file."""
+    """Check that, in each file that was cut, the next part begins where the part before it ends.
+
+    This detects an input file that was changed between the preparations of two parts.
+    """
     expected: tuple[str, int] | None = None
     for record in (record for manifest in manifests for record in manifest.inputs):
         begins = (record.path, record.before) if record.before else None
@@ -147,7 +151,7 @@ def _check_cuts(prefix: Path, manifests: Sequence[Manifest]) -> None:
 
 
 def _check_merged(prefix: Path, manifests: Sequence[Manifest]) -> Manifest:
-    """Verify that the merged corpus consists of these parts."""
+    """Verify that an existing merged corpus consists of these parts and is undamaged."""
     path = shown(manifest_path(prefix))
     if read_manifest(prefix).parts != tuple(map(_record, manifests)):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
@@ -167,7 +171,7 @@ def _check_free(prefix: Path) -> None:
 
 
 def _record(manifest: Manifest) -> FileRecord:
-    """Return the record of a part's tokens, with the name that it was prepared under."""
+    """Return the record of a part's token file from the manifest of the part."""
     return manifest.outputs[0]
 
 
@@ -206,7 +210,7 @@ def _write(
 
 
 def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
-    """Return the length histogram of all documents."""
+    """Return the length histogram of all documents: the sum of the histograms of the parts."""
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -220,7 +224,11 @@ def _lengths(manifests: Sequence[Manifest]) -> tuple[LengthBin, ...]:
 def _hash_tokens(
     prefixes: Sequence[Path], manifests: Sequence[Manifest], show_progress: bool
 ) -> str:
-    """Return the sha256 of the concatenated tokens; compare both files of each part."""
+    """Return the sha256 of the concatenated token files, and verify the files of each part.
+
+    Two hashes are computed at the same time, in two threads: the hash of all tokens, and the hash
+    of the current part.
+    """
     whole, console = hashlib.sha256(), Console(stderr=True)
     numbered = list(zip(prefixes, manifests, strict=True))
     with ThreadPoolExecutor(1) as other_core:

@@ -1,8 +1,9 @@
-"""Parts of a preparation that machines work on at the same time.
+"""Parts of a preparation (``prepare --part K/N``), which several machines prepare in parallel.
 
-The concatenation of the input files is cut into N ranges of equal bytes. A plain JSONL file can be
-cut between two lines; any other file (text, Parquet, an archive) belongs to one part. The documents
-of all parts in order are therefore the documents of the whole corpus in order.
+The concatenation of the input files is cut into N ranges of about equal size in bytes. A plain
+JSONL file can be cut between two lines. Any other file (text, Parquet, an archive) belongs to one
+part as a whole. The documents of part 1, part 2 and so on are therefore the documents of the whole
+corpus in their order.
 """
 
 import hashlib
@@ -34,17 +35,22 @@ _LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Part ``number`` (from 1) of ``of`` parts."""
+    """Part of a preparation.
+
+    Attributes:
+        number: number K of the part, counted from 1.
+        of: number N of parts.
+    """
 
     number: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse ``K/N``.
+        """Parse the text ``K/N``.
 
         Raises:
-            UserError: the text has another form, or there is no such part.
+            UserError: the text has another form, or K is not between 1 and N.
         """
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         number, of = map(int, found.groups()) if found else (0, 0)
@@ -57,35 +63,47 @@ class Part:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """Return the part whose files have this name; None for other names."""
+        """Return the part with a :attr:`name`; None if the name is not that of a part."""
         found = _NAME.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
 
     @property
     def name(self) -> str:
-        """Name of the part's files in the folder of parts."""
+        """Name of the part's files in ``PREFIX.parts`` without endings, such as 00003-of-00008."""
         return f"{self.number:05}-of-{self.of:05}"
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
     def prefix(self, prefix: Path) -> Path:
-        """Return the prefix of the part's files, given the prefix of the whole corpus."""
+        """Return the prefix of the part's files.
+
+        Args:
+            prefix: prefix of the whole corpus.
+        """
         return parts_folder(prefix) / self.name
 
 
 class _Place(NamedTuple):
-    """A place in the input: the index of a file and a byte offset within it."""
+    """Place in the input: the index of a file, and a byte offset in this file."""
 
     file: int
     offset: int
 
 
 def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartRecord]:
-    """Return the inputs of a part, which may be none, and the record that identifies the part.
+    """Return the input files of a part, and the record that identifies the part.
 
     The result depends only on the names and sizes of the files and, where a file is cut, on the
-    ends of its lines.
+    positions of its line ends.
+
+    Args:
+        files: all input files.
+        part: the part.
+
+    Returns:
+        The files, or ranges of files, that the part reads; and the record of the part. A part may
+        have no files.
 
     Raises:
         UserError: a file that is cut cannot be read.
@@ -97,14 +115,23 @@ def cut(files: list[CorpusFile], part: Part) -> tuple[list[CorpusFile], PartReco
         file = files[number]
         before = first.offset if number == first.file else 0
         after = file.size - last.offset if number == last.file else 0
-        # One part also reads each empty file, so that an empty archive is detected.
+        # Each empty file also belongs to one part, so that an empty archive is detected.
         if before + after < file.size or (not file.size and number < last.file):
             chosen.append(replace(file, before=before, after=after))
     return chosen, PartRecord(number=part.number, of=part.of, corpus=_corpus(files))
 
 
 def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) -> _Place:
-    """Return the end of part ``number``; the end of a file becomes the start of the next."""
+    """Return the place at which part ``number`` ends; 0 is the start of the input.
+
+    The end of a file is represented as the start of the next file.
+
+    Args:
+        files: all input files.
+        starts: first byte of each file in the concatenated input, and the total number of bytes.
+        part: any part; its number of parts is used.
+        number: number of the part.
+    """
     if number == 0:
         return _Place(0, 0)
     wanted = starts[-1] * number // part.of
@@ -120,7 +147,10 @@ def _place(files: list[CorpusFile], starts: list[int], part: Part, number: int) 
 
 
 def _next_line(file: CorpusFile, offset: int) -> int:
-    """Return the start of the first line that begins at or after ``offset``, or the file's size."""
+    """Return the byte at which the first line at or after ``offset`` begins.
+
+    If no line begins there, the size of the file is returned.
+    """
     if not offset:
         return 0
     try:
@@ -134,16 +164,16 @@ def _next_line(file: CorpusFile, offset: int) -> int:
 
 
 def _corpus(files: list[CorpusFile]) -> str:
-    """Return a hash that is equal for parts of the same input."""
+    """Return a hash of the names and sizes of all input files; it is equal for all parts."""
     listed = [(printable(file.path), file.size) for file in files]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def find_parts(prefix: str | Path) -> list[Part]:
-    """Return the parts, finished or not, that have files in ``PREFIX.parts``, in order.
+    """Return the parts that have files in ``PREFIX.parts``, in order; they may be unfinished.
 
     Raises:
-        UserError: the parts do not have the same number of parts, or the folder cannot be read.
+        UserError: the folder contains parts K/N with different N, or it cannot be read.
     """
     folder = parts_folder(prefix)
     try:
@@ -165,9 +195,15 @@ def find_parts(prefix: str | Path) -> list[Part]:
 def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[str, Any]) -> None:
     """Refuse to begin a part that could not be merged with the existing parts.
 
+    Args:
+        prefix: prefix of the whole corpus.
+        part: part to begin.
+        record: record of this part.
+        settings: settings of this part, as recorded in the manifest.
+
     Raises:
-        UserError: the existing parts have another number of parts, or the first finished part has
-            other settings or inputs.
+        UserError: the existing parts belong to another number N of parts, or the first finished
+            part was prepared with other settings or inputs.
     """
     begun = find_parts(prefix)
     if begun and begun[0].of != part.of:
@@ -188,7 +224,13 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
 
 
 def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
-    """Return how a finished part differs from this preparation; empty if it belongs to it."""
+    """Describe how a finished part differs from a preparation; return "" if they match.
+
+    Args:
+        manifest: manifest of the finished part.
+        settings: settings of the preparation, as recorded in a manifest.
+        part: record of any part of the preparation.
+    """
     if manifest.settings.get("tokenizer_sha256") != settings["tokenizer_sha256"]:
         return f"with tokenizer {clipped(repr(manifest.tokenizer.name))}"
     if others := other_settings(manifest.settings, settings):

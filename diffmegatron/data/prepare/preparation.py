@@ -1,4 +1,4 @@
-"""Encode the rest of a corpus from the last commit, and write the finished files."""
+"""Encode a corpus from the last commit to its end, and write the finished files."""
 
 import dataclasses
 import time
@@ -33,13 +33,23 @@ TOKENS, LENGTHS, COUNTS, DIGESTS = "tokens.bin", "lengths.i32", "counts.i32", "d
 REJECTS = "rejects.jsonl"
 FILES = (TOKENS, LENGTHS, COUNTS, DIGESTS, REJECTS)
 INDEX, MANIFEST = "index.idx", "manifest.json"
-# With fewer documents a single reject is a large share, so the limit is checked only at the end.
+# Below this number of documents, a single reject is a large share, so the share of rejects is
+# checked only at the end.
 _EARLY_CHECK = 1000
 
 
 @dataclasses.dataclass
 class Counts:
-    """Running totals of a preparation."""
+    """Running totals of a preparation.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens, including end-of-document tokens.
+        text_bytes: number of UTF-8 bytes of text that were tokenised.
+        rejected: number of records that cannot be used.
+        empty: number of records without text.
+        duplicates: number of documents that were dropped as duplicates.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -59,7 +69,13 @@ class Counts:
 
 
 class Identity(Section):
-    """Inputs and settings of a preparation; a file is its name, bytes and modification time."""
+    """Inputs and settings of a preparation; an unfinished one resumes only if they are equal.
+
+    Attributes:
+        settings: settings, as recorded in the manifest.
+        files: name, size in bytes and modification time in ns of each input file.
+        part: record of the part; None for a preparation without parts.
+    """
 
     settings: dict[str, str | bool | int | None]
     files: tuple[tuple[str, int, int], ...]
@@ -67,7 +83,15 @@ class Identity(Section):
 
 
 class State(Section):
-    """Progress of a preparation; ``finished`` means that its files can be renamed into place."""
+    """Progress of a preparation, as committed to its journal.
+
+    Attributes:
+        identity: inputs and settings.
+        position: position in the input.
+        counts: totals up to this position.
+        first_reject: description of the first record that cannot be used; empty: none.
+        finished: whether all files are complete and can be renamed to their final names.
+    """
 
     identity: Identity
     position: Position = Position()
@@ -77,7 +101,7 @@ class State(Section):
 
 
 class Preparation:
-    """The encoding of a corpus from a committed state to a finished journal."""
+    """Encoder of a corpus, from a committed state of the journal to a finished journal."""
 
     def __init__(
         self,
@@ -97,7 +121,7 @@ class Preparation:
         )
 
     def encode(self, workers: int, commit_seconds: float, progress: PrepareProgress) -> None:
-        """Tokenise the rest of the corpus, with a commit every ``commit_seconds``."""
+        """Tokenise the rest of the corpus, and commit the result every ``commit_seconds``."""
         progress.update(self.position, self.counts)
         committed = time.monotonic()
         for position, batch in encode_in_order(self.files, self.position, self.settings, workers):
@@ -157,7 +181,10 @@ class Preparation:
         return options[self.settings.layout]
 
     def _columns(self) -> str:
-        """Return the columns of a Parquet file that lacks one; records hold only the read ones."""
+        """List all columns of the first rejected Parquet file if it lacks a required column.
+
+        The reason of the reject lists only the columns that were read.
+        """
         required = set(self.settings.required_fields)
         for file in self.files:
             if file.format == "parquet" and self.first_reject.startswith(
@@ -171,7 +198,7 @@ class Preparation:
         return ""
 
     def finish(self) -> None:
-        """Write index and manifest, and mark the journal as finished."""
+        """Write the index and the manifest, and commit the journal as finished."""
         if not self.counts.documents and self.identity.part is None:
             self._refuse_empty()
         folder = self.journal.folder

@@ -1,8 +1,8 @@
 """``diffmegatron prepare``: write a corpus as ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json``.
 
-Work in progress is in the folder ``PREFIX.partial`` (a :class:`Journal`). The three files are
-renamed to their places when they are complete, the manifest last. A run that was killed resumes
-from its last commit, and writes the same bytes as a run that was not.
+Unfinished work is in the folder ``PREFIX.partial`` (a :class:`Journal`). When the three files are
+complete, they are renamed to their final names, the manifest last. A preparation that was killed
+resumes from its last commit, and writes the same bytes as a preparation that was not killed.
 """
 
 import os
@@ -57,31 +57,35 @@ def prepare(
 ) -> Manifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
-    A prefix that already holds the result of these inputs and settings is only verified. The lock
-    ``PREFIX.lock`` admits one process at a time.
+    If the result of the same inputs and settings already exists at the prefix, it is only verified.
+    The lock ``PREFIX.lock`` ensures that one process at a time works on a prefix.
 
     Args:
         inputs: JSONL (plain, .gz, .zst), Parquet, plain-text files, or folders of them; a
             plain-text file is one document.
         output_prefix: path of the three files without ``.bin``, ``.idx`` and ``.json``; documents
-            that cannot be used are listed in ``.rejects.jsonl``.
-        tokenizer: see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
-        text_field: key of a JSON line, or column of a Parquet file, with the text.
+            that cannot be used are listed in ``PREFIX.rejects.jsonl``.
+        tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
+        text_field: key of a JSON line, or column of a Parquet file, that contains the text.
         workers: number of processes that tokenise; 1 uses this process.
-        pattern: glob of the files to read of a folder, such as ``*.py``.
-        part: prepare only this part of the inputs, in ``PREFIX.parts/``, for
-            :func:`diffmegatron.data.prepare.merge_parts.merge`. Rejects and duplicates are then
-            counted within the part.
-        restart: drop unusable results at this prefix: unfinished work that is damaged or has other
-            inputs or settings, and damaged finished files.
-        commit_seconds: time between commits, which is the most work that a kill can lose.
+        pattern: glob of the files to read in a folder, such as ``*.py``.
+        part: prepare only this part of the inputs, in ``PREFIX.parts/``;
+            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Rejects and
+            duplicates are then counted within the part. None: prepare all inputs.
+        restart: drop results at this prefix that cannot be used: unfinished work that is damaged or
+            has other inputs or settings, and damaged finished files.
+        commit_seconds: seconds between two commits; a kill loses at most the work since the last
+            commit.
         show_progress: whether to show a progress line on standard error.
         settings: other fields of :class:`PrepareSettings`.
 
+    Returns:
+        The manifest of the corpus.
+
     Raises:
-        UserError: an input cannot be read or changes meanwhile, the prefix cannot be written or
-            holds other or damaged files, no document or too few are usable, another process has the
-            lock, or the part does not match the parts that exist.
+        UserError: an input cannot be read or changes while it is read, the files cannot be written,
+            other or damaged files exist at the prefix, no document or too few documents can be
+            used, another process holds the lock, or the part does not match the existing parts.
     """
     _check_prefix(output_prefix)
     chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
@@ -102,7 +106,7 @@ def prepare(
         part=record,
     )
     try:
-        if part is not None:  # The lock of a part must not create and remove the shared folder.
+        if part is not None:  # Otherwise the lock of a part would create and remove this folder.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -116,7 +120,7 @@ def prepare(
                         run.encode(workers, commit_seconds, progress)
                         run.finish()
             _publish(output_prefix)
-            # Files that a killed run had finished may have been damaged since.
+            # Files that an earlier, killed process has finished may have been damaged since then.
             return _verified(output_prefix) if state.finished else read_manifest(output_prefix)
     except OSError as error:
         raise UserError(
@@ -126,7 +130,7 @@ def prepare(
 
 
 def _check_prefix(prefix: Path) -> None:
-    """Refuse a folder or an output file given as the prefix."""
+    """Refuse a prefix that is a folder or the name of an output file."""
     name = shown(prefix)
     if os.path.lexists(prefix) and prefix.is_dir():
         raise UserError(f"--output {name} is a folder; give a name in it, such as {name}/corpus")
@@ -140,7 +144,11 @@ def _check_prefix(prefix: Path) -> None:
 def _finished(
     prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
 ) -> Manifest | None:
-    """Return the verified manifest at ``prefix``; None if there is none or it was dropped."""
+    """Verify a finished corpus at ``prefix`` and return its manifest.
+
+    Returns:
+        None if the corpus is not finished, or if it is damaged and ``restart`` has dropped it.
+    """
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None
@@ -180,7 +188,11 @@ def _check_same(
 
 
 def _other_input(before: tuple[InputRecord, ...], now: list[CorpusFile]) -> list[str]:
-    """Describe the first input that differs, or the number of inputs if only that differs."""
+    """Describe how the recorded inputs differ from the present inputs.
+
+    Returns:
+        At most one description: of the first input that differs, or of the number of inputs.
+    """
     for record, file in zip(before, now, strict=False):
         name = shown(file.path)
         if record.path != printable(file.path):
@@ -202,13 +214,17 @@ def _verified(prefix: Path) -> Manifest:
 
 
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
-    """Open the journal at the last commit of this preparation, or at its beginning."""
+    """Open the journal in ``folder`` at its last commit.
+
+    If the journal belongs to another preparation or is damaged, it is dropped with ``restart`` and
+    refused otherwise. A new journal is then begun.
+    """
     try:
         commit = last_commit(folder, State)
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
-        # A journal without documents, for instance after a wrong field name, loses nothing.
+        # Nothing is lost with a journal without documents, for instance after a wrong field name.
         is_lost = bool(state.counts.documents)
         problem = _another(folder, state.identity, identity)
     except UserError as error:
@@ -230,7 +246,10 @@ def _another(folder: Path, before: Identity, now: Identity) -> str:
 
 
 def _publish(prefix: Path) -> None:
-    """Rename finished files to their places; each step may be repeated after a kill."""
+    """Rename the finished files to their final names, and remove the journal.
+
+    After a kill, the next process can repeat every step.
+    """
     folder = _partial(prefix)
     targets = {TOKENS: ".bin", INDEX: ".idx", MANIFEST: ".json"}
     if (folder / REJECTS).exists() and (folder / REJECTS).stat().st_size:

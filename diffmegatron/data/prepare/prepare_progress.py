@@ -1,4 +1,4 @@
-"""Progress line of ``prepare``: share of the input, MB/s, tokens/s, remaining time."""
+"""Progress line of ``diffmegatron prepare``: share of the input, MB/s, tokens/s, remaining time."""
 
 import itertools
 import time
@@ -19,7 +19,12 @@ class _Totals(Protocol):
 
 
 class PrepareProgress:
-    """A context in which :meth:`update` redraws the progress line, unless ``show`` is false."""
+    """Context in which :meth:`update` redraws the progress line on standard error.
+
+    Args:
+        files: input files.
+        show: whether to draw the line at all.
+    """
 
     def __init__(self, files: list[CorpusFile], show: bool) -> None:
         sizes = [file.size for file in files]
@@ -50,7 +55,15 @@ class PrepareProgress:
         self._progress.stop()
 
     def update(self, place: Position, totals: _Totals) -> None:
-        """Show progress up to ``place``; rates start with this run's first batch."""
+        """Show the progress up to a position in the input.
+
+        Rates are averages since the first call, so work of an earlier, interrupted process is not
+        counted.
+
+        Args:
+            place: position up to which the input is tokenised.
+            totals: totals of the whole preparation.
+        """
         first_bytes, first_tokens = self._first = self._first or (totals.text_bytes, totals.tokens)
         seconds = max(1e-9, time.monotonic() - self._started)
         rate = (

@@ -1,6 +1,6 @@
-"""The settings of ``prepare``, shared by the command line, Python and the journal.
+"""Settings of ``prepare``, shared by the command line, the Python function and the journal.
 
-This module imports no pydantic and no numpy, so that ``--help`` stays fast.
+This module imports neither pydantic nor numpy, so that ``--help`` stays fast.
 """
 
 from dataclasses import asdict, dataclass
@@ -54,7 +54,7 @@ class PrepareSettings:
 
     @property
     def required_fields(self) -> tuple[str, ...]:
-        """Fields that every record must have."""
+        """Names of the fields that every record must have in this layout."""
         return {
             "text": (self.text_field,),
             "instruction": (self.prompt_field, self.response_field),
@@ -64,11 +64,14 @@ class PrepareSettings:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns to read from a Parquet file."""
+        """Names of the columns to read from a Parquet file."""
         return self.required_fields + ((self.id_field,) if self.id_field else ())
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that the manifest records; it identifies the tokenizer by a hash."""
+        """Return the settings that the manifest records.
+
+        The tokenizer is not among them, because the manifest identifies it by a hash.
+        """
         values = asdict(self)
         del values["tokenizer"], values["max_reject_share"]
         return values

@@ -1,8 +1,9 @@
-"""Turn a record into text: a plain document, a prompt with its response, or a chat.
+"""Convert a raw record to text: a plain document, a prompt with its response, or a chat.
 
-A document is a list of segments. A plain document has one segment. Documents for supervised
-fine-tuning alternate between prompts (no loss) and responses (loss), and begin with a prompt. Each
-segment is stored as one sequence of a Megatron document, from which the loss mask is derived.
+A document is a list of texts, called segments. A plain document has one segment. A document for
+supervised fine-tuning consists of prompts (no loss) and responses (loss) in turn, and begins with a
+prompt. Each segment is stored as one sequence of a Megatron document. The loss mask is derived from
+these sequences.
 """
 
 import json
@@ -22,7 +23,9 @@ _LISTED = 8
 
 
 def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
-    """Return the fields of a record.
+    """Decode a raw record to its fields by name.
+
+    A plain-text file has one field, ``settings.text_field``.
 
     Raises:
         UnusableError: the record is not UTF-8, is not JSON, or lacks a field.
@@ -39,12 +42,17 @@ def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str
 
 
 def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
-    """Return the segments of a document, in any layout but ``template``.
+    """Return the segments of a document in any layout except ``template``.
 
-    That layout needs a tokenizer (:mod:`diffmegatron.data.prepare.chat_template`).
+    The layout ``template`` needs a tokenizer, see
+    :mod:`diffmegatron.data.prepare.chat_template`.
+
+    Args:
+        document: fields of the record by name.
+        settings: settings with the layout and the names of its fields.
 
     Raises:
-        UnusableError: a field does not have the form of the layout.
+        UnusableError: a field does not have the form that the layout requires.
     """
     if settings.layout == "chat":
         return _chat(document[settings.messages_field])
@@ -56,9 +64,10 @@ def segments(document: dict[str, Any], settings: PrepareSettings) -> list[str]:
 
 
 def _chat(messages: Any) -> list[str]:
-    """Return ChatML segments; loss is on the assistant's messages and their end markers.
+    """Return the prompts and responses of a chat in turn, in the ChatML format.
 
-    ``diffmegatron.hf.chat_template`` holds the same format as a Hugging Face template.
+    A response is the content of an assistant's message with its end marker. The Hugging Face
+    template in ``diffmegatron.hf.chat_template`` renders the same format.
     """
     texts = [""]
     for role, content in checked_messages(messages, (CHAT_START, CHAT_END)):
@@ -71,11 +80,15 @@ def _chat(messages: Any) -> list[str]:
 
 
 def checked_messages(messages: Any, markers: Sequence[str]) -> list[tuple[str, str]]:
-    """Return role and content of every message of a chat.
+    """Check the messages of a chat, and return the role and content of each message.
+
+    Args:
+        messages: value of the messages field.
+        markers: texts that mark the start or end of a message, and must not occur in a message.
 
     Raises:
-        UnusableError: the value is not a list of messages with strings, has no message of the
-            assistant, or contains a marker, which would be read as the start or end of a message.
+        UnusableError: the value is not a list of messages with the strings ``role`` and
+            ``content``, no message is from the assistant, or a message contains a marker.
     """
     pairs = [_message(message) for message in messages] if isinstance(messages, list) else []
     for marker in markers:
@@ -107,7 +120,7 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _only(document: dict[str, Any]) -> str:
-    """List the fields that a record has; for Parquet these are among the columns that were read."""
+    """List the fields that a record has; for Parquet, only columns that were read are known."""
     names = [repr(name) for name in document if document[name] is not None]
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return f", only {listed}" if names else ""

@@ -1,4 +1,4 @@
-"""Encode batches of records in worker processes, in the order of the records."""
+"""Encode batches of records in worker processes; the results keep the order of the records."""
 
 import itertools
 import multiprocessing
@@ -21,15 +21,18 @@ from diffmegatron.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
-# Enough queued batches to keep every worker busy while the slowest batch finishes.
+# Number of queued batches per worker. It keeps all workers busy while the slowest batch finishes.
 _QUEUED_PER_WORKER = 3
 
 
 @dataclass(frozen=True)
 class Position:
-    """Progress within a corpus: ``records`` of file number ``file`` and all files before it.
+    """Position in the input of a preparation.
 
-    ``offset`` is the approximate number of bytes of these records; only the progress line uses it.
+    Attributes:
+        file: index of the current file; all files before it are done.
+        records: number of records of the current file that are done.
+        offset: approximate number of bytes of these records, used only by the progress line.
     """
 
     file: int = 0
@@ -45,7 +48,13 @@ def encode_in_order(
 ) -> Iterator[tuple[Position, EncodedBatch]]:
     """Encode the records after ``start``; yield each batch with the position after it.
 
-    The number of batches in memory is bounded, independent of the size of the corpus.
+    About three batches per worker are in memory at a time, independent of the size of the corpus.
+
+    Args:
+        files: input files.
+        start: position at which to begin.
+        settings: settings of the preparation.
+        workers: number of processes that tokenise; 1 uses this process.
 
     Raises:
         UserError: a file cannot be read to its end or has changed, or a worker process was killed.
@@ -84,21 +93,24 @@ def encode_in_order(
 
 @contextmanager
 def _delayed_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C, which a terminal sends to all of its processes, while workers are started.
+    """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    Workers inherit the blocked signal and never see it; this process ends them itself. It handles
-    the signal after the block, because a worker that is half started would print that its input has
-    ended. Blocking alone does not delay the signal here: another thread may receive it, and Python
-    then runs the handler in the main thread.
+    A terminal sends SIGINT to all of its processes. The workers inherit the blocked signal and
+    never receive it; this process ends them itself. This process handles the signal only at the end
+    of the context, because a worker that is ended while it starts prints an error about its input.
+
+    A blocked signal is not enough to delay Ctrl-C in this process: another thread may receive the
+    signal, and Python then runs the handler in the main thread. A temporary handler therefore
+    records the signal.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # This handler raises nothing: Python drops an exception that a signal raises within a finalizer
-    # or a callback of the import system, and imports happen here.
+    # The temporary handler must not raise. Modules are imported in the context, and Python drops an
+    # exception that a signal handler raises within a finalizer or a callback of the import system.
     if is_main:
         handler = signal.signal(signal.SIGINT, lambda *call: received.append(call))
     try:
-        # Starting the tracker unblocks the signal (CPython before 3.12), so start it beforehand.
+        # Before CPython 3.12, the start of the tracker unblocks SIGINT, so it must come first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -113,13 +125,16 @@ def _delayed_interrupts() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    # An exception in an initializer is lost and looks like a killed worker, so nothing here may
-    # fail.
+    # An exception in this initializer would be lost and look like a killed worker, so nothing that
+    # can fail is done here.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """End this worker with its parent; it would otherwise wait forever on its own open queue."""
+    """Wait until the parent process has ended, and then end this worker process.
+
+    Otherwise the worker would wait for work forever, because it keeps the queue open itself.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -129,7 +144,7 @@ def _exit_with_parent() -> None:
 def _read_batches(
     files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
 ) -> Iterator[tuple[Position, Batch]]:
-    """Yield batches of about one MiB, which may span several files."""
+    """Yield batches of about one MiB, each with the position after it; a batch may span files."""
     records: list[tuple[CorpusFile, Record]] = []
     size = 0
     for position, file, record in _records_after(files, start, columns, max_bytes):

@@ -1,1 +1,1 @@
-"""The sampling order of a run: documents, sequences and mixtures."""
+"""Order in which a run reads its data: documents, sequences and the mixture of sources."""

@@ -1,6 +1,7 @@
-"""Folders of arrays that are built once and memory-mapped by every rank.
+"""Cache of arrays on disk, which are built once and memory-mapped by every rank.
 
-A cache that is damaged, unfinished or of another corpus is rebuilt.
+Each entry of the cache is a folder. An entry that is damaged, unfinished or belongs to another
+corpus is built again.
 """
 
 import hashlib
@@ -26,16 +27,23 @@ from diffmegatron.section import Section
 
 log = logging.getLogger(__name__)
 
-# Increase it when the same key would give other arrays.
+# Part of every key. Increase it when a change of the code gives other arrays for the same key.
 _VERSION = 1
 _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
 
 Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
+"""Name of each array -> its values, and a small JSON-serializable summary."""
 
 
 class ArrayRecord(Section):
-    """An array ``[length]`` in a file of its numbers; the file name has its name and dtype."""
+    """Record of a one-dimensional array in the file ``NAME.DTYPE``, which contains only its values.
+
+    Attributes:
+        dtype: dtype of the values.
+        length: number of values.
+        sha256: hash of the file.
+    """
 
     dtype: Literal["int32", "int64"]
     length: Annotated[int, Field(ge=0)]
@@ -43,7 +51,13 @@ class ArrayRecord(Section):
 
 
 class Contents(Section):
-    """Table of contents of a folder, written last; a folder without it is empty."""
+    """Table of contents of an entry, written last; a folder without it counts as no entry.
+
+    Attributes:
+        key: text of the key of the entry.
+        arrays: name of each array -> its record.
+        summary: summary that was built with the arrays.
+    """
 
     key: str
     arrays: dict[str, ArrayRecord]
@@ -52,18 +66,26 @@ class Contents(Section):
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache in a folder, which is created with its first entry."""
+    """Cache in a folder.
+
+    Attributes:
+        parent: folder of the cache, created with its first entry.
+    """
 
     parent: Path
 
     def open(self, key: tuple[object, ...], build: Callable[[], Arrays]) -> Arrays:
-        """Return one-dimensional memory-mapped arrays and a small JSON-able summary.
+        """Return the entry for a key; build it if it is not in the cache.
 
-        A cached entry is read completely once, and used only if it belongs to this key.
+        An existing entry is read completely to verify its checksums.
 
         Args:
-            key: all values that the arrays depend on.
-            build: computes the arrays; called at most once per file system at a time.
+            key: all values on which the arrays depend.
+            build: function that computes one-dimensional arrays and a summary. It runs under a file
+                lock, so only one process at a time builds an entry.
+
+        Returns:
+            The memory-mapped arrays, and the summary.
 
         Raises:
             UserError: the cache cannot be written.
@@ -76,7 +98,7 @@ class Cache:
     def _build(self, folder: Path, name: str, build: Callable[[], Arrays]) -> Arrays:
         place = f"the index cache {self.parent}"
         with FileLock(folder.with_suffix(".lock"), place, _ADVICE, patience=math.inf):
-            found = _read(folder, name)  # Another process may have built it before the lock.
+            found = _read(folder, name)  # Another process may have built it during the wait.
             if found is None:
                 built = build()
                 try:
@@ -90,7 +112,15 @@ class Cache:
 
 
 def _read(folder: Path, name: str) -> Arrays | None:
-    """Return the arrays of a folder, or None if they are damaged or belong to another key."""
+    """Return the arrays and summary of an entry.
+
+    Args:
+        folder: folder of the entry.
+        name: text of the key.
+
+    Returns:
+        None if the entry is missing, is damaged or belongs to another key.
+    """
     try:
         contents: Contents = read_sealed(folder / _CONTENTS, Contents)
         arrays = {
@@ -116,11 +146,11 @@ def _mapped(path: Path, record: ArrayRecord) -> np.ndarray:
 
 
 def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any) -> None:
-    """Write a new folder beside ``folder`` and rename it into place.
+    """Write an entry to a temporary folder, and rename this folder to ``folder``.
 
-    Other ranks may have the old arrays mapped, so their files are unlinked and never overwritten.
-    On a network file system without working locks two machines may write at once; both write the
-    same bytes, and the last rename is kept.
+    Other ranks may have mapped the arrays of a damaged entry, so its files are unlinked and never
+    overwritten. On a network file system without working locks, two machines may write the entry at
+    the same time. Both write the same bytes, and either result can be used.
     """
     own = f"{os.uname().nodename}.{os.getpid()}"
     temporary, old = folder.with_suffix(f".{own}.tmp"), folder.with_suffix(f".{own}.old")

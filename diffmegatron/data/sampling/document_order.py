@@ -1,4 +1,4 @@
-"""The documents of a split and their order, built once and then read from a cache."""
+"""Choice and order of the documents of a split, built once and then read from a cache."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,16 +19,17 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Selection:
-    """All values that a document order depends on, in addition to the corpus.
+    """All values on which the document order of a corpus depends.
 
     Attributes:
         split: ``train``, ``validation`` or ``test``.
-        validation_fraction: share of the documents held out for validation.
-        test_fraction: share of the documents held out for testing.
-        split_seed: seed of the choice of held-out documents.
-        seed: seed of the order and of the choice of short documents.
-        long_tokens: documents of at least this many tokens (without end of document) are kept.
-        keep_short: probability of keeping a shorter document; 1 disables up-sampling.
+        validation_fraction: share of the documents held out for validation, 0 to 1.
+        test_fraction: share of the documents held out for testing, 0 to 1.
+        split_seed: seed that determines which documents are held out.
+        seed: seed that determines the order, and which short documents are kept.
+        long_tokens: documents with at least this many tokens, without the end-of-document token,
+            are always kept.
+        keep_short: probability with which a shorter document is kept; 1 disables up-sampling.
     """
 
     split: Split
@@ -42,13 +43,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """The documents of a split as one stream.
+    """Documents of a split in shuffled order, seen as one stream of tokens.
 
     Attributes:
-        documents: int64 ``[n]``, document numbers in the order of the stream.
-        ends: int64 ``[n]``, tokens of the stream up to the end of each document.
+        documents: int64 ``[n]``, number of each document in the corpus, in the order of the stream.
+        ends: int64 ``[n]``, number of tokens of the stream up to the end of each document.
         split_lengths: length histogram of all documents of the split.
-        lengths: length histogram of the documents in the stream, after up-sampling.
+        lengths: length histogram of the n documents of the stream, which up-sampling has kept.
     """
 
     documents: np.ndarray
@@ -63,12 +64,12 @@ class DocumentOrder:
 
     @property
     def kept_share(self) -> float:
-        """Tokens of the stream divided by tokens of the whole split."""
+        """Number of tokens of the stream divided by the number of tokens of the whole split."""
         return self.tokens / max(1, sum(part.tokens for part in self.split_lengths))
 
 
 def corpus_cache(corpus: Corpus, cache_dir: str | None) -> Cache:
-    """Return the cache of a corpus: ``cache_dir`` of the recipe, or a folder beside the corpus."""
+    """Return the cache of a corpus: in the folder ``cache_dir``, or by default in PREFIX.cache."""
     return Cache(Path(cache_dir or f"{corpus.prefix}.cache"))
 
 
@@ -91,7 +92,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Cache) -> DocumentOr
 
 
 def build_order(corpus: Corpus, selection: Selection) -> Arrays:
-    """Compute the arrays and histograms of a :class:`DocumentOrder`."""
+    """Compute the arrays and histograms of a :class:`DocumentOrder` for the cache."""
     corpus.check_index()
     documents = select_split(corpus.num_documents, selection)
     all_lengths = corpus.lengths[documents]
@@ -111,11 +112,12 @@ def build_order(corpus: Corpus, selection: Selection) -> Arrays:
 
 
 def select_split(num_documents: int, selection: Selection) -> np.ndarray:
-    """Return the document numbers of a split, ascending int64.
+    """Return the document numbers of a split, int64 in ascending order.
 
-    The splits are disjoint and cover the corpus. A held-out split of a positive fraction has at
-    least one document, unless training would be left without one: a corpus of one document has no
-    held-out split, one of two documents has no test split beside validation.
+    The splits are disjoint and together contain all documents. A held-out split with a positive
+    fraction has at least one document, as long as one document remains for training. A corpus of
+    one document therefore has no held-out split. A corpus of two documents has no test split if it
+    has a validation split.
     """
     chance = uniform(derive_key("split", selection.split_seed), np.arange(num_documents))
     training = np.ones(num_documents, dtype=bool)
@@ -131,7 +133,16 @@ def select_split(num_documents: int, selection: Selection) -> np.ndarray:
 
 
 def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the free documents with the lowest chance, ``fraction`` of all."""
+    """Select documents for a held-out split: the free documents with the lowest random numbers.
+
+    Args:
+        chance: float64 ``[documents]``, random number of each document.
+        free: bool ``[documents]``, documents that no other split has taken.
+        fraction: share of all documents to select.
+
+    Returns:
+        bool ``[documents]``, True for selected documents.
+    """
     number = min(max(1, round(fraction * len(chance))), int(free.sum()) - 1) if fraction else 0
     if number <= 0:
         return np.zeros_like(free)
@@ -141,8 +152,9 @@ def _lowest(chance: np.ndarray, free: np.ndarray, fraction: float) -> np.ndarray
 
 
 def _shuffle(documents: np.ndarray, key: int) -> np.ndarray:
-    # The hash gives the same values in every version of numpy, which its generator may not. It is
-    # a bijection, so all keys differ and an unstable sort is deterministic.
+    # Documents are sorted by a hash of their number. Unlike numpy's random generator, the hash is
+    # the same in every version of numpy. It is a bijection, so no two values are equal, and the
+    # result does not depend on the sorting algorithm.
     return documents[np.argsort(random_bits(key, documents))]
 
 
@@ -157,7 +169,11 @@ def _bins(saved: list[dict[str, Any]]) -> tuple[LengthBin, ...]:
 
 
 def require_documents(order: DocumentOrder, corpus: Corpus, selection: Selection) -> None:
-    """Refuse up-sampling that keeps no document of a source."""
+    """Refuse settings of up-sampling that keep no document of a source.
+
+    Raises:
+        UserError: the split has documents, and none of them is kept.
+    """
     if order.split_lengths and not order.tokens:
         raise UserError(
             f"up-sampling keeps no document of source {corpus.prefix}: all are shorter than "

@@ -1,8 +1,8 @@
-"""Length up-sampling (Fu et al., arXiv 2402.10171): keep long documents, and few short ones.
+"""Length up-sampling (Fu et al., arXiv 2402.10171): keep all long and a few short documents.
 
-Documents are selected when their order is built, so one prepared corpus serves every sequence
-length. With ``data.upsampling.mode: global``, samples.py also multiplies the weight of a source by
-the share of its tokens that is kept.
+The documents are selected when the order of a run is built, not when the corpus is prepared. One
+prepared corpus therefore serves every sequence length. With ``data.upsampling.mode: global``,
+samples.py also multiplies the weight of a source by the share of its tokens that is kept.
 """
 
 import numpy as np
@@ -15,15 +15,18 @@ def keep_long(
 ) -> np.ndarray:
     """Return a mask of the documents that are kept, bool ``[n]``.
 
-    The paper keeps documents below 4096 estimated tokens with probability 0.1. Here tokens are
-    counted.
+    The paper keeps documents below 4096 tokens with probability 0.1. It estimates the number of
+    tokens; here the tokens are counted.
 
     Args:
-        lengths: tokens of each document, including end of document, ``[n]``.
-        documents: document numbers ``[n]``, which with the seed determine the random numbers.
-        long_tokens: documents of at least this many tokens (without end of document) are kept.
-        keep_short: probability of keeping a shorter document; 1 keeps all.
-        seed: seed of the choice of short documents.
+        lengths: int ``[n]``, number of tokens of each document, including the end-of-document
+            token.
+        documents: int ``[n]``, document numbers. A number and the seed determine whether a short
+            document is kept.
+        long_tokens: documents with at least this many tokens, without the end-of-document token,
+            are always kept.
+        keep_short: probability with which a shorter document is kept; 1 keeps all documents.
+        seed: seed of the random numbers.
     """
     if keep_short == 1:
         return np.ones(len(documents), dtype=bool)

@@ -1,9 +1,10 @@
-"""The source of the i-th sample, and its number within that source.
+"""Mixture of weighted sources: the source of sample i, and the number of the sample in that source.
 
-Both are closed forms of (weights, i), so nothing is stored and samples can be read in any order.
-After any number of samples, the count of each source deviates from its share by at most one sample
-per level of a binary tree over the sources. Megatron's BlendedDataset stores the same information
-in two arrays as long as the run.
+Both are computed from the weights and i alone, so nothing is stored, and samples can be read in any
+order. The computation descends a binary tree over the sources. After any number of samples, the
+count of each source deviates from its exact share by at most one sample per level of the tree.
+Megatron's BlendedDataset stores the same information in two arrays with one element per sample of
+the run.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,15 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class _Node:
-    """A split of a stream of samples between two halves of the sources, in the ratio of weights.
+    """Inner node of the tree, which divides a stream of samples between two groups of sources.
 
-    Of the first n samples floor(n p) go left, which is the most even distribution.
+    With p = ``share``, floor(n * p) of the first n samples belong to the left group. This
+    distributes the samples of the left group as evenly as possible.
+
+    Attributes:
+        share: weight of the left group divided by the weight of both groups.
+        left: subtree of the left group, or the index of its single source.
+        right: subtree of the right group, or the index of its single source.
     """
 
     share: Fraction
@@ -24,7 +31,7 @@ class _Node:
 
 
 class Mixture:
-    """The order in which samples are drawn from sources.
+    """Order in which the samples of a run are drawn from its sources.
 
     Args:
         weights: relative weight of each source.
@@ -41,7 +48,7 @@ class Mixture:
         self._tree = _build([n for n in range(self._size) if exact[n]], exact)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of sample ``index``, and the number of its samples before ``index``."""
+        """Return the index of the source of a sample, and the sample's number in this source."""
         node = self._tree
         while isinstance(node, _Node):
             before = _floor(index, node.share)
@@ -52,7 +59,7 @@ class Mixture:
         return node, index
 
     def counts(self, samples: int) -> list[int]:
-        """Return the number of samples of each source among the first ``samples``."""
+        """Return how many of the first ``samples`` samples belong to each source."""
         counts = [0] * self._size
         pending: list[tuple[_Node | int, int]] = [(self._tree, samples)]
         while pending:

@@ -1,7 +1,8 @@
-"""The mixtures of a run over time.
+"""Mixtures of a run over time: weights and sources may change when a run resumes.
 
-New weights or a new source at sample n begin a new period. The order before n stays unchanged, each
-source continues at its own position, and the saved periods reproduce the order of the whole run.
+A change at sample n begins a new period. The order before sample n stays unchanged, and each source
+continues with its next sample. The saved periods reproduce the order of the whole run. A source is
+identified by the hash of its content, because its path may change.
 """
 
 from bisect import bisect_right
@@ -16,7 +17,13 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """A source at some time: its path, the hash of its content, and its weight."""
+    """Source in one period.
+
+    Attributes:
+        path: prefix of its corpus.
+        content: hash of its content (``Manifest.content``).
+        weight: relative weight, at least 0.
+    """
 
     path: str
     content: str
@@ -25,14 +32,22 @@ class SourceWeight:
 
 @dataclass(frozen=True)
 class Period:
-    """Weights in effect from ``from_sample`` until the next period."""
+    """Period in which the weights do not change.
+
+    Attributes:
+        from_sample: first sample of the period.
+        sources: sources with their weights.
+    """
 
     from_sample: int
     sources: tuple[SourceWeight, ...]
 
 
 class MixtureHistory:
-    """Periods in order, the first of which begins at sample 0.
+    """Mixtures of a run over time.
+
+    Args:
+        periods: periods in order; the first period begins at sample 0.
 
     Raises:
         UserError: the weights of a period are negative or all zero.
@@ -41,7 +56,7 @@ class MixtureHistory:
     def __init__(self, periods: Sequence[Period]) -> None:
         self.periods = tuple(periods)
         self._starts = [period.from_sample for period in self.periods]
-        # Sorting by content makes the result independent of the order of sources in the recipe.
+        # Sources are sorted by content, so that their order in the recipe has no effect.
         self._contents = [
             sorted(source.content for source in period.sources) for period in self.periods
         ]
@@ -54,19 +69,24 @@ class MixtureHistory:
             self._before.append(self._counts_within(number, end - start))
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Return the content hash of a sample's source, and its number within that source."""
+        """Return the content hash of a sample's source, and the sample's number in this source."""
         number = bisect_right(self._starts, index) - 1
         place, local = self._mixtures[number].locate(index - self._starts[number])
         content = self._contents[number][place]
         return content, self._before[number].get(content, 0) + local
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """Return the number of samples of each source among the first ``num_samples``."""
+        """Return how many of the first ``num_samples`` samples each source has, by content hash."""
         number = max(0, bisect_right(self._starts, num_samples) - 1)
         return self._counts_within(number, num_samples - self._starts[number])
 
     def _counts_within(self, number: int, num_samples: int) -> dict[str, int]:
-        """Return the counts of sources up to a number of samples within a period."""
+        """Return the number of samples of each source from sample 0 to a place in a period.
+
+        Args:
+            number: index of the period.
+            num_samples: number of samples from the start of this period.
+        """
         counts = dict(self._before[number])
         within = self._mixtures[number].counts(num_samples)
         for content, count in zip(self._contents[number], within, strict=True):
@@ -74,24 +94,36 @@ class MixtureHistory:
         return counts
 
     def changed(self, from_sample: int, sources: tuple[SourceWeight, ...]) -> "MixtureHistory":
-        """Return the history with these weights from a sample on; itself if they are equal."""
+        """Return a history in which other weights apply from a sample on.
+
+        Args:
+            from_sample: first sample with the new weights.
+            sources: sources with the new weights.
+
+        Returns:
+            This history itself if the shares of the sources are equal to those of its last period.
+        """
         if _shares(self.periods[-1].sources) == _shares(sources):
             return self
         kept = [period for period in self.periods if period.from_sample < from_sample]
         return MixtureHistory([*kept, Period(from_sample, sources)])
 
     def path(self, content: str) -> str:
-        """Return the last path of a source."""
+        """Return the path of a source in the last period that contains it.
+
+        Args:
+            content: content hash of the source.
+        """
         known = {s.content: s.path for period in self.periods for s in period.sources}
         return known[content]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the history as JSON-able values for the checkpoint."""
+        """Return the history as JSON-serializable values for a checkpoint."""
         return [asdict(period) for period in self.periods]
 
     @classmethod
     def from_json(cls, saved: Sequence[dict[str, Any]]) -> "MixtureHistory":
-        """Return the history from the values of :meth:`to_json`."""
+        """Create a history from the values that :meth:`to_json` returned."""
         return cls(
             [
                 Period(

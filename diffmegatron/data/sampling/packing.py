@@ -1,12 +1,15 @@
 """Best-fit packing of documents into sequences with few cuts (Ding et al., ICML 2024).
 
-A document longer than a sequence is cut into whole sequences and a rest. Every piece, longest
-first, is put into the sequence with the least remaining space that can hold it.
+A document that is longer than a sequence is cut into pieces of the length of a sequence and a
+shorter last piece. A shorter document is one piece. The pieces are placed in descending order of
+length. Each piece is put into the sequence with the least remaining space among those in which it
+fits.
 """
 
 import numpy as np
 
-# Number of documents packed at a time, which bounds memory and hardly changes the fill.
+# Number of documents that are packed together. It limits the memory, and is so large that hardly
+# more padding is needed than without it.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 
@@ -17,14 +20,15 @@ def pack(
 
     Args:
         documents: int64 ``[n]``, document numbers.
-        lengths: int ``[n]``, tokens of each document.
-        capacity: tokens per sequence.
+        lengths: int ``[n]``, number of tokens of each document.
+        capacity: maximum number of tokens of a sequence.
         combine: whether to combine pieces by best fit; otherwise each piece has its own sequence.
 
     Returns:
-        ``documents`` int64 ``[p]``, ``starts`` and ``lengths`` int32 ``[p]`` of the pieces in the
-        order of their sequences, and ``ends`` int64 ``[sequences]``, the number of pieces up to the
-        end of each sequence.
+        Four arrays by name. Three describe the p pieces in the order of their sequences:
+        ``documents`` int64 ``[p]``, ``starts`` int32 ``[p]`` (first token in the document) and
+        ``lengths`` int32 ``[p]``. The array ``ends`` int64 ``[sequences]`` is the number of pieces
+        up to the end of each sequence.
     """
     parts = []
     sequences = 0
@@ -46,7 +50,12 @@ def pack(
 
 
 def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return document index, start and length of pieces of at most ``capacity`` tokens."""
+    """Cut documents into pieces of at most ``capacity`` tokens.
+
+    Returns:
+        For each piece: the index of its document in ``lengths``, its first token in the document,
+        and its number of tokens.
+    """
     lengths = lengths.astype(np.int64)
     counts = -(-lengths // capacity)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -56,15 +65,18 @@ def _cut(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each piece by best-fit decreasing, int64 ``[n]``, numbered from 0.
+    """Assign pieces to bins by the algorithm best-fit decreasing.
 
-    Pieces of one size are placed together: all bins with the least sufficient space receive as many
-    as they can hold. The number of steps depends on the distinct sizes, not on the number of
-    pieces.
+    All pieces of equal size are placed together. In each step, all bins with the least sufficient
+    space are filled with as many of these pieces as fit. The number of steps depends on the number
+    of distinct sizes, not on the number of pieces.
 
     Args:
-        sizes: int ``[n]``, 1 to ``capacity``.
+        sizes: int ``[n]``, size of each piece, from 1 to ``capacity``.
         capacity: size of a bin.
+
+    Returns:
+        int64 ``[n]``, number of the bin of each piece, counted from 0.
     """
     places = np.empty(len(sizes), dtype=np.int64)
     by_size = np.argsort(-sizes, kind="stable")
@@ -86,22 +98,30 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenBins:
-    """Open bins, grouped by their remaining space."""
+    """Bins that still have space, grouped by their remaining space.
+
+    Args:
+        capacity: size of an empty bin.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._bins: dict[int, list[np.ndarray]] = {}
-        self._open = 0  # Bit r is set if a bin with space r is open.
+        self._open = 0  # Bit r is set if there is a bin with remaining space r.
         self._count = 0
 
     def take(self, size: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Remove open bins for pieces of this size, or create bins if none has enough space.
+        """Take bins out for pieces of equal size; create bins if none has enough space.
 
-        All returned bins have the least sufficient space, and at most as many are returned as the
-        pieces can fill. Bins of equal space are a stack.
+        All returned bins have the same remaining space, the least that suffices. No more bins are
+        returned than the pieces need. The bins that were added last are taken first.
+
+        Args:
+            size: size of each piece.
+            pieces: number of pieces.
 
         Returns:
-            The space of each bin, and the numbers of the bins, int64 ``[bins]``.
+            The remaining space of each bin, and the numbers of the bins, int64 ``[bins]``.
         """
         sufficient = self._open >> size
         if not sufficient:
@@ -119,7 +139,7 @@ class _OpenBins:
         return space, bins[:wanted]
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Add bins that have this space left."""
+        """Add bins with a remaining space; full bins are ignored."""
         if space and len(bins):
             self._bins.setdefault(space, []).append(bins)
             self._open |= 1 << space

@@ -1,8 +1,9 @@
 """Pseudo-random numbers and permutations as functions of (key, index), without stored state.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). A
-permutation is a Feistel network over it, repeated until the result is in the range (Black and
-Rogaway, CT-RSA 2002). Both are the same on every machine and in every version.
+The random bits come from the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). A
+permutation is a Feistel network that uses this finaliser as its round function. The network is
+applied repeatedly until the result lies in the range (Black and Rogaway, CT-RSA 2002). The results
+are the same on every machine and in every version of this package.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ _ROUNDS = 4
 
 @lru_cache(maxsize=256)
 def derive_key(*parts: str | int) -> int:
-    """Return a 64-bit key derived from the parts."""
+    """Return a 64-bit key that is derived from texts and numbers by sha256."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -32,7 +33,8 @@ def mix(value: int) -> int:
 def random_bits(key: int, indices: np.ndarray) -> np.ndarray:
     """Return 64 random bits for each index, uint64 ``[n]``.
 
-    The computation is in place, because ``n`` may be the number of documents of a corpus.
+    The computation is in place to save memory, because n may be the number of documents of a
+    corpus.
     """
     value = indices.astype(np.uint64)
     value += np.uint64(1)
@@ -53,7 +55,13 @@ def uniform(key: int, indices: np.ndarray) -> np.ndarray:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Apply the pseudo-random permutation ``key`` of ``range(size)`` to ``index``."""
+    """Return the image of ``index`` under a pseudo-random permutation of ``range(size)``.
+
+    Args:
+        index: number in ``range(size)``.
+        size: size of the range.
+        key: 64-bit key that selects the permutation.
+    """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:

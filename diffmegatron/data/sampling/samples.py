@@ -1,7 +1,7 @@
-"""The samples of a run: an infinite order determined by seed, weights and files.
+"""Samples of a run in a fixed, infinite order, which is determined by seed, weights and files.
 
-``samples[i]`` depends on i, and not on ranks, batch sizes or workers. The position in the data is
-therefore one number.
+``samples[i]`` depends on i, and not on ranks, batch sizes or workers. The position of a run in its
+data is therefore a single number.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,14 @@ from diffmegatron.errors import UserError
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence and the token after it.
+    """Training sample: a sequence of s tokens and the token after it.
 
     Attributes:
-        tokens: int64 ``[s + 1]``; inputs are ``[:-1]``, labels are ``[1:]``.
-        starts: int64 ``[n]``, positions where a document or padding begins; the first is 0.
-        loss_mask: bool ``[s + 1]``, tokens that carry loss as labels; None for all tokens.
-        source: path of the sample's source.
+        tokens: int64 ``[s + 1]``; ``tokens[:-1]`` are the inputs, ``tokens[1:]`` the labels.
+        starts: int64 ``[n]``, positions at which a document or the padding begins; the first is 0.
+        loss_mask: bool ``[s + 1]``, True for tokens that contribute to the loss as labels; None if
+            all tokens do.
+        source: prefix of the corpus from which the sample was read.
     """
 
     tokens: np.ndarray
@@ -45,9 +46,19 @@ class Sample:
 
 
 class SourceSamples:
-    """The blocks of one source in its own order, shuffled again for each pass over the documents.
+    """Samples of one source, in an order that is shuffled again for each epoch.
 
-    Without ``repeat`` there is one pass, and the block that extends into a second pass is left out.
+    A block is one sequence of the source (:class:`~diffmegatron.data.sampling.sequences.Blocks`),
+    and an epoch is one pass over the documents. Sample i of the source is one of its blocks.
+
+    Args:
+        corpus: corpus of the source.
+        order: documents of the split in their order.
+        blocks: sequences built from these documents.
+        seq_length: number s of input tokens per sample.
+        key: key of the shuffled order of the blocks.
+        repeat: whether to read the documents more than once. If False, there is one epoch, and a
+            block that extends into a second epoch is omitted.
     """
 
     def __init__(
@@ -64,7 +75,7 @@ class SourceSamples:
         self._seq_length, self._key, self._repeat = seq_length, key, repeat
 
     def block(self, index: int) -> int:
-        """Return the block number of the source's ``index``-th sample."""
+        """Return the number of the block that is sample ``index`` of this source."""
         epoch = self.blocks.epoch(index)
         first = self.blocks.first(epoch)
         size = self.blocks.first(epoch + 1) - first if self._repeat else self.blocks.whole()
@@ -88,7 +99,18 @@ class SourceSamples:
         return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
 
     def _check_places(self, firsts: np.ndarray, lengths: np.ndarray, filled: int) -> None:
-        """Refuse places outside the file: the index may be damaged since the cache was built."""
+        """Refuse pieces that lie outside the file or exceed a sample.
+
+        The index may have been damaged after the cache of the document order was built.
+
+        Args:
+            firsts: int64 ``[n]``, first token of each piece in the file.
+            lengths: int ``[n]``, number of tokens of each piece.
+            filled: sum of ``lengths``.
+
+        Raises:
+            UserError: the index is damaged.
+        """
         inside = (firsts >= 0) & (lengths > 0) & (firsts + lengths <= len(self.corpus.tokens))
         if not inside.all() or filled > self._seq_length + 1:
             raise self._damaged_index()
@@ -100,7 +122,10 @@ class SourceSamples:
         )
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Refuse ids of a damaged file that are not in the embedding, which would crash a GPU."""
+        """Refuse ids outside the vocabulary, which a damaged file may contain.
+
+        Such an id would index outside the embedding and crash the GPU.
+        """
         ids = self.corpus.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= ids:
@@ -127,13 +152,13 @@ class SourceSamples:
 
 
 class Samples:
-    """The global order of samples of a run.
+    """All samples of a run by their number, from all sources.
 
     Attributes:
         config: section ``data`` of the recipe.
-        sources: sources by the hash of their content.
-        history: weights of the sources over the run.
-        settings: other settings that the order depends on, for the checkpoint.
+        sources: content hash of each source -> its samples.
+        history: weights of the sources in the course of the run.
+        settings: other settings on which the order depends. A checkpoint stores them.
     """
 
     def __init__(
@@ -160,7 +185,10 @@ class Samples:
         return source[local]
 
     def require(self, num_samples: int) -> None:
-        """Refuse sources that end before the run does.
+        """Refuse a run that needs more samples of a source than the source has.
+
+        Args:
+            num_samples: number of samples of the run.
 
         Raises:
             UserError: ``data.on_exhausted`` is ``stop`` and a source has too few samples.
@@ -173,7 +201,10 @@ class Samples:
                 )
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """Return the number of passes over each source (by path) in the first ``num_samples``."""
+        """Return the path of each source -> number of epochs in the first ``num_samples`` samples.
+
+        The number of epochs may be a fraction.
+        """
         counts = self.history.counts(num_samples)
         return {
             source.corpus.prefix: counts.get(content, 0) / source.blocks.first(1)
@@ -181,25 +212,26 @@ class Samples:
         }
 
     def state(self, consumed_samples: int) -> dict[str, Any]:
-        """Return the position in the data as JSON-able values, for :meth:`resumed`."""
+        """Return the position in the data as JSON-serializable values, for :meth:`resumed`."""
         return {
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # An export uses the layouts, because it must work without the corpora.
+            # An export reads the layouts from the checkpoint, because the corpora may be missing.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),
         }
 
     def resumed(self, state: Mapping[str, Any]) -> "Samples":
-        """Return the samples of a run that resumes at a saved :meth:`state`.
+        """Return the samples of a run that resumes from a saved :meth:`state`.
 
-        If the weights or sources of ``self`` differ from the saved ones, a new period begins at the
-        saved ``consumed_samples``. The resulting history can replay the run from any sample.
+        If the weights or sources of the recipe differ from the saved ones, they apply from the
+        saved ``consumed_samples`` on. Earlier samples keep their order, so the run can be replayed
+        from any sample.
 
         Raises:
-            UserError: the state belongs to another order.
+            UserError: the state belongs to another order, for instance to another seed.
         """
         for name, value in self.settings.items():
             if state["settings"].get(name) != value:
@@ -224,21 +256,21 @@ def open_samples(
     seed: int,
     split: Split,
 ) -> Samples:
-    """Open the sources of a recipe.
+    """Open the sources of a recipe, and return the samples of a split.
 
-    The first call builds the index cache, and later calls on any rank read it. Held-out splits
-    depend on ``config.split_seed`` and not on ``seed``, so runs with different seeds are evaluated
-    on the same documents in the same order. Held-out splits are not up-sampled.
+    The first call builds the index cache, and later calls on any rank read it. The validation and
+    test splits depend on ``config.split_seed`` and not on ``seed``, so runs with different seeds
+    are evaluated on the same documents in the same order. These two splits are not up-sampled.
 
     Args:
         config: section ``data`` of the recipe.
-        seq_length: tokens s per sample.
+        seq_length: number s of input tokens per sample.
         seed: seed of the order of the training split.
         split: ``train``, ``validation`` or ``test``.
 
     Raises:
-        UserError: a source is missing, damaged or of another tokenizer, or no source has a document
-            in the split.
+        UserError: a source is missing, is damaged or was prepared with another tokenizer, or no
+            source has a document in the split.
     """
     if split != "train" and not getattr(config, f"{split}_fraction"):
         raise UserError(
@@ -277,7 +309,7 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
 def _open_sources(
     config: DataConfig, seq_length: int, selection: Selection
 ) -> dict[str, SourceSamples]:
-    """Return the sources by content hash, in the order of the recipe."""
+    """Return the content hash of each source -> its samples, in the order of the recipe."""
     tokenizer = load_tokenizer(config.tokenizer)
     sources: dict[str, SourceSamples] = {}
     for source in config.sources:
@@ -300,7 +332,11 @@ def _open_sources(
 
 
 def _weight(config: DataConfig, source: Source, order: DocumentOrder) -> float:
-    """Return the weight of a source, which global up-sampling multiplies by the kept share."""
+    """Return the weight of a source in the mixture.
+
+    The weight is 0 if the source has no document in the split. Global up-sampling multiplies the
+    weight by the share of tokens that up-sampling keeps.
+    """
     if not order.tokens:
         return 0.0
     if config.upsampling.mode == "global":

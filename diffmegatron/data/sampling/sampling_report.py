@@ -1,4 +1,4 @@
-"""Tables and a picture of the effect of sampling on document lengths and on shares of sources."""
+"""Tables and a picture of document lengths before and after up-sampling, and of the mixture."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from diffmegatron.files import write_picture
 
 
 def length_table(samples: Samples) -> str:
-    """Return documents and token shares of each source per power of two of the document length.
+    """Return a table of document lengths before and after length up-sampling.
 
-    The table compares all documents of the split with those that length up-sampling keeps. Lengths
-    include the end-of-document token.
+    A row contains, for one source and one power of two of the document length, the number of
+    documents and their share of the tokens: among all documents of the split, and among the
+    documents that are kept. Lengths include the end-of-document token.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
@@ -40,7 +41,7 @@ def _rows(source: SourceSamples) -> list[str]:
 
 def plot_lengths(samples: Samples, path: Path) -> None:
     """Draw the token shares of :func:`length_table`, one panel per source."""
-    # This backend needs no display. Its import takes a second, which training must not spend.
+    # This backend needs no display. It is imported only here, because its import takes a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +69,13 @@ def plot_lengths(samples: Samples, path: Path) -> None:
 
 
 def mixture_table(samples: Samples, first: int, number: int) -> str:
-    """Return the requested and actual share of each source in ``number`` samples from ``first``."""
+    """Return a table with the requested and the actual share of each source.
+
+    Args:
+        samples: samples of a run.
+        first: first sample to count.
+        number: number of samples to count.
+    """
     realised = Counter(samples[index].source for index in range(first, first + number))
     weights = samples.history.periods[-1].sources
     total = sum(source.weight for source in weights)
@@ -81,7 +88,7 @@ def mixture_table(samples: Samples, first: int, number: int) -> str:
 
 
 def _binary(exponent: int) -> str:
-    """Return a power of two in the usual notation of sequence lengths: 512, 4K, 1M."""
+    """Format 2**exponent in the usual notation of sequence lengths: 512, 4K, 1M."""
     unit = min(2, exponent // 10)
     return f"{1 << exponent - 10 * unit}{('', 'K', 'M')[unit]}"
 

@@ -1,6 +1,7 @@
 """Build sequences from the documents of a source, by concatenation or by packing.
 
-A block is one sequence. An epoch is one pass over the documents.
+A sequence has s + 1 tokens, where s is ``seq_length``: s inputs and the last label. A sequence of a
+source is called a block. An epoch is one pass over the documents of the source.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -18,7 +19,13 @@ Packing = Literal["concatenate", "best_fit", "none"]
 
 
 class Pieces(NamedTuple):
-    """Parts of documents in the order in which they fill a sequence, int ``[n]`` each."""
+    """Pieces of documents in the order in which they fill a sequence; each array is int ``[n]``.
+
+    Attributes:
+        documents: number of each piece's document.
+        starts: first token of each piece in its document.
+        lengths: number of tokens of each piece.
+    """
 
     documents: np.ndarray
     starts: np.ndarray
@@ -26,28 +33,29 @@ class Pieces(NamedTuple):
 
 
 class Blocks(Protocol):
-    """The infinite series of sequences of one source."""
+    """Infinite series of blocks of one source, numbered from 0."""
 
     def epoch(self, index: int) -> int:
         """Return the epoch in which block ``index`` begins."""
 
     def first(self, epoch: int) -> int:
-        """Return the first block of an epoch."""
+        """Return the number of the first block that begins in an epoch."""
 
     def whole(self) -> int:
-        """Return the number of blocks in the first epoch that hold no token of the second."""
+        """Return how many blocks of the first epoch contain no token of the second epoch."""
 
     def pieces(self, block: int) -> Pieces:
-        """Return the pieces of a block, at most s + 1 tokens."""
+        """Return the pieces of a block, which have at most s + 1 tokens together."""
 
 
 class Concatenated(Blocks):
-    """Concatenated documents, cut every ``seq_length`` tokens.
+    """Blocks of concatenated documents, cut every s = ``seq_length`` tokens.
 
-    The stream of tokens repeats forever. Block b holds the tokens b * s to b * s + s of the stream,
-    where s is ``seq_length``. The last token of a block is only a label there, so the next block
-    begins with the same token. Every token is thus the input of exactly one block per epoch. No
-    token is dropped between epochs, and later epochs have other cuts.
+    The concatenated documents are a stream of tokens that repeats forever. Block b consists of the
+    tokens b * s to b * s + s of the stream, both included. The last token of a block is only a
+    label in this block, so it is also the first token of the next block. Every token is therefore
+    an input in exactly one block per epoch. No token is dropped between epochs, and later epochs
+    are cut at other tokens.
     """
 
     def __init__(self, corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
@@ -70,7 +78,8 @@ class Concatenated(Blocks):
         order, total = self._order, self._order.tokens
         begin = block * self._seq_length % total
         end = begin + self._seq_length + 1
-        # With any other integer type searchsorted would convert the whole array.
+        # np.int64 is the dtype of order.ends. For any other type, searchsorted would convert the
+        # whole array.
         first = int(np.searchsorted(order.ends, np.int64(begin), side="right"))
         if end <= total:
             last = int(np.searchsorted(order.ends, np.int64(end), side="left"))
@@ -85,9 +94,12 @@ class Concatenated(Blocks):
         return Pieces(documents, starts, lengths)
 
     def _wrapping_places(self, first: int, end: int) -> np.ndarray:
-        """Return the documents that hold a range of tokens, as indices into the document order.
+        """Return the documents that contain a range of tokens, as indices into the document order.
 
-        The range begins in document ``first`` of the order, and may extend over several epochs.
+        Args:
+            first: index of the document in which the range begins.
+            end: end of the range in tokens, from the start of the epoch in which it begins. The
+                range may extend over several epochs.
         """
         order, total = self._order, self._order.tokens
         passes, rest = divmod(end - 1, total)
@@ -97,7 +109,10 @@ class Concatenated(Blocks):
 
 
 class Packed(Blocks):
-    """Sequences of :func:`pack` from the cache: at most s + 1 tokens, padded when they are read."""
+    """Blocks built by :func:`pack`, with at most s + 1 tokens each; they are read from the cache.
+
+    A block that is shorter than s + 1 tokens is padded when a sample is read.
+    """
 
     def __init__(
         self,
@@ -152,10 +167,11 @@ def open_blocks(
     selection: Selection,
     cache: Cache,
 ) -> Blocks:
-    """Return the sequences of a source.
+    """Build the blocks of a source, or open them from the cache.
 
     Raises:
-        UserError: ``packing`` is ``none`` and no document fills a sequence.
+        UserError: ``packing`` is ``none`` and no document is longer than ``seq_length``, so that
+            every sequence would contain padding.
     """
     if packing == "concatenate":
         return Concatenated(corpus, order, seq_length)
@@ -165,7 +181,7 @@ def open_blocks(
 
 
 def _check_some_document_fills(corpus: Corpus, order: DocumentOrder, seq_length: int) -> None:
-    if order.lengths[-1].at_least > seq_length:  # This avoids a pass over long corpora.
+    if order.lengths[-1].at_least > seq_length:  # Avoids a pass over all lengths.
         return
     longest = int(corpus.lengths[order.documents].max())
     if longest > seq_length:
