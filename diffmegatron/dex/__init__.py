@@ -1,1 +1,1 @@
-"""Scores of a pretrained model's attention heads, and the selection of heads that DEX extends."""
+"""Scoring of a pretrained model's attention heads, and selection of the heads that DEX extends."""

@@ -37,8 +37,8 @@ def select(
 ) -> None:
     """Score every head of a model and write the selected heads to OUT.
 
-    Run it alone, or under torchrun with overrides of the layout. The scores of all heads
-    (.scores.json) and a picture (.png) are written beside OUT.
+    Run the command as one process, or under torchrun with overrides such as parallel.tensor=2. The
+    scores of all heads (.scores.json) and a picture (.png) are written beside OUT.
     """
     from diffmegatron.parallel.launcher import read_launch
 

@@ -1,4 +1,4 @@
-"""The picture of the heads' scores."""
+"""Picture of the scores of all heads of a model, with the selected heads marked."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +21,9 @@ def draw_scores(
 
     Args:
         path: PNG file to write.
-        scores: scores by layer and head.
-        heads: indices of the selected heads by layer.
-        method: key of the scoring method.
+        scores: for each layer, the scores of its heads.
+        heads: for each layer, the indices of its selected heads.
+        method: name of the scoring method, ``entropy`` or ``gradient``.
     """
     figure = Figure(
         figsize=(2.5 + 0.25 * len(scores[0]), 1.5 + 0.25 * len(scores)), layout="constrained"

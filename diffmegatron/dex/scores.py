@@ -18,15 +18,18 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import forward_backward, forward_only
 
-# Number of queries whose attention is in memory at once.
+# Number of queries whose attention weights are in memory at once.
 _QUERIES = 256
 
 Sums = dict[int, Tensor]
-"""Sums over this rank's text, float64 [heads of this rank], keyed by global layer number."""
+"""Sums of scores over this rank's share of the text, float64 [heads of this rank], by layer.
+
+The key is the number of the layer from 1, over all pipeline stages.
+"""
 
 
 class Score(ABC):
-    """A method to score heads.
+    """A method to score attention heads.
 
     Attributes:
         highest: whether the heads with the highest scores are selected.
@@ -38,13 +41,13 @@ class Score(ABC):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return this rank's sums and its weight.
+        """Return this rank's sums of scores, and their weight.
 
-        The score of a head is the total of the sums over data- and context-parallel ranks, divided
-        by the total of the weights.
+        The score of a head is the sum of these sums over data- and context-parallel ranks, divided
+        by the sum of the weights of the same ranks.
 
         Args:
-            network: this rank's part of the network.
+            network: this rank's shard of the network.
             microbatches: microbatches of this rank.
             parallel_state: process groups and coordinates of this rank.
         """
@@ -58,9 +61,10 @@ class Entropy(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return the sums of the entropies, and the number of queries.
+        """Return the sums of the entropies over queries, and the number of queries of this rank.
 
-        Context-parallel ranks gather queries and keys, and each takes a share of the query blocks.
+        Context-parallel ranks gather all queries and keys of a sequence. Each rank then computes
+        the entropies for a share of the blocks of queries.
         """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
@@ -78,7 +82,8 @@ class Gradient(Score):
     """The importance |dL/dxi| of a head (Michel et al., 2019).
 
     The factor xi = 1 multiplies the head's output, and L is the mean loss of a sequence. The score
-    is the mean over sequences. The gradients of the weights are computed too and need memory.
+    is the mean over sequences. The backward pass also computes the gradients of the weights, which
+    need memory.
     """
 
     highest = False
@@ -86,7 +91,7 @@ class Gradient(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return the sums of the importances; the weights of all ranks add up to one."""
+        """Return the sums of the importances, and the weight; all ranks' weights add up to 1."""
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
         def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:
@@ -94,23 +99,24 @@ class Gradient(Score):
                 2, (-1, layer.variant.heads.head_dim)
             )
             by_sequence = by_head.sum((0, 3))
-            # Sum over the whole sequence before the absolute value is taken.
+            # The importance is the absolute value of a sum over the whole sequence. Each
+            # context-parallel rank has a share of the sequence, so first add the ranks' sums.
             distributed.all_reduce(by_sequence, group=layer.context_group)
             total[layer.layer_number] = total[layer.layer_number] + by_sequence.abs().sum(0).cpu()
 
         with _hooked(network, lambda layer: _add_gradient_hook(layer, partial(add, layer))):
             forward_backward(_EngineWithoutOptimizer(network), microbatches, parallel_state)
         network.zero_grad(set_to_none=True)
-        # Divide by both factors that the sums contain: forward_backward multiplies the loss by the
-        # number of ranks, because DeepSpeed would average over them, and every context-parallel
-        # rank has the sum over the whole sequence.
+        # Divide by two factors in the sums. First, forward_backward multiplies the loss by the
+        # number of data- and context-parallel ranks, because DeepSpeed would average over them.
+        # Second, every context-parallel rank has added the sum over the whole sequence.
         ranks = parallel_state.data_size * parallel_state.context_size
         scale = 1 / (ranks * parallel_state.context_size)
         return {layer: value * scale for layer, value in total.items()}, 1 / ranks
 
 
 class _EngineWithoutOptimizer:
-    """A replacement for the ZeRO engine that computes gradients and has no optimizer."""
+    """A replacement for the ZeRO engine, which computes gradients and has no optimizer."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -126,7 +132,12 @@ class _EngineWithoutOptimizer:
 def _hooked(
     network: Network, add_hook: Callable[[SelfAttention], Callable[[], object]]
 ) -> Iterator[None]:
-    """Add a hook to every attention layer; ``add_hook`` returns the function that removes it."""
+    """Add a hook to every attention layer, and remove the hooks at the end of the context.
+
+    Args:
+        network: network with the layers.
+        add_hook: function that adds a hook to a layer, and returns a function that removes it.
+    """
     with ExitStack() as stack:
         for module in network.modules():
             if isinstance(module, SelfAttention):
@@ -144,7 +155,13 @@ def _set_observer(
 def _add_gradient_hook(
     layer: SelfAttention, add: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], object]:
-    """Call ``add`` in each backward pass with the heads' outputs [s, b, heads * d] and gradient."""
+    """Call ``add`` in each backward pass with the outputs of a layer's heads and their gradient.
+
+    Both are [s, b, heads * d].
+
+    Returns:
+        Function that removes the hook.
+    """
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heads = inputs[0]
@@ -157,7 +174,18 @@ def _add_gradient_hook(
 def _entropy_sums(
     query: Tensor, key: Tensor, documents: Tensor | None, layer: SelfAttention
 ) -> Tensor:
-    """Sum the entropies over this rank's share of the queries; float64 [heads]."""
+    """Return the sum of the entropies over this rank's share of the queries.
+
+    Args:
+        query: queries [s, b, heads, d].
+        key: keys [s, b, key heads, d].
+        documents: boundaries of the packed documents in the concatenated sequences of the batch,
+            [documents + 1] beginning with 0; None if every sequence is one document.
+        layer: attention layer of the heads.
+
+    Returns:
+        Float64 [heads].
+    """
     group = layer.context_group
     if group.size() > 1:
         query, key = (sequence_of_all_ranks(x, group) for x in (query, key))

@@ -1,4 +1,4 @@
-"""Selection of the heads that DEX extends, by their scores on text."""
+"""Selection of the attention heads that DEX extends, by their scores on text."""
 
 import json
 from collections.abc import Sequence
@@ -44,20 +44,21 @@ def select_heads(
     """Score every head of a checkpoint and write the file that ``selected_heads`` reads.
 
     Args:
-        model: checkpoint, or ``run_dir`` for its newest checkpoint.
-        data: prefix of prepared text that was tokenized for the model.
+        model: checkpoint, or a ``run_dir``, whose newest checkpoint is used.
+        data: prefix of a prepared corpus that was tokenized with the model's tokenizer.
         out: file to create; ``.scores.json`` and ``.png`` of the same name are written beside it.
         overrides: ``KEY=VALUE`` overrides of the checkpoint's recipe; without them the layout is
             one process.
-        method: key of the scoring method.
-        share: share of each layer's heads to select, rounded, and at least one head.
+        method: name of the scoring method.
+        share: share of each layer's heads to select. The number of heads is rounded, and is at
+            least 1.
         sequences: number of sequences of ``training.seq_length`` tokens.
 
     Returns:
-        A summary of the selection on the first rank; None on the others.
+        A summary of the selection on rank 0; None on the other ranks.
 
     Raises:
-        UserError: the checkpoint, the text, the layout or ``out`` does not fit.
+        UserError: the checkpoint, the text, the layout or ``out`` cannot be used.
     """
     if not out.name:
         raise UserError(f"--out {shown(out)} is a folder; give a file, such as heads.yaml")
@@ -91,7 +92,10 @@ def select_heads(
 
 
 def select_layer_heads(scores: Sequence[float], share: float, *, highest: bool) -> tuple[int, ...]:
-    """Return the heads of a layer with the highest or lowest scores; ties go to the first heads."""
+    """Return the indices of the heads of a layer with the highest or lowest scores, ascending.
+
+    Among heads with equal scores, those with lower indices are selected first.
+    """
     count = max(1, round(share * len(scores)))
     order = sorted(range(len(scores)), key=lambda head: scores[head], reverse=highest)
     return tuple(sorted(order[:count]))
@@ -102,8 +106,14 @@ def _calibration_recipe(
 ) -> Recipe:
     """Return a checkpoint's recipe, changed for scoring.
 
-    The changed recipe has one process. Its first global batch is ``sequences`` sequences of the
-    given text.
+    The layout is one process, unless ``overrides`` change it. The first global batch has
+    ``sequences`` sequences of the text ``data``.
+
+    Args:
+        saved: recipe file of the checkpoint.
+        data: prefix of the prepared corpus.
+        sequences: number of sequences.
+        overrides: ``KEY=VALUE`` overrides of the recipe.
     """
     recipe = load_resolved(saved)
     attention = recipe.model.attention
@@ -137,7 +147,10 @@ def _calibration_recipe(
 
 
 def _gather_scores(sums: Sums, weight: float, parallel_state: ParallelState) -> Scores:
-    """Return the scores of all layers and heads on every rank, summed in the order of the ranks."""
+    """Return the scores of the heads of every layer, the same on every rank.
+
+    The ranks' sums are added in a fixed order: by data-parallel, then by tensor-parallel rank.
+    """
     coordinates = (parallel_state.data_rank, parallel_state.tensor_rank)
     own = {layer: value.tolist() for layer, value in sums.items()}
     ranks: list[tuple] = [() for _ in range(parallel_state.world_size)]
@@ -160,7 +173,10 @@ def _files_beside(out: Path) -> tuple[Path, Path]:
 
 
 def _write(out: Path, file: HeadsFile, scores: Scores, origin: dict[str, object]) -> None:
-    """Write the three files, the file of heads last, so that it exists only if all of them do."""
+    """Write the picture, the scores, and last the file of selected heads.
+
+    Because of this order, ``out`` exists only if all three files exist.
+    """
     described = file.model_dump(mode="json") | {"calibration": origin, "scores": scores}
     table, picture = _files_beside(out)
     try:
