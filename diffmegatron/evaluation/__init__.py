@@ -1,1 +1,1 @@
-"""Suites of evaluation, which `evaluate.py` runs on trained models."""
+"""Evaluation of trained models: benchmark suites, the runner of suites, and its reports."""

@@ -1,4 +1,4 @@
-"""Answers to batches of requests by a network."""
+"""Computation of a batch of requests: likelihoods of given tokens, and greedy decoding."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,15 +17,20 @@ _TOKENS_PER_CHARACTER = 4
 def score(
     network: BatchedNetwork, requests: Sequence[Scoring]
 ) -> list[list[Scored] | NotFiniteError]:
-    """Score the continuations of several contexts in one batch.
+    """Compute the likelihoods of the continuations of several contexts in one batch.
 
-    A row is a context with a continuation, without its last token, which predicts nothing.
-    Continuations of a context that differ in the last token alone share a row. If a context has
-    several rows, it is read once and its keys and values are repeated.
+    A row of the batch is a context with one of its continuations. The last token of the
+    continuation is left out, because no likelihood depends on the prediction after it. Two
+    continuations that differ only in their last token therefore share a row. If a context has
+    several rows, the network reads the context once, and its keys and values are copied to each
+    row.
 
     Args:
         network: network that reads the rows.
-        requests: requests with any contexts.
+        requests: contexts, each with its continuations.
+
+    Returns:
+        For each request, a :class:`Scored` per continuation, or an error if a loss is not finite.
 
     Raises:
         ValueError: a context or a continuation has no tokens.
@@ -41,7 +46,8 @@ def score(
             places += [(row, place) for place in range(-len(continuation), 0)]
             wanted += continuation
     has_shared = len(rows) > len(requests) and network.keeps_all_tokens
-    # The last token of a context predicts the first one of each continuation.
+    # Number of tokens of each context that are read once for all of its rows. The last token of
+    # the context is read in every row, because it predicts the first token of the continuation.
     kept = [len(context) - 1 if has_shared else 0 for context, _ in requests]
     chunks = [[*requests[number].context[kept[number] :], *more] for number, more in rows]
     if has_shared:
@@ -70,8 +76,8 @@ def check_finite(scored: list[Scored], before: int) -> list[Scored] | NotFiniteE
     """Return the scores, or an error if a loss is not finite.
 
     Args:
-        scored: scores of continuations.
-        before: number of tokens of their context.
+        scored: scores of all continuations of one context.
+        before: number of tokens of the context, for the error message.
     """
     for nats, _ in scored:
         bad = (~nats.isfinite()).nonzero()
@@ -85,11 +91,12 @@ class WrittenText:
     """A text that is being generated.
 
     Attributes:
-        request: request for the text.
-        found: new tokens.
-        labels: tokens that may follow; None: all.
+        request: request that the text answers.
+        found: ids of the tokens generated so far.
+        labels: tree of the labels that are still possible; its keys are the ids of the allowed
+            next tokens. None: every token is allowed.
         has_ended: whether the text is complete.
-        error: reason why the text ended without an answer.
+        error: error that ended the text; None if there was no error.
     """
 
     def __init__(self, request: Generation) -> None:
@@ -100,11 +107,15 @@ class WrittenText:
 
     @property
     def answer(self) -> list[int] | NotFiniteError:
-        """The new tokens, or the error."""
+        """Ids of the generated tokens, or the error that ended the text."""
         return self.found if self.error is None else self.error
 
     def add(self, token: int, tokenizer: Tokenizer) -> None:
-        """Append the most likely token, or end the text."""
+        """Append ``token``, the most likely next token.
+
+        The text ends at the end-of-document token (which is not appended), at a stop string, at
+        the limit of tokens, or when a label is complete.
+        """
         if self.labels is not None:
             self._add_label(token)
         elif token == tokenizer.end_of_document:
@@ -120,7 +131,7 @@ class WrittenText:
         assert self.labels is not None
         self.found.append(token)
         self.labels = self.labels[token]
-        # The rest of a label without alternatives needs no forward pass.
+        # If only one label is still possible, append the rest of it without a forward pass.
         rest, labels = list[int](), self.labels
         while len(labels) == 1:
             ((following, labels),) = labels.items()
@@ -130,7 +141,7 @@ class WrittenText:
             self.has_ended = True
 
     def fail(self) -> None:
-        """End the text without an answer."""
+        """End the text with an error, because a logit is not finite."""
         after = len(self.request.ids) + len(self.found)
         self.error = NotFiniteError(f"a logit after {after} tokens is not finite")
         self.has_ended = True
@@ -147,9 +158,13 @@ def generate(
 
     Args:
         network: network that reads the texts.
-        requests: requests with the same shared tokens.
+        requests: requests that begin with the same ``shared`` token ids.
         tokenizer: tokenizer of the network.
-        read_prefix: function that returns a row with the shared tokens.
+        read_prefix: function that reads token ids, and returns them as one row with its keys and
+            values.
+
+    Returns:
+        For each request, the ids of the new tokens, or an error if a logit is not finite.
     """
     shared = requests[0].shared
     chunks: list[Sequence[int]] = [request.ids[shared:] for request in requests]
@@ -161,7 +176,7 @@ def generate(
         chunks = [request.ids for request in requests]
         rows = network.with_cache(len(chunks), shared + columns)
     texts = [WrittenText(request) for request in requests]
-    # The text of each row.
+    # Text of each row. Rows of complete texts are dropped below.
     written = texts
     while True:
         ends = [(row, len(chunk) - 1) for row, chunk in enumerate(chunks)]
@@ -184,7 +199,7 @@ def generate(
         active = [row for row, text in enumerate(written) if not text.has_ended]
         if not active:
             return [text.answer for text in texts]
-        # Rows of complete texts cost little, and dropping them copies the cache.
+        # Dropping rows copies the cache, so keep complete rows until they are half of all rows.
         if 2 * len(active) <= len(written):
             rows.keep(active)
             written = [written[row] for row in active]

@@ -1,4 +1,4 @@
-"""Scores of many items at once, so that a model can answer their requests in batches."""
+"""Scoring of many items at once, so that a model can answer their requests in batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -7,15 +7,16 @@ from typing import Any, Protocol
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.requests import Answer, Asking, Request
 
-# Items whose requests are batched together. The token ids of more items would fill the memory.
+# Number of items that are scored at the same time. Their requests, with all token ids, are in
+# memory together.
 _OPEN_ITEMS = 1024
 
 
 class Answers(Protocol):
-    """A model, or an engine that serves a model."""
+    """An object that answers requests: a model, or an engine that serves a model."""
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the number of each request with its answer, in any order."""
+        """Yield the index of each request with its answer, in any order of requests."""
 
 
 class _Open:
@@ -23,8 +24,9 @@ class _Open:
 
     Attributes:
         key: key of the item.
-        requests: requests that the suite yielded last.
-        record: record of the item, or the error of an answer; None until then.
+        requests: the last requests of the suite's generator (:meth:`Suite.ask`).
+        record: record of the item, or the error that a request was answered with; None while the
+            item is not complete.
     """
 
     def __init__(self, key: str, asking: Asking) -> None:
@@ -33,7 +35,7 @@ class _Open:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Store the answer to a request; after the last one, send all answers to the suite."""
+        """Store the answer to request ``number``; send the answers to the suite when all exist."""
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer
@@ -54,20 +56,21 @@ class _Open:
 def run_askings(
     model: Answers, askings: Iterable[tuple[str, Asking]]
 ) -> Iterator[tuple[str, dict[str, Any] | NotFiniteError]]:
-    """Yield the key of each item with its record, or with the reason why it has none.
+    """Yield the key of each item with its record, or with the error that prevented a record.
 
-    Items come in the order in which the model finishes them.
+    Items are yielded in the order in which the model completes them.
 
     Args:
         model: model, which receives the requests of up to 1,024 items together.
-        askings: keys of items with the generators of :meth:`Suite.ask`.
+        askings: key and generator (from :meth:`Suite.ask`) of each item.
     """
     left = iter(askings)
     while window := list(islice(left, _OPEN_ITEMS)):
         items = []
         for key, asking in window:
             item = _Open(key, asking)
-            # An item without requests has asked another model, which may fail at the next item.
+            # An item without requests is complete: its suite called another model. Yield the record
+            # at once, so that it is not lost if that model fails at the next item.
             if item.record is not None:
                 yield item.key, item.record
             items.append(item)

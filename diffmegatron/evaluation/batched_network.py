@@ -16,10 +16,10 @@ _LOGITS_AT_ONCE = 1024
 
 
 class _ReservedLayer(DynamicLayer):
-    """Keys and values of one layer in memory that is reserved once.
+    """Key-value cache of one layer in memory that is allocated once.
 
-    The growing cache of ``transformers`` copies all keys and values for each new token. With its
-    static cache, attention computes over unused memory too.
+    ``DynamicCache`` of ``transformers`` copies all keys and values for each new token. With
+    ``StaticCache``, attention also computes over the unused part of the memory.
 
     Args:
         columns: largest number of tokens of a row, including padding.
@@ -31,7 +31,12 @@ class _ReservedLayer(DynamicLayer):
         self._reserved: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Reserve memory for rows like these, [b, heads, columns, channels]."""
+        """Allocate [b, heads, columns, channels] for keys and for values.
+
+        Args:
+            key_states: first keys, [b, heads, t, channels].
+            value_states: first values, [b, heads, t, channels].
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
         self._reserved = tuple(
             each.new_empty((*each.shape[:2], self._columns, each.shape[3]))
@@ -43,7 +48,7 @@ class _ReservedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return views of all so far."""
+        """Append keys and values [b, heads, t, channels], and return views of all cached ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first = self.get_seq_length()
@@ -65,10 +70,10 @@ class _ReservedLayer(DynamicLayer):
 
 @dataclass
 class Rows:
-    """Rows of a batch, with the tokens that the network has read.
+    """State of a batch with one text per row, after the tokens that the network has read.
 
     Attributes:
-        cache: keys and values; None if the next chunk is the last.
+        cache: keys and values of the tokens read so far; None if the rows read only one chunk.
         is_token: True for tokens and False for padding in the columns of the cache, bool [b, t].
         has_padding: whether a column contains padding.
     """
@@ -78,7 +83,7 @@ class Rows:
     has_padding: bool = False
 
     def keep(self, places: Sequence[int]) -> None:
-        """Drop all other rows."""
+        """Keep only the rows with the indices ``places``."""
         indices = torch.tensor(places, device=self.is_token.device)
         self.is_token = self.is_token[indices]
         if self.cache is not None:
@@ -88,13 +93,14 @@ class Rows:
 class BatchedNetwork:
     """A causal network that reads several texts at once.
 
-    Texts are padded after their last token. The first chunk of a batch needs no mask, because
-    causal attention never reads the padding. Later chunks mask the padding and count only tokens
-    as positions, so that each text is computed as if it were alone.
+    A batch is read in chunks: the next tokens of every row, padded at their end to the same
+    length. The first chunk needs no mask, because under causal attention no token attends to
+    padding after it. For later chunks, the padding in the cache is masked, and positions count
+    tokens without padding. Each text therefore has the same results as if it were alone.
 
     Args:
         network: network in evaluation mode.
-        start: any token id of the network.
+        start: any valid token id, used as padding of empty chunks and as test input.
     """
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
@@ -104,8 +110,8 @@ class BatchedNetwork:
     def keeps_all_tokens(self) -> bool:
         """True if every layer caches keys and values of every token.
 
-        Masked padding between tokens then has no effect. In other networks it would shift a sliding
-        window, or change the state of a recurrent layer.
+        Masked padding between tokens then has no effect. In other networks, padding would shift a
+        sliding window, or change the state of a recurrent layer.
         """
         network = self._network
         layers = DynamicCache(config=network.config).layers
@@ -117,25 +123,25 @@ class BatchedNetwork:
         )
 
     def without_cache(self, count: int) -> Rows:
-        """Return empty rows that will read a single chunk."""
+        """Return ``count`` empty rows without a cache, which can read one chunk only."""
         return Rows(None, self._no_columns(count))
 
     def with_cache(self, count: int, columns: int) -> Rows:
-        """Return empty rows.
+        """Return empty rows with a cache.
 
         Args:
             count: number of rows.
-            columns: total width of all chunks.
+            columns: sum of the padded lengths of all chunks that the rows will read, in tokens.
         """
         return Rows(self._reserved(columns), self._no_columns(count))
 
     def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
-        """Return rows that begin with the tokens of other rows.
+        """Return new rows that continue the texts of the rows ``prefixes``.
 
         Args:
-            prefixes: the other rows, which do not change.
-            index: index of the prefix of each new row.
-            columns: total width of all chunks after the prefixes.
+            prefixes: rows with a cache; they do not change.
+            index: for each new row, the index of the row in ``prefixes`` that it continues.
+            columns: sum of the padded lengths of all chunks after the prefixes, in tokens.
         """
         chosen = torch.tensor(index, device=self._network.device)
         cache = self._reserved(prefixes.is_token.shape[1] + columns)
@@ -147,20 +153,22 @@ class BatchedNetwork:
     def read(
         self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
     ) -> Tensor:
-        """Read a chunk for each row, and return the input of :meth:`logits`.
+        """Run the network on the next chunk of each row, and return its output at some positions.
 
         Args:
-            rows: b rows.
-            chunks: token ids for each row.
-            places: row and column within the chunk of each of n positions.
+            rows: b rows, which are updated.
+            chunks: next token ids of each row; a list may be empty.
+            places: the n positions to return, each as (row, column within the chunk).
 
         Returns:
-            Hidden states [n, hidden] or logits [n, vocab_size] in the network's dtype.
+            Input of :meth:`logits` and :meth:`score` in the network's dtype: hidden states
+            [n, hidden] if the logits are a linear projection of them, else logits [n, vocab_size].
         """
         device = self._network.device
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
-        # Pad with a token of the same row, so that a value that is not finite stays in its row.
+        # Pad with a token of the same row. If a token has NaN in its embedding, only the rows that
+        # contain this token are affected.
         ids = [
             [*chunk, *[chunk[-1] if chunk else self._start] * (width - len(chunk))]
             for chunk in chunks
@@ -192,19 +200,23 @@ class BatchedNetwork:
         return found
 
     def logits(self, found: Tensor) -> Tensor:
-        """Return the logits of positions from :meth:`read`, float32 [n, vocab_size]."""
+        """Return the logits at the n positions of ``found``, the output of :meth:`read`.
+
+        Returns:
+            Float32 [n, vocab_size].
+        """
         if self._ends_in_projection:
             found = self._network.get_output_embeddings()(found)
         return found.float()
 
     def score(self, found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the tokens that follow positions from :meth:`read`.
+        """Compute the likelihood of the token after each position that :meth:`read` returned.
 
         Logits are computed for 1,024 positions at a time.
 
         Args:
-            found: n positions.
-            wanted: ids of the tokens that follow, int64 [n].
+            found: output of :meth:`read` at n positions.
+            wanted: ids of the tokens after these positions, int64 [n].
 
         Returns:
             Negative log-likelihoods in nats, float32 [n], and whether each token is the most
@@ -221,7 +233,11 @@ class BatchedNetwork:
 
     @cached_property
     def _ends_in_projection(self) -> bool:
-        """True if the logits are the projected hidden states; some families scale or cap them."""
+        """True if the logits are a linear projection of the last hidden states.
+
+        Some families of models also scale or cap the logits. A test forward pass shows whether the
+        network does.
+        """
         project = self._network.get_output_embeddings()
         if project is None:
             return False

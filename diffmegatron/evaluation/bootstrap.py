@@ -1,4 +1,4 @@
-"""Intervals by the paired bootstrap: all targets use the same resamples of items."""
+"""95% intervals by the paired bootstrap: all targets (models) use the same resamples of items."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -8,20 +8,29 @@ from diffmegatron.evaluation.suite import Estimate, Mean
 
 RESAMPLES = 2000
 _SEED = 0
+# Largest size of the array [resamples, units] that is in memory at once.
 _COUNTS_AT_ONCE = 1 << 22
 # Ends of a 95% interval.
 _PERCENTILES = (2.5, 97.5)
 
 
 def estimate(shares: Mapping[str, Mean]) -> Estimate | None:
-    """Return a measure of one target from its items' contributions; None if all weights are 0."""
+    """Return a measure of one target with its interval, or None if all weights are 0.
+
+    Args:
+        shares: contribution of each unit (usually an item) to the measure, by the unit's name.
+    """
     return _estimate(_arrays(shares, sorted(shares)))
 
 
 def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estimate | None:
-    """Return the difference of a measure between two targets, on the items that both have.
+    """Return a measure of one target minus that of another target, with its interval.
 
-    A resample draws the same items for both targets.
+    Only units that both targets have are used, and a resample draws the same units for both.
+
+    Args:
+        shares: contribution of each unit to the measure of one target.
+        others: contribution of each unit to the measure of the target that is subtracted.
     """
     both = sorted(shares.keys() & others.keys())
     return _estimate(_arrays(shares, both), _arrays(others, both))
@@ -30,11 +39,11 @@ def difference(shares: Mapping[str, Mean], others: Mapping[str, Mean]) -> Estima
 def estimate_of_means(
     values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
-    """Estimate a statistic of several means over the same units.
+    """Return a statistic of several means over the same units, with its interval.
 
     Args:
         values: contribution of each unit to each mean, float64 [units, means].
-        statistic: function from means [..., means] to numbers [...], such as the maximum.
+        statistic: function that reduces means [..., means] to [...], such as the maximum.
     """
     units = len(values)
     value = float(statistic(values.mean(0)))
@@ -46,7 +55,10 @@ def estimate_of_means(
 
 
 def _resamples(units: int) -> Iterator[np.ndarray]:
-    """Yield counts of each unit in ``RESAMPLES`` resamples, as int64 [resamples, units]."""
+    """Yield how often each resample draws each unit, in blocks of int64 [resamples, units].
+
+    All blocks together have ``RESAMPLES`` rows.
+    """
     random = np.random.default_rng(_SEED)
     left = RESAMPLES
     while left:
@@ -56,7 +68,7 @@ def _resamples(units: int) -> Iterator[np.ndarray]:
 
 
 def _arrays(shares: Mapping[str, Mean], keys: list[str]) -> np.ndarray:
-    """Return totals and weights, float64 [items, 2]."""
+    """Return the totals and weights of the units ``keys``, float64 [units, 2]."""
     return np.array([shares[key][:2] for key in keys], dtype=np.float64).reshape(-1, 2)
 
 
@@ -70,7 +82,7 @@ def _estimate(*targets: np.ndarray) -> Estimate | None:
     values = np.concatenate(
         [_subtracted([drawn @ target for target in targets]) for drawn in _resamples(items)]
     )
-    # All weights of a resample may be 0.
+    # A resample may draw only units of weight 0. Its value is NaN and does not count.
     low, high = np.percentile(values[np.isfinite(values)], _PERCENTILES)
     return Estimate(float(value), float(low), float(high), items)
 

@@ -1,9 +1,10 @@
-"""Attention logits and maps of a running network, in blocks of rows.
+"""Attention logits and maps of a network during its forward pass, in blocks of rows (queries).
 
-This module replaces the attention function of ``transformers``. The replacement receives the
-queries and keys of a layer, and the layer's variant combines its softmax maps. Memory is needed for
-the queries and keys of one layer, and for one block of rows. A block has about 32 MiB of float32
-logits (or one row of every head, if that is more), and needs a few times as much temporarily.
+This module replaces the attention function of ``transformers`` and so receives the queries and
+keys of each layer. Logits and softmax maps are computed from them, and the layer's variant (kind of
+attention) subtracts noise maps from signal maps. Memory holds the queries and keys of one layer,
+and one block of rows. A block has up to 32 MiB of float32 logits (or one row of every head, if that
+is more), and temporary tensors of a few times this size.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +32,10 @@ class Call(NamedTuple):
     """Queries and keys of one call of the attention function.
 
     Attributes:
-        query: rotated queries [queries, s, d].
-        key: rotated keys [keys, s, d]; consecutive queries share a key.
-        scaling: factor of the products of queries and keys.
+        query: queries after rotary embedding, [query heads, s, d].
+        key: keys after rotary embedding, [key heads, s, d]; consecutive query heads share a key
+            head.
+        scaling: factor by which the dot products of queries and keys are multiplied.
     """
 
     query: Tensor
@@ -41,9 +43,10 @@ class Call(NamedTuple):
     scaling: float
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the logits of the rows from ``first`` to ``end``, float32 [queries, rows, end].
+        """Return the causally masked logits of the queries at positions ``first`` to ``end - 1``.
 
-        Logits of later keys are -inf.
+        Returns:
+            Float32 [query heads, rows, end]; -inf for keys after a query's own position.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
@@ -53,13 +56,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's attention in one forward pass of a single text.
+    """The attention of one layer in one forward pass of a single text of s tokens.
 
     Attributes:
-        number: number of the layer, from 0.
+        number: index of the layer, from 0.
         module: attention module.
         hidden: input of the module, [s, hidden_size].
-        calls: all queries in the order of ``q_proj``'s rows.
+        calls: calls of the attention function; together they have all query heads, in the order of
+            ``q_proj``'s rows.
         variant: kind of attention of the layer.
     """
 
@@ -71,33 +75,38 @@ class Layer:
 
     @property
     def rows(self) -> int:
-        """Number s of tokens of the text."""
+        """Number of tokens s of the text, which is the number of rows of a map."""
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return all rows in blocks whose logits fit into ``BLOCK_BYTES``."""
+        """Return the first and end row of each block, as :func:`row_blocks` divides them."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
-        """Return the logits of all query heads, float32 [queries, rows, end].
+        """Return the logits of all query heads in rows ``first`` to ``end - 1``.
 
-        Logits of later keys are -inf.
+        Returns:
+            Float32 [query heads, rows, end]; -inf for keys after a query's own position.
         """
         return torch.cat([call.logits(first, end) for call in self.calls])
 
     def maps(self, first: int, end: int) -> Tensor:
-        """Return the maps after subtraction, float32 [heads, rows, end]."""
+        """Return the maps of rows ``first`` to ``end - 1`` after subtraction.
+
+        Returns:
+            Float32 [heads, rows, end].
+        """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return :meth:`maps`, given the softmax of the logits, [queries, rows, end]."""
+        """Return :meth:`maps` from ``softmax``, the softmax of :meth:`logits` of the same rows."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and end row of each block of square maps.
+    """Yield the first and end row of each block of the maps [heads, rows, rows] of a layer.
 
-    The logits of all heads in a block fit into ``BLOCK_BYTES``, unless a single row is larger.
+    The float32 logits of a block fit into ``BLOCK_BYTES``, unless one row of all heads is larger.
     """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
@@ -105,9 +114,10 @@ def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
-    """Call ``watch`` with each layer after its attention, in all forward passes of the context.
+    """Call ``watch`` after the attention of each layer, in every forward pass of this context.
 
-    Every forward pass must have a single text and no key-value cache.
+    ``watch`` receives the :class:`Layer`. Every forward pass must have a single text and no
+    key-value cache.
 
     Raises:
         UserError: the kind of attention is unknown, or attention is limited to a window.
@@ -118,7 +128,8 @@ def watched(model: Model, watch: Callable[[Layer], object]) -> Iterator[None]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         _check(model, options)
-        # Some classes call attention twice with the same queries, for the halves of the values.
+        # Some model classes call attention twice with the same queries, once for each half of the
+        # values. Record only one of these calls.
         if not calls or calls[-1].query.data_ptr() != query.data_ptr():
             calls.append(Call(query[0], key[0], options["scaling"]))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
@@ -185,7 +196,10 @@ def _largest(logits: Tensor) -> float:
 
 @contextmanager
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
-    """Replace the attention function of a network; ``transformers`` builds no mask for it."""
+    """Replace the attention function of a network within this context.
+
+    ``transformers`` builds no attention mask for a function that is not its own.
+    """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     network.config._attn_implementation = _NAME

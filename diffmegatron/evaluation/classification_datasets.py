@@ -1,7 +1,7 @@
 """Text classification in context: data sets, prompts, and decoding constrained to the labels.
 
-Decoding follows Ratner et al. (2023): at every step the model chooses among the tokens that
-continue a label which still matches.
+Decoding follows Ratner et al. (2023): at every step the model chooses only among tokens that
+continue a label. A label takes part as long as it begins with the tokens chosen so far.
 """
 
 import csv
@@ -37,11 +37,12 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassificationTask:
-    """A data set with its prompt.
+    """A classification data set, and the form of its prompt.
 
     Attributes:
-        train, test: the two splits.
-        text, label: words before a text and before its label in a prompt.
+        train, test: examples for prompts, and examples to classify.
+        text, label: words that a prompt puts before a text and before its label, such as
+            ``Question`` and ``Type``.
     """
 
     train: DataSet[Example]
@@ -50,11 +51,11 @@ class ClassificationTask:
     label: str
 
     def question(self, text: str) -> str:
-        """Return the end of a prompt, which the label follows."""
+        """Return the question about a text: the end of a prompt, after which the label follows."""
         return f"{self.text}: {text}\n{self.label}:"
 
     def demonstration(self, example: Example) -> str:
-        """Return an example as the prompt contains it."""
+        """Return an example in the form of the prompt: a question and its label."""
         return f"{self.question(example.text)} {example.label}{SEPARATOR}"
 
 
@@ -152,13 +153,13 @@ def check_tasks(names: Sequence[str], data_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The examples of a prompt, which many items share.
+    """The part of a prompt that many items share: examples, and the labels to choose from.
 
     Attributes:
-        digest: hash of the examples and the labels. Many items contain a prompt, so ``repr`` shows
-            only the hash.
+        digest: hash of the examples and the labels. ``repr`` shows only this hash, because it is
+            computed for many items, and the other fields are long.
         prefix: ids of the start token and the examples.
-        labels: labels that the model can choose.
+        labels: tree of the labels that the model can choose.
     """
 
     digest: str
@@ -166,12 +167,16 @@ class Prompt:
     labels: LabelTree = field(repr=False)
 
     def request(self, question: Sequence[int]) -> Generation:
-        """Return the request for the most likely label after a question."""
+        """Return the request for the most likely label.
+
+        Args:
+            question: token ids of the question, which follow the prefix.
+        """
         ids = [*self.prefix, *question]
         return Generation(ids, self.labels.depth, shared=len(self.prefix), labels=self.labels)
 
     def label(self, tokens: Sequence[int]) -> str:
-        """Return the label of an answer."""
+        """Return the label that an answer's ``tokens`` spell."""
         node = self.labels
         for token in tokens:
             node = node[token]
@@ -180,16 +185,16 @@ class Prompt:
 
 
 class EncodedTask:
-    """A task in the tokens of a target.
+    """A classification task that is encoded with a target's tokenizer.
 
     Args:
         name: name in ``TASKS``.
         data_dir: folder with the files of the task.
-        count: number of test items, which are drawn with a fixed seed.
-        target: model whose tokenizer encodes.
+        count: number of test examples, which are drawn with a fixed seed.
+        target: model whose tokenizer encodes the texts.
 
     Attributes:
-        train: shuffled examples of the training set.
+        train: examples of the training set, shuffled with a fixed seed.
 
     Raises:
         UserError: a file is missing or has another format, or two labels have the same tokens.
@@ -206,12 +211,13 @@ class EncodedTask:
         self._asked = [(target.encode(self._task.question(x)), label) for x, label in chosen]
 
     def items(self, examples: Sequence[Example], key: str, *more: Any) -> list[Item]:
-        """Return an item for every test question, all after the same examples.
+        """Return an item for every test question, with the same examples before each question.
 
         Args:
             examples: examples in the order of the prompt.
-            key: prefix of the items' keys; the number of the question follows.
-            more: first parts of the items' contents; the prompt, the question and its label follow.
+            key: prefix of the items' keys; a key is ``KEY/NUMBER`` with the question's number.
+            more: first values of each item's content. The next values are the prompt, the ids of
+                the question, and its correct label.
         """
         text = "".join(map(self._task.demonstration, examples))
         digest = hashlib.sha256(repr((text, self._names)).encode()).hexdigest()
@@ -228,13 +234,14 @@ class EncodedTask:
 
 
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
-    """Return the tree of the tokens of labels, as they follow a prompt.
+    """Return the tree of the token sequences of all labels.
 
-    If the tokens of a label begin another label, the first one is followed by the separator, as in
-    a prompt.
+    A label is encoded with a space before it, as it follows a prompt. If another label begins with
+    all tokens of a label, the separator of examples is appended to the shorter label, so that the
+    model can choose its end.
 
     Raises:
-        UserError: a label has no tokens, or the same tokens as another.
+        UserError: a label has no tokens, or two labels have the same tokens.
     """
     ids = {label: tuple(target.encode(f" {label}")) for label in labels}
     if len(set(ids.values())) < len(ids) or not all(ids.values()):

@@ -30,8 +30,8 @@ def evaluate(
 ) -> None:
     """Measure models on suites side by side. The same command resumes an interrupted evaluation.
 
-    Writes OUT/report.html, report.md, results.json, a picture per suite, and a record per suite,
-    target and item.
+    The command writes report.html, report.md, results.json, a picture per suite, and a record per
+    suite, target and item into OUT.
 
     Example: diffmegatron evaluate runs/a/hf runs/b/hf --suite loss --data held_out.jsonl --out eval
     """
@@ -56,8 +56,8 @@ def compare(
 ) -> None:
     """Compare the recorded metrics of runs by tokens seen.
 
-    Writes losses, throughput, lambda and final figures into OUT/compare.png, compare.md and
-    compare.json.
+    The command writes curves of losses, throughput and lambda into OUT/compare.png, and final
+    figures into OUT/compare.md and OUT/compare.json.
 
     Example: diffmegatron compare runs/diff_v1 runs/softmax --out runs/compared
     """

@@ -1,4 +1,4 @@
-"""Comparison of recorded runs: curves, lambda, throughput and final figures."""
+"""Comparison of runs by their recorded metrics: curves, lambda, throughput and final figures."""
 
 import json
 import statistics
@@ -20,13 +20,14 @@ from diffmegatron.model.accounting import count_parameters
 from diffmegatron.training.monitoring.metrics import METRICS, Entry, read_metrics
 from diffmegatron.training.monitoring.source_losses import SOURCE_LOSS, SOURCE_TOKENS
 
-# The last training loss is the mean over this share of the steps, because one batch is noisy.
+# The final training loss is the mean over this last share of the steps, because the loss of a
+# single batch is noisy.
 _LAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class RecordedStage:
-    """The resolved recipe and the recorded metrics of a stage of a run."""
+    """The resolved recipe of one stage of a run, and the entries of its ``metrics.jsonl``."""
 
     recipe: Recipe
     entries: Sequence[Entry]
@@ -38,16 +39,16 @@ class RecordedStage:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen up to the last step."""
+        """Number of tokens seen up to the last step."""
         return self.last_step * self.recipe.training.tokens_per_step
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return (tokens seen in this stage, value) of every record of a metric."""
+        """Return (tokens seen in this stage, value) for each record of the metric ``name``."""
         tokens = self.recipe.training.tokens_per_step
         return [(entry["step"] * tokens, entry[name]) for entry in self.entries if name in entry]
 
     def names(self, beginning: str) -> list[str]:
-        """Return the sorted names of recorded metrics with this beginning."""
+        """Return the sorted names of the recorded metrics that begin with ``beginning``."""
         return sorted({n for entry in self.entries for n in entry if n.startswith(beginning)})
 
 
@@ -59,11 +60,11 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[int]:
-        """Tokens seen in this run before each stage."""
+        """Number of tokens seen in this run before each stage."""
         return [0, *accumulate(stage.tokens for stage in self.stages[:-1])]
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return (tokens seen, value) of every record of a metric, stage after stage."""
+        """Return (tokens seen in all stages, value) for each record of the metric ``name``."""
         return [
             (start + tokens, value)
             for start, stage in zip(self.starts, self.stages, strict=True)
@@ -71,12 +72,12 @@ class RecordedRun:
         ]
 
     def names(self, beginning: str) -> list[str]:
-        """Return the sorted names of recorded metrics with this beginning."""
+        """Return the sorted names of the recorded metrics that begin with ``beginning``."""
         return sorted({name for stage in self.stages for name in stage.names(beginning)})
 
 
 def compare(run_dirs: Sequence[Path], out: Path) -> Table:
-    """Write ``compare.json``, ``compare.md`` and ``compare.png`` of some runs into ``out``.
+    """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
     Args:
         run_dirs: run_dirs of any recipes, finished or not; for a recipe with stages, the folder
@@ -84,11 +85,10 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
         out: directory, created if it is missing; files of an earlier comparison are replaced.
 
     Returns:
-        The final figures, with a row per figure and a column per run.
+        Table of the final figures, with a row per figure and a column per run.
 
     Raises:
-        UserError: a run_dir has no recipe or no metrics, has several last stages, or is given
-            twice.
+        UserError: a run_dir has no recipe, no metrics or several last stages, or occurs twice.
         OSError: ``out`` or a file in it cannot be written.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
@@ -105,7 +105,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Return the recipes and metrics of all stages of a run that have begun.
+    """Return the recipe and metrics of each stage of a run that has recorded metrics.
 
     Raises:
         UserError: a file is missing or cannot be read, or the run has several last stages.
@@ -125,7 +125,7 @@ def _read_stage(run_dir: Path) -> RecordedStage:
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that are unique.
+    """Return a name for each run: the shortest end of its path that no other path has.
 
     Raises:
         UserError: two paths are the same folder.
@@ -138,7 +138,7 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def curves_of(run: RecordedRun) -> Curves:
-    """Return the curves of a run."""
+    """Return the losses, throughput and lambda of a run by tokens seen."""
     return Curves(
         losses=run.series("train/loss"),
         held_out=run.series("valid/loss"),
@@ -149,11 +149,11 @@ def curves_of(run: RecordedRun) -> Curves:
 
 
 def final_figures(run: RecordedRun) -> dict[str, Any]:
-    """Return the recorded figures of a run by name.
+    """Return the final figures of a run by name, for the comparison with other runs.
 
-    Steps and tokens are sums over all stages; other figures belong to the last stage. Training
-    losses are means over the last tenth of its steps, throughput is the median of all records, and
-    memory is the largest record. Every other figure is the last record.
+    Steps and tokens are sums over all stages; other figures are those of the last stage. Training
+    losses are means over the last tenth of the stage's steps. Throughput is the median of its
+    records, and memory is the maximum. Other metrics have the value of their last record.
     """
     last = run.stages[-1]
     model, names = last.recipe.model, [Path(stage.recipe.run_dir).name for stage in run.stages]
@@ -184,7 +184,7 @@ def final_figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def _source_losses(stage: RecordedStage, after_step: float) -> dict[str, float]:
-    """Return the mean loss of each source's tokens after a step."""
+    """Return the mean loss per token of each data source, over the steps after ``after_step``."""
     losses = {}
     for loss in stage.names(SOURCE_LOSS):
         tokens = loss.replace(SOURCE_LOSS, SOURCE_TOKENS, 1)

@@ -1,4 +1,4 @@
-"""Published data sets in files under ``--data-dir``."""
+"""Readers of published data sets in files under ``--data-dir``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,8 @@ class DataSet(Generic[Example]):
     """A data set in a file of its published format.
 
     Attributes:
-        file: name under ``--data-dir``. JSON lines may be compressed, or Parquet, instead.
+        file: name of the file under ``--data-dir``. In place of a ``.jsonl`` file there may be a
+            compressed file (``.jsonl.gz``, ``.jsonl.zst``) or a Parquet file.
         read: function that yields the examples of a file.
         origin: name, format and source of the file, for error messages.
     """
@@ -38,7 +39,7 @@ class DataSet(Generic[Example]):
     origin: str
 
     def examples(self, data_dir: Path, count: int | None = None) -> list[Example]:
-        """Return the first ``count`` examples, or all.
+        """Return the first ``count`` examples, or all examples if ``count`` is None.
 
         Raises:
             UserError: the file is missing, empty, or has another format.
@@ -60,7 +61,7 @@ class DataSet(Generic[Example]):
 
 
 class Row(BaseModel, ABC):
-    """A row of a published file; the fields are the keys or columns that are used."""
+    """A row of a published file. Its fields are the keys or columns that this package reads."""
 
     @abstractmethod
     def examples(self, name: str) -> Iterator[Any]:
@@ -75,7 +76,7 @@ class Row(BaseModel, ABC):
 
 
 def json_lines(row: type[Row]) -> Reader[Any]:
-    """Return a reader of JSON lines or Parquet whose rows are ``row``."""
+    """Return a reader of files in JSON lines or Parquet whose rows have the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         (file,) = find_files([path], "*")
@@ -93,7 +94,7 @@ def json_lines(row: type[Row]) -> Reader[Any]:
 
 
 def json_list(row: type[Row]) -> Reader[Any]:
-    """Return a reader of a JSON file that is one list of ``row``."""
+    """Return a reader of JSON files that contain one list, whose entries have the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: list[Row] = _parsed(path, list[row])  # type: ignore[valid-type]
@@ -103,7 +104,7 @@ def json_list(row: type[Row]) -> Reader[Any]:
 
 
 def json_table(row: type[Row]) -> Reader[Any]:
-    """Return a reader of a JSON file that is one object with a ``row`` per key."""
+    """Return a reader of JSON files with one object, whose values have the class ``row``."""
 
     def read(path: Path) -> Iterator[Any]:
         rows: dict[str, Row] = _parsed(path, dict[str, row])  # type: ignore[valid-type]
@@ -113,7 +114,12 @@ def json_table(row: type[Row]) -> Reader[Any]:
 
 
 def choose(names: Iterable[str], known: Mapping[str, Named], kind: str) -> list[Named]:
-    """Return the entries of ``known`` with these names; errors call an entry a ``kind``.
+    """Return the entries of ``known`` with these names.
+
+    Args:
+        names: keys of ``known``.
+        known: all entries by name.
+        kind: word for an entry in the error message, such as ``task``.
 
     Raises:
         UserError: a name is unknown.

@@ -1,4 +1,4 @@
-"""Data sets of documents to summarise, or to answer questions from."""
+"""Data sets of documents that a model summarises, or from which it answers questions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from diffmegatron.evaluation.datasets import DataSet, Row, json_lines
 
 
 class Passage(NamedTuple):
-    """A document with a task.
+    """A document with a task: to summarise it, or to answer a question from it.
 
     Attributes:
         document: text of the document.
@@ -35,7 +35,7 @@ class _XSum(Row):
 class _MultiNews(_XSum):
     @override
     def examples(self, name: str) -> Iterator[Passage]:
-        # The file marks ends of lines and of articles by words.
+        # The file marks ends of lines by NEWLINE_CHAR, and ends of articles by |||||.
         document = self.document.replace("NEWLINE_CHAR", "\n").replace("|||||", "\n\n")
         yield Passage(document, "", (self.summary,))
 
@@ -73,7 +73,7 @@ class _LEval(Row):
 class _LEvalSummaries(_LEval):
     @override
     def examples(self, name: str) -> Iterator[Passage]:
-        # The suite has its own instruction for summaries.
+        # Leave out the data set's instruction: the suite has its own prompt for summaries.
         return (each._replace(question="") for each in super().examples(name))
 
 

@@ -42,15 +42,15 @@ def evaluate(
 ) -> Path:
     """Run suites on targets and write the report, or resume an interrupted evaluation.
 
-    The ranks of a launcher share the items of each suite.
+    If a launcher (torchrun) has started several processes, they share the items of each suite.
 
     Args:
         paths: paths of the targets.
         names: names of the suites.
         out: directory of the results, created if it is missing.
         options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
-        settings: ``SUITE.KEY=VALUE``.
-        computing: device, dtype, size of batches and engine.
+        settings: settings of suites, as ``SUITE.KEY=VALUE``.
+        computing: device, dtype, size of batches and engine; None for the defaults.
 
     Returns:
         The path of ``report.html``.
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def _given(options: Mapping[str, Any]) -> Iterator[Path | str]:
-    """Yield every path, or ``NAME=PATH``, of :func:`evaluate`'s options."""
+    """Yield every value in :func:`evaluate`'s options: a path, or ``NAME=PATH``."""
     for value in options.values():
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -91,7 +91,7 @@ def _lock(out: Path) -> FileLock:
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
-    """Return the shortest context of all targets, at most 2,048, the default of suites."""
+    """Return the default context of suites in tokens: the shortest of all targets, up to 2,048."""
     return int(min(MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 
@@ -123,9 +123,10 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
         header["dtype"] = model.computing.dtype_of(target)
         header["engine"] = model.computing.engine
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
-        # Check existing records first, because the other items may take hours.
+        # Check existing records first, because scoring the other items may take hours.
         check_records(file.records.values(), suite.means)
-        # A suite that reads runs needs no context, so do not load the configuration for it.
+        # `target.context` loads the network's configuration, which suites that read only training
+        # records do not need. Their items have 0 tokens.
         long = [item for item in items if item.tokens and item.tokens > target.context]
         too_long = {item.key for item in long}
         fitting = [item for item in items if item.key not in too_long]
@@ -137,7 +138,7 @@ def _run(suite: Suite, model: Model, out: Path, ranks: Ranks) -> Measured:
                 f"{target.context:,.0f}"
             )
         finite = [file.records[i.key] for i in fitting if NOT_FINITE not in file.records[i.key]]
-        # Follow-ups depend on the records of all items.
+        # Follow-ups depend on the records of all items, so skip them if a record is not finite.
         if len(finite) == len(fitting):
             more = suite.follow_ups(target, finite)
             _ask(suite, model, more, file, ranks, suite.passes[1])
@@ -195,7 +196,7 @@ class _Progress:
             self._print(f"{total - left} of {total} items have records already")
 
     def advance(self) -> None:
-        """Count an item of this process, and one of every other process."""
+        """Count one more finished item in each process; print a line at most every 5 seconds."""
         self._left = max(0, self._left - self._processes)
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES and self._left:

@@ -14,9 +14,9 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from diffmegatron.evaluation.targets import Target
 
-# Tokens of a batch by default. Scoring on a CPU is not faster in batches. Generation is, because a
-# batch reads the weights once for all of its new tokens. On a GPU, batches that do not fit into the
-# memory are halved.
+# Default numbers of tokens per batch. On a CPU, batches do not make scoring faster, so each request
+# is a batch. They make generation faster, because the weights are read once for the new tokens of
+# all texts. On a GPU, batches that do not fit into the memory are halved.
 _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
@@ -24,7 +24,8 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 class Computing:
     """Device, precision, batch size and engine of an evaluation.
 
-    Padding and tokens to generate count as tokens of a batch. A longer text is a batch of its own.
+    ``batch_tokens`` counts padding and tokens to generate, too. A text that is longer than
+    ``batch_tokens`` is a batch by itself.
 
     Raises:
         UserError: ``device`` is a GPU, and the machine has none.
@@ -63,12 +64,12 @@ class Computing:
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
 
     def tokens(self, *, is_generation: bool) -> int:
-        """Return the largest number of tokens of a batch of generation or of scoring."""
+        """Return the largest number of tokens of a batch, for generation or for scoring."""
         on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
         return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
 
     def dtype_of(self, target: "Target") -> str:
-        """Return the name of the dtype of a target's weights in memory."""
+        """Return the name of the dtype that a target's weights have in memory."""
         import torch
 
         if self.dtype != "auto":
@@ -96,7 +97,10 @@ class EvaluateSettings(Computing):
     ] = None
 
     def suite_fields(self) -> dict[str, Any]:
-        """Return the values of the suites' fields ``data``, ``haystack`` and ``data_dir``."""
+        """Return the options that are fields of suites, by name, if the user has set them.
+
+        They are ``data``, ``haystack`` and ``data_dir``.
+        """
         given = {
             "data": tuple(self.data or ()) or None,
             "haystack": self.haystack and Path(self.haystack),

@@ -1,4 +1,4 @@
-"""The processes of an evaluation: each scores a share of the items, and rank 0 does the rest."""
+"""Processes of an evaluation: each one scores a share of the items; rank 0 writes the report."""
 
 import os
 import subprocess
@@ -19,15 +19,20 @@ from diffmegatron.parallel.launcher import read_launch
 
 _Any = TypeVar("_Any")
 
-# Processes may finish their shares of the items at very different times.
+# Timeout of collectives. Processes may finish their shares of the items at very different times.
 _TIMEOUT = timedelta(days=1)
-# Prefixes of the variables that a launcher sets.
+# Prefixes of the environment variables that a launcher sets.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process and number of processes, which share a file system."""
+    """The processes of an evaluation, which share a file system.
+
+    Attributes:
+        rank: rank of this process.
+        count: number of processes.
+    """
 
     rank: int = 0
     count: int = 1
@@ -38,21 +43,21 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[_Any]) -> Sequence[_Any]:
-        """Return the items of this process."""
+        """Return the items that this process scores: every ``count``-th item."""
         return items[self.rank :: self.count]
 
     def meet(self) -> None:
-        """Wait for all other processes."""
+        """Wait until all processes have called this method."""
         if self.count > 1:
             distributed.barrier()
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the processes that a launcher has started; without a launcher there is one.
+    """Join the processes that a launcher has started; without a launcher there is one process.
 
     Raises:
-        UserError: a process does not arrive, or has no GPU.
+        UserError: a process does not join, or has no GPU.
     """
     launch = read_launch()
     if launch.ranks == 1:
@@ -63,9 +68,11 @@ def joined() -> Iterator[Ranks]:
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
-    """Export the checkpoints among the targets, once for all processes.
+    """Export the checkpoints among the targets to Hugging Face folders, once for all processes.
 
-    The export compares logits in process groups of a single rank, so it runs in a new process.
+    Rank 0 exports, and the other processes wait. The export compares logits in process groups of a
+    single rank, so it runs in a new process outside the launcher's group. If there is only one
+    process, this function does nothing, and a checkpoint is exported when it is first used.
 
     Raises:
         UserError: an export failed.

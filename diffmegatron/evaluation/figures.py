@@ -1,4 +1,4 @@
-"""Bars, curves and maps for the pictures of suites; every number has its interval."""
+"""Plots for the pictures of suites: bars and curves with 95% intervals, and maps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
-    """Return every measure of a target with its interval.
+    """Return every measure of a target with its interval, by name.
 
-    Every record is a unit of its own, which is right for measures with one record per unit.
+    The bootstrap draws single records. This is correct for measures to which every unit
+    (:meth:`Suite.unit`) contributes one record only.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -37,7 +38,7 @@ def plot_bars(
     Args:
         axes: axes to plot into.
         labels: labels of the groups, from left to right.
-        targets: by target, an estimate for each label; None leaves the place of a bar empty.
+        targets: for each target, an estimate per label; None draws no bar.
         ylabel: quantity and unit.
     """
     width = 0.8 / len(targets)
@@ -72,9 +73,9 @@ def plot_measures(
         axes: axes to plot into.
         suite: suite of the records.
         records: records by target.
-        measures: measure for each label.
+        measures: name of the measure to draw, by the label of its group of bars.
         ylabel: quantity and unit.
-        is_share: let the axis range from 0 to 1.
+        is_share: whether values are shares, so that the axis ranges from 0 to 1.
     """
     estimates = {name: estimate_measures(suite, each) for name, each in records.items()}
     bars = {
@@ -93,8 +94,8 @@ def plot_curves(
 
     Args:
         axes: axes to plot into.
-        targets: by target, points (x, estimate) with ascending x; a target without points has no
-            curve.
+        targets: for each target, points (x, estimate) with ascending x. A target without points
+            has no curve.
         xlabel, ylabel: quantities and units.
     """
     for target, points in targets.items():
@@ -117,17 +118,18 @@ def plot_maps(
     quantity: str,
     is_logarithmic: bool = False,
 ) -> None:
-    """Plot tables of one quantity as maps with one colour scale and a labelled colour bar.
+    """Plot tables of one quantity as colour maps with a common scale and a labelled colour bar.
 
-    Rows and columns are counted from 1.
+    The axes number rows and columns from 1.
 
     Args:
         figure: figure of the axes.
         grid: one axes for each table.
-        tables: nonnegative [rows, columns] by title.
+        tables: nonnegative values [rows, columns], by the title of the map.
         xlabel, ylabel: labels of columns and rows.
         quantity: label of the colour bar.
-        is_logarithmic: use a logarithmic scale, for values of which a few dominate the sum.
+        is_logarithmic: whether the colour scale is logarithmic, for quantities of which a few
+            values are much larger than the others.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -164,7 +166,10 @@ def place_legend(axes: "Axes", columns: int = 3) -> None:
 
 
 def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Return distances to the ends of intervals, [2, n]; zero where there is no interval."""
+    """Return the distances from values to the ends of their intervals, [2, n].
+
+    The distances are 0 where there is no interval.
+    """
     ends = [
         (0.0, 0.0)
         if each.low is None or each.high is None

@@ -42,10 +42,10 @@ from diffmegatron.evaluation.requests import Generation, Request, Scored, Scorin
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import clipped, shown
 
-# Resamples for standard errors that have no formula. lm-eval draws 100,000 by default, which takes
-# minutes; 1,000 give the standard error to about 2%.
+# Number of bootstrap resamples for the standard errors of metrics that have no formula for it.
+# lm-eval draws 100,000 by default, which takes minutes; 1,000 give the standard error to about 2%.
 _BOOTSTRAP_ITERATIONS = 1000
-# lm-eval itself draws no more than 100 for these.
+# Metrics that are slow to compute; lm-eval itself draws at most 100 resamples for them.
 _SLOW_METRICS = ("bleu", "chrf", "chrf++", "ter")
 
 ChatTemplate = Callable[..., str]
@@ -60,8 +60,9 @@ class Question:
         task: name of the task.
         shots: number of examples before the question.
         number: position of the document within the task, from 0.
-        arguments: prompts and continuations, texts, or prompts and settings of decoding.
-        instances: the requests as lm-eval's objects.
+        arguments: arguments of each request. By the type of the task they are (prompt,
+            continuation), (text,), or (prompt, settings of decoding).
+        instances: the same requests as lm-eval's objects.
     """
 
     task: str
@@ -72,16 +73,16 @@ class Question:
 
 
 class Tasks:
-    """Tasks of lm-eval by name, and the groups among the names.
+    """The tasks of lm-eval that an evaluation uses, and the groups of tasks.
 
     Args:
         names: names of tasks, groups and tags.
         include_path: folder with further task configurations, or None.
-        data_dir: base of relative paths in task configurations. A folder in it with the name of a
-            data set's repository replaces the repository on Hugging Face's hub.
+        data_dir: folder in which relative paths of task configurations begin. A folder in it with
+            the name of a data set's repository replaces the repository on Hugging Face's hub.
 
     Attributes:
-        tasks: tasks by name.
+        tasks: tasks by name, including the tasks of groups and tags.
         groups: groups by name.
 
     Raises:
@@ -97,7 +98,7 @@ class Tasks:
         self.tasks: dict[str, Task] = {}
         self.groups: dict[str, Group] = {}
         index = _index(names, include_path)
-        # Some tasks draw documents with the global generators of Python and numpy.
+        # Seed the global generators of Python and numpy, with which some tasks draw documents.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         for name in names:
@@ -129,8 +130,9 @@ class Tasks:
         """Return the first documents of every task with their prompts.
 
         Args:
-            shots: number of examples before each question; None for each task's own number.
-            samples: documents of each task; None for all.
+            shots: number of examples before each question; None for the number that each task's
+                configuration has.
+            samples: number of documents of each task; None for all.
             chat_template: function that renders messages as a prompt; None for plain prompts.
 
         Raises:
@@ -171,11 +173,11 @@ class Tasks:
         return found
 
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
-        """Return the metrics of a question by metric and filter, such as ``acc,none``.
+        """Return the metrics of a question, by metric and filter, such as ``acc,none``.
 
         Args:
             question: a question of :meth:`questions`.
-            answers: answer to each request in the form of lm-eval's models.
+            answers: answer to each request, in the form of :meth:`Encoder.answers`.
 
         Returns:
             Values in types of JSON: numbers, or lists for metrics that aggregate several numbers.
@@ -212,15 +214,15 @@ class Tasks:
         return str(self.tasks[name].VERSION if group is None else group.version)
 
     def aggregate(self, values: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
-        """Return lm-eval's results of tasks, and of their groups.
+        """Aggregate the metrics of questions into lm-eval's results of tasks and groups.
 
         Args:
-            values: metrics of every question, by task.
+            values: for each task, the metrics of every question (:meth:`metrics`).
 
         Returns:
-            For every task, and every group that aggregates its tasks: ``sample_len``, and value
-            and standard error of each metric and filter, such as ``acc,none`` and
-            ``acc_stderr,none`` (None if undefined).
+            For every task, and for every group that aggregates its tasks: the number of documents
+            (``sample_len``), and the value and standard error of each metric and filter, such as
+            ``acc,none`` and ``acc_stderr,none`` (None if undefined).
         """
         found: Results = {}
         for name, metrics in values.items():
@@ -253,14 +255,17 @@ class Tasks:
 
 
 class Encoder(TemplateLM):
-    """Encoder of lm-eval's requests in the tokens of a target; the network is called elsewhere.
+    """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
+
+    It derives from lm-eval's model class, whose methods split prompts and continuations into
+    tokens. It does not call a network itself.
 
     Args:
-        target: model whose tokenizer encodes. ``transformers`` loads it, as in lm-eval's own
-            command.
+        target: model whose tokenizer is used. ``transformers`` loads the tokenizer, as it does in
+            lm-eval's own command.
 
     Attributes:
-        context: number of tokens of the target's longest text.
+        context: largest number of tokens that the target can read.
 
     Raises:
         UserError: ``transformers`` cannot load the tokenizer.
@@ -281,23 +286,23 @@ class Encoder(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """Id of the token that is put before a text without a context."""
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else int(start)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the ids of a text, by default with the tokens that the tokenizer adds."""
+        """Return the ids of a text, by default with special tokens as the tokenizer adds them."""
         if add_special_tokens is None and has_bos_prefix(
             string, self.tokenizer.decode(self.prefix_token_id)
         ):
-            # Chat templates begin with the start token.
+            # A chat template has written the start token already; do not add a second one.
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids: list[int] = self.tokenizer.encode(string, verbose=False, **chosen)
@@ -320,21 +325,22 @@ class Encoder(TemplateLM):
         try:
             return render(chat_history)
         except TemplateError:
-            # Some templates refuse a system message. lm-eval leaves it out, too.
+            # Some templates do not accept a system message. Leave it out, as lm-eval does.
             return render([each for each in chat_history if each["role"] != "system"])
 
     def length(self, question: Question) -> int:
-        """Return the context that a question needs, or 0 if the target's context is long enough.
+        """Return the number of tokens that a question needs, or 0 if the target's context suffices.
 
-        A prompt can lose its beginning, and a text is cut into windows. A choice and the space for
-        an answer cannot be shortened.
+        A long prompt is cut at its beginning, and a long text is divided into windows, so only a
+        choice or the space for an answer can be too long.
         """
         if question.instances[0].request_type == "generate_until":
             needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
         elif question.instances[0].request_type == "loglikelihood":
             needed = 0
             for prompt, choice in question.arguments:
-                # Every token has a byte or more, so short choices need not be encoded.
+                # A token has at least one byte, so a choice with few bytes fits and need not be
+                # encoded. lm-eval moves spaces at the end of a prompt to the choice.
                 if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
                     self.context
                 ):
@@ -344,9 +350,10 @@ class Encoder(TemplateLM):
         return needed if needed > self.context else 0
 
     def requests(self, question: Question) -> tuple[list[Request], bool]:
-        """Return the requests of a question, and whether a prompt lost its beginning.
+        """Return the requests of a question, and whether a prompt was cut at its beginning.
 
-        All choices after the same context are one request. Each window of a text is a request.
+        Consecutive choices after the same context form one request. Each window of a text is a
+        request.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":
@@ -355,7 +362,8 @@ class Encoder(TemplateLM):
             pairs = self._pairs(question.arguments)
         else:
             pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # The network reads all but the last token.
+        # The network does not read the last token, so context and continuation may together have
+        # one token more than the network's context.
         most = [self.context + 1 - len(after) for _, after in pairs]
         cut = any(len(before) > limit for (before, _), limit in zip(pairs, most, strict=True))
         fitting = [
@@ -367,7 +375,12 @@ class Encoder(TemplateLM):
         ], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Convert a network's answers to :meth:`requests` to the form of lm-eval's models."""
+        """Convert a network's answers to :meth:`requests` into those that lm-eval's models return.
+
+        Args:
+            question: question of the requests.
+            found: answer to each request of :meth:`requests`, in order.
+        """
         kind = question.instances[0].request_type
         if kind == "generate_until":
             return [
@@ -381,7 +394,11 @@ class Encoder(TemplateLM):
         return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
 
     def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of contexts and continuations, split by lm-eval's own method."""
+        """Return the ids of each context and continuation, as lm-eval's own method splits them.
+
+        lm-eval's ``loglikelihood`` encodes the texts, and passes the ids to
+        :meth:`_loglikelihood_tokens`, which returns them here.
+        """
         instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
         found: Any = self.loglikelihood(instances, disable_tqdm=True)
         return list(found)
@@ -418,8 +435,8 @@ class Encoder(TemplateLM):
         found: str = postprocess_generated_text(text, list(self._stops(instance)), None)
         return found
 
-    # lm-eval's base class declares two more methods as abstract. Only its evaluator calls them, and
-    # this module does not use the evaluator.
+    # lm-eval's base class declares the next two methods as abstract. Only lm-eval's evaluator calls
+    # them, and this module does not use it.
     @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise NotImplementedError("an encoder only encodes; call answers")
@@ -432,8 +449,8 @@ class Encoder(TemplateLM):
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """Return an index of lm-eval's tasks that contains all names.
 
-    Reading lm-eval's own 14,000 tasks takes many seconds, so they are left out if ``include_path``
-    has all tasks.
+    Reading the 14,000 tasks that come with lm-eval takes many seconds, so they are not read if
+    ``include_path`` has all tasks.
 
     Raises:
         UserError: a name is unknown.
@@ -442,7 +459,7 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
     with _quiet():
         if folder is not None:
             index = TaskManager(include_path=folder, include_defaults=False)
-            # Groups and tags may contain tasks of the library.
+            # Compare with single tasks only: a group or tag may contain tasks of the library.
             if set(names) <= set(index.all_subtasks):
                 return index
         index = TaskManager(include_path=folder)
@@ -455,7 +472,7 @@ def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
 
 def _check_supported(name: str, task: Task) -> None:
-    """Refuse a task that needs more than text and greedy decoding."""
+    """Raise an error if a task needs more than text and greedy decoding."""
     wrong = None
     if getattr(task, "UNSAFE_CODE", False):
         wrong = "runs code that the model writes"
@@ -474,14 +491,15 @@ def _decoding(instance: Instance) -> Any:
 
 
 def _likelihood(scored: Scored) -> tuple[float, bool]:
-    """Return the log-likelihood of a continuation, and whether it is the most likely one."""
+    """Return a continuation's log-likelihood in nats, and whether greedy decoding produces it."""
     return -float(scored.nats.double().sum()), bool(scored.likeliest.all())
 
 
 def _stderr(
     aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
 ) -> float | None:
-    # Otherwise lm-eval forks this process, which has threads and maybe a GPU.
+    # Compute the bootstrap in this process. By default lm-eval forks it, which is not safe because
+    # it has threads and may use a GPU.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
     with _quiet():
@@ -489,7 +507,11 @@ def _stderr(
 
 
 def _plain(value: Any, metric: str) -> Any:
-    """Return a value of a metric in types of JSON."""
+    """Convert a metric's value to types of JSON.
+
+    Raises:
+        NotFiniteError: the value is NaN or infinite.
+    """
     try:
         return json.loads(
             json.dumps(value, allow_nan=False, default=lambda number: number.tolist())
@@ -504,7 +526,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence lm-eval's progress, and its warnings about intended settings."""
+    """Silence lm-eval's progress bars, and warnings about settings that are intended here."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [each.level for each in loggers]
     for each in loggers:

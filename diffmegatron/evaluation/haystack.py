@@ -1,4 +1,4 @@
-"""Needles in a haystack: sentences about cities' numbers, hidden in a text (Liu et al., LWM)."""
+"""Needles in a haystack: sentences that give a city's number, in a long text (Liu et al., LWM)."""
 
 import random
 import re
@@ -26,12 +26,18 @@ CITIES = re.findall(
     "Vilnius Warsaw Zagreb Zurich",
 )
 _DIGITS = 7
-# A sentence with the space after it, or 1,000 characters of text without the end of a sentence.
+# A sentence with the space after it, or 1,000 characters if no sentence ends within them.
 _SENTENCE = re.compile(r"(?s).{1,1000}?(?:[.!?]['\")\]]*\s+|\Z)|.{1,1000}")
 
 
 class Needle(NamedTuple):
-    """A city, its number, and the share of the haystack before them."""
+    """A sentence to hide, with the number of a city.
+
+    Attributes:
+        city: name of the city.
+        number: digits of its number.
+        depth: share of the haystack's tokens before the sentence, from 0 to 1.
+    """
 
     city: str
     number: str
@@ -39,7 +45,7 @@ class Needle(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Sentence that is hidden in the text."""
+        """Text of the sentence, with a space at its end."""
         return f"The special magic {self.city} number is {self.number}. "
 
 
@@ -48,8 +54,8 @@ class Hidden(NamedTuple):
 
     Attributes:
         ids: ids of the start token, the haystack with its needles, and the question.
-        spans: first and last + 1 position of each needle in ``ids``, in the order of the needles.
-        haystack_end: position of the question.
+        spans: first position of each needle in ``ids``, and the position after its last token.
+        haystack_end: position in ``ids`` of the question, which follows the haystack.
     """
 
     ids: list[int]
@@ -58,7 +64,10 @@ class Hidden(NamedTuple):
 
 
 def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
-    """Return needles with different cities and numbers, the first at ``depth``, others anywhere."""
+    """Return ``count`` needles with different cities and numbers.
+
+    The first needle has the given depth, and the others have random depths.
+    """
     cities = draw.sample(CITIES, count)
     numbers = draw.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)
     depths = [depth, *(draw.random() for _ in range(count - 1))]
@@ -66,10 +75,10 @@ def draw_needles(count: int, depth: float, draw: random.Random) -> list[Needle]:
 
 
 def question(cities: Sequence[str]) -> str:
-    """Return the question after the haystack, and the beginning of its answer.
+    """Return the question about some cities, followed by the beginning of its answer.
 
-    Without this beginning a pretrained model may write anything, and a chat model may end the text
-    at once.
+    The beginning of the answer is there because otherwise a pretrained model may write anything,
+    and a chat model may end the text at once.
     """
     listed = " and ".join(cities)
     one = len(cities) == 1
@@ -82,16 +91,19 @@ def question(cities: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1)
 def open_haystack(path: Path, target: Target) -> "Haystack":
-    """Return the haystack of a target; the last one is cached for the next items."""
+    """Return the text in ``path`` as a haystack in the tokens of a target.
+
+    The last haystack is cached, because consecutive items use the same one.
+    """
     return Haystack(path, target)
 
 
 class Haystack:
-    """The sentences of a text in the tokens of a target.
+    """A text in which needles are hidden: its sentences, encoded with a target's tokenizer.
 
     Args:
         path: path for :func:`~diffmegatron.evaluation.text.read_texts`.
-        target: model whose tokenizer encodes.
+        target: model whose tokenizer encodes the sentences.
 
     Attributes:
         digest: hash of the text.
@@ -115,13 +127,14 @@ class Haystack:
     ) -> Hidden:
         """Return a prompt of exactly ``length`` tokens.
 
-        It begins with a random sentence, and continues at the beginning of the text when the text
-        ends. A needle lies before the sentence that begins nearest to its depth.
+        The haystack begins with a random sentence of the text. At the end of the text it continues
+        with the text's first sentence. Each needle is inserted before the sentence that begins
+        nearest to the needle's depth.
 
         Args:
             needles: needles to hide.
             asked: text of the question.
-            length: number of tokens.
+            length: number of tokens of the prompt.
             draw: random generator that chooses the first sentence.
 
         Raises:
@@ -149,7 +162,10 @@ class Haystack:
         return Hidden([*ids, *ending], [spans[n] for n in range(len(needles))], len(ids))
 
     def _pieces(self, space: int, draw: random.Random) -> list[list[int]]:
-        """Return consecutive sentences of ``space`` tokens in total; the last one is cut."""
+        """Return the token ids of consecutive sentences, with ``space`` tokens in total.
+
+        The last sentence is cut to fit.
+        """
         first, pieces, left = draw.randrange(len(self._sentences)), [], space
         for step in range(len(self._sentences)):
             if ids := self._encoded((first + step) % len(self._sentences)):

@@ -1,7 +1,7 @@
 """Statistics of a network's heads over one text, as in the figures of DEX (Kong et al., 2025).
 
-A score is an entry of a head's map for a token and a visible token. docs/evaluation.md defines
-every measure.
+A score is an entry of a head's attention map, after any subtraction, for a query token and a token
+that it can attend to. docs/evaluation.md defines every measure.
 """
 
 import math
@@ -17,13 +17,14 @@ from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.captured_attention import Layer, layers, row_blocks
 from diffmegatron.evaluation.model import Model
 
+# Names of measures. The two maps of a head are the softmax maps of its signal and its noise.
 MAPS, HEADS = "two maps of a head", "two heads of a layer"
 TOP, IN_TOP, IN_REST = "overlap of top tokens", "overlap of top scores", "overlap of other scores"
 NEAR_ZERO = "share of |scores| below "
 ENTROPY, FIRST_ENTROPY, SECOND_ENTROPY = "entropy", "entropy, first map", "entropy, second map"
 NEGATIVE, NEGATIVE_MASS = "share of negative scores", "negative share of |scores|"
 
-# A number for each layer, by measure.
+# For each measure, by name, its values in all layers.
 ByLayer = dict[str, list[float]]
 
 
@@ -31,19 +32,20 @@ ByLayer = dict[str, list[float]]
 def map_statistics(
     seen: Sequence[Layer], top: float, epsilons: Sequence[float]
 ) -> tuple[ByLayer, Tensor]:
-    """Return means over the rows and heads of every layer, and distances between all heads.
+    """Return measures of every layer's maps, and the distances between the maps of all heads.
 
     Memory holds the maps of all layers for one block of rows.
 
     Args:
         seen: layers of a forward pass, in order.
-        top: share of a row's tokens that are its top tokens. Rows with less than one top token are
-            left out.
+        top: share of a row's tokens that are its top tokens, the ones with the largest scores. Rows
+            with less than one top token are left out.
         epsilons: thresholds for scores near zero.
 
     Returns:
-        The means, and 1 - cosine of the maps of every two heads, float64 [heads, heads] in the
-        order of the layers.
+        The mean of each measure over the rows and heads of every layer; and 1 - cosine similarity
+        of the maps of every two heads of the network, float64 [heads, heads] in the order of the
+        layers.
 
     Raises:
         NotFiniteError: a score is not finite.
@@ -59,7 +61,7 @@ def map_statistics(
             if not maps.isfinite().all():
                 raise NotFiniteError(f"a score of layer {layer.number + 1} is not finite")
             for name, value in _measured(block, layer, softmax, maps, epsilons):
-                # Sum over the rows, and their number.
+                # Sum of the measure's values, and number of values.
                 total, count = of_layer.get(name, (0.0, 0))
                 of_layer[name] = total + value.double().sum(), count + value.numel()
             scores.append(maps.flatten(1))
@@ -80,7 +82,17 @@ def map_statistics(
 def _measured(
     block: "_Block", layer: Layer, softmax: Tensor, maps: Tensor, epsilons: Sequence[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every measure of a layer's rows: [heads, rows], or [pairs of heads, rows]."""
+    """Yield the name and the values of every measure for a block of rows of a layer.
+
+    Values are [heads, rows], or [pairs of heads, rows].
+
+    Args:
+        block: rows of the block.
+        layer: layer of the maps.
+        softmax: softmax maps of all query heads, [query heads, rows, keys].
+        maps: maps after subtraction, [heads, rows, keys].
+        epsilons: thresholds for scores near zero.
+    """
     sizes = maps.abs()
     for epsilon in epsilons:
         yield f"{NEAR_ZERO}{epsilon:g}", block.share(sizes < epsilon)
@@ -100,7 +112,7 @@ def _measured(
 
 
 def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the overlaps of the two maps of each head, given as [heads, rows, keys]."""
+    """Yield the overlaps of each head's two maps, ``signal`` and ``noise`` [heads, rows, keys]."""
     one, other = block.tops(signal), block.tops(noise)
     both = (one * other).sum(2)[:, block.skipped :]
     yield f"{TOP}, {MAPS}", both / block.counts[block.skipped :]
@@ -111,26 +123,38 @@ def _overlaps(block: "_Block", signal: Tensor, noise: Tensor) -> Iterator[tuple[
 
 
 def _entropy(sizes: Tensor) -> Tensor:
-    """Return the entropy in nats of rows that are normalised to sum to 1."""
+    """Return the entropy in nats of each row [..., keys], after its sum is normalised to 1."""
     return torch.special.entr(sizes / sizes.sum(2, keepdim=True)).sum(2)
 
 
 class _Block:
-    """Rows from ``first`` to ``end`` of square maps; row n has n + 1 scores."""
+    """Rows ``first`` to ``end - 1`` of causal maps; row n, from 0, has n + 1 scores."""
 
     def __init__(self, first: int, end: int, top: float, device: torch.device) -> None:
         self._lengths = torch.arange(first, end, device=device) + 1
-        # Number of top tokens of each row. The rows without top tokens come first.
+        # Number of top tokens of each row. Adding 1e-9 corrects products that were rounded to below
+        # an integer. The first `skipped` rows are too short to have a top token.
         self.counts = (self._lengths.double() * top + 1e-9).floor().long()
         self.skipped = int((self.counts == 0).sum())
         self._earlier = torch.arange(end, device=device) < self._lengths[:, None]
 
     def share(self, chosen: Tensor) -> Tensor:
-        """Return the share of each row's scores that ``chosen`` [heads, rows, keys] contains."""
+        """Return the share of each row's scores for which ``chosen`` is True.
+
+        Args:
+            chosen: bool [heads, rows, keys].
+
+        Returns:
+            Shares [heads, rows].
+        """
         return (chosen & self._earlier).sum(2) / self._lengths
 
     def tops(self, sizes: Tensor) -> Tensor:
-        """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys]."""
+        """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys].
+
+        Args:
+            sizes: nonnegative scores [heads, rows, keys], of which the largest are the top tokens'.
+        """
         most = max(1, int(self.counts[-1]))
         places = sizes.masked_fill(~self._earlier, -torch.inf).topk(most, dim=2).indices
         is_top = torch.arange(most, device=sizes.device) < self.counts[:, None]
@@ -139,17 +163,19 @@ class _Block:
 
 @torch.no_grad()
 def feature_alignment(features: Sequence[Tensor]) -> Tensor:
-    """Return the linear CKA between the outputs of every two heads, by the unbiased HSIC.
+    """Return the linear CKA (centred kernel alignment) between the outputs of every two heads.
 
-    It follows equation 3 of Nguyen, Raghu, Kornblith (2021), without matrices of tokens by tokens.
+    CKA is computed from the unbiased HSIC (Hilbert-Schmidt independence criterion) by equation 3 of
+    Nguyen, Raghu, Kornblith (2021). The kernel matrices [tokens, tokens] are never stored.
 
     Args:
-        features: outputs of the heads of every layer, [tokens, heads, width].
+        features: for each layer, the outputs of its heads, [tokens, heads, width].
 
     Returns:
-        CKA of every two heads, float64 [heads, heads] in the order of the layers.
+        CKA of every two heads of the network, float64 [heads, heads] in the order of the layers.
     """
-    # A constant added to all tokens does not change HSIC, but would cost precision in float32.
+    # Subtract the mean over the tokens: HSIC does not depend on it, and it would cost precision in
+    # float32.
     centred = [x.float() - x.float().mean(0) for x in features]
     kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()
@@ -163,16 +189,26 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
 
 
 class _Kernels:
-    """Kernel matrices K = X X^T with a zero diagonal, of every head's X [tokens, width]."""
+    """Kernel matrices K = X X^T with a zero diagonal, where X [tokens, width] is a head's output.
+
+    Args:
+        x: outputs of the heads of a layer, [tokens, heads, width].
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        # Diagonals of X X^T, and sums of the rows of K: float64 [tokens, heads].
+        # For each head, the diagonal of X X^T and the row sums of K, float64 [tokens, heads].
         self._diagonal = x.double().square().sum(2)
         self._sums = torch.einsum("nhd,hd->nh", x.double(), x.double().sum(0)) - self._diagonal
 
     def hsic(self, other: "_Kernels") -> Tensor:
-        """Return the unbiased HSIC without its factor 1 / (n (n - 3)): [heads, other's heads]."""
+        """Return the unbiased HSIC of every head with every head of ``other``.
+
+        The factor 1 / (n (n - 3)) for n tokens is left out, because it cancels in CKA.
+
+        Returns:
+            Float64 [heads, heads of other].
+        """
         n = len(self._x)
         products = torch.einsum("nhd,nge->hgde", self._x, other._x)
         trace = products.double().square().sum((2, 3)) - self._diagonal.T @ other._diagonal
@@ -181,13 +217,14 @@ class _Kernels:
 
 
 def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
-    """Return |dL / dxi| for factors xi = 1 on the heads' outputs (Michel et al., 2019).
+    """Return the importance |dL / dxi| of every head (Michel et al., 2019).
 
-    It needs the memory of a backward pass with all logits.
+    The factor xi = 1 multiplies the head's output. L is the mean loss of the text's tokens after
+    the first. A backward pass with the logits of all tokens must fit into the memory.
 
     Args:
         model: model of the heads.
-        ids: ids of a text; L is the mean loss of its tokens after the first.
+        ids: token ids of a text.
         heads: number of heads of a layer.
 
     Returns:
@@ -219,7 +256,11 @@ def head_importance(model: Model, ids: Sequence[int], heads: int) -> Tensor:
 
 @contextmanager
 def head_outputs(model: Model, heads: int) -> Iterator[list[Tensor]]:
-    """Collect the heads' inputs to every layer's output projection, [tokens, heads, width]."""
+    """Collect the heads' outputs [tokens, heads, width] of every layer in forward passes.
+
+    A head's output is its part of the input of the layer's output projection. The context manager
+    yields a list, to which every layer's outputs are appended.
+    """
     found: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:

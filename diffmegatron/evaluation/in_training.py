@@ -1,4 +1,4 @@
-"""Suites within training (``training.evaluate``), on the network that is being trained.
+"""Evaluation suites during training (``training.evaluate``), on the network that is trained.
 
 All ranks process the same items in the same order, because they share the forward passes.
 """
@@ -81,10 +81,10 @@ def _suite(entry: EvaluateConfig, target: "RunTarget") -> Suite:
 
 
 class _ExportTokenizer(Tokenizer):
-    """A tokenizer that skips ids without text when it decodes, as an export's tokenizer does.
+    """A tokenizer that ignores ids without text when it decodes, as an export's tokenizer does.
 
-    The network's vocabulary may be larger than the tokenizer's, and an untrained network generates
-    all of its ids.
+    The network's vocabulary may be larger than the tokenizer's, and an untrained network may
+    generate any id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -110,12 +110,13 @@ class _ExportTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class RunTarget(Target):
-    """A run as a target, with the tokens and texts of its future export.
+    """A run in training as a target, which encodes text exactly as the run's export will.
 
     Attributes:
-        tokenizer_name: tokenizer of the recipe.
-        begins_with: token before a text in the export; None: the token that ends a document.
-        length: length of the run's sequences.
+        tokenizer_name: name of the recipe's tokenizer.
+        begins_with: id of the token before a text in the export; None for the end-of-document
+            token.
+        length: length of the run's sequences in tokens.
     """
 
     tokenizer_name: str
@@ -124,17 +125,17 @@ class RunTarget(Target):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """Tokenizer of the recipe; the export's tokenizer gives the same ids."""
+        """Tokenizer of the recipe, which encodes text into the same ids as the export's."""
         return _ExportTokenizer(load_tokenizer(self.tokenizer_name))
 
     @cached_property
     def start(self) -> int:
-        """Token before a text in the export."""
+        """Id of the token before a text in the export."""
         return self.tokenizer.end_of_document if self.begins_with is None else self.begins_with
 
     @cached_property
     def context(self) -> float:
-        """Length of the run's sequences."""
+        """Length of the run's sequences in tokens."""
         return self.length
 
 
@@ -150,10 +151,10 @@ def _target(recipe: Recipe) -> RunTarget:
 
 
 class SuiteEvaluator:
-    """A suite that runs within training.
+    """A suite that runs during training.
 
     Attributes:
-        name: prefix of the names of its metrics.
+        name: prefix of the names of the suite's metrics.
     """
 
     def __init__(self, suite: Suite, items: Sequence[Item], target: RunTarget) -> None:
@@ -163,9 +164,10 @@ class SuiteEvaluator:
     def measure(
         self, network: Network, parallel_state: ParallelState
     ) -> Generator[None, None, Values]:
-        """Score an item per step of the generator, and return the values of the measures.
+        """Score all items, and return the suite's measures by the names of their metrics.
 
-        If a number is not finite, ``without_values`` is the only value.
+        The generator yields after every item except the last. If a number is not finite, the only
+        value is that of the metric ``without_values``, which is 1.
         """
         model = _RunModel(self._target, network, parallel_state)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -189,7 +191,7 @@ class SuiteEvaluator:
         return found or self._without_values()
 
     def _without_values(self) -> Values:
-        """Return the metric that marks a measured suite without values."""
+        """Return the metric that shows that the suite ran and has no measures."""
         return {metric_name(self._suite.name, WITHOUT_VALUES): 1.0}
 
 
@@ -199,7 +201,7 @@ def metric_name(suite: str, measure: str) -> str:
 
 
 class _RunModel(Model):
-    """The network of a run instead of its export."""
+    """A :class:`Model` that computes with a run's training network, not with an export."""
 
     def __init__(self, target: RunTarget, network: Network, parallel_state: ParallelState) -> None:
         super().__init__(target)
@@ -207,7 +209,10 @@ class _RunModel(Model):
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answer one request at a time without a cache, with a forward pass for every new token."""
+        """Answer the requests one at a time, without a key-value cache.
+
+        Every new token therefore needs a forward pass over the whole text.
+        """
         for number, request in enumerate(requests):
             if isinstance(request, Scoring):
                 yield number, self._score(request)
@@ -238,9 +243,11 @@ class _RunModel(Model):
         return text.answer
 
     def _batch(self, ids: Sequence[int], labels: Sequence[int]) -> Batch:
-        """Return a text with padding at its end, which no earlier token attends to.
+        """Return this rank's share of a text, padded at its end, as a batch.
 
-        Sequence-parallel ranks need equal shares, and context-parallel ranks two equal parts each.
+        No token of the text attends to the padding. The padded length is divisible by 2 x context
+        ranks x tensor ranks, because every context-parallel rank holds two chunks of equal length,
+        and sequence parallelism divides them equally among the tensor-parallel ranks.
         """
         unit = 2 * self._parallel_state.context_size * self._parallel_state.tensor_size
         more = -len(ids) % unit

@@ -27,7 +27,7 @@ from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import clipped, parse_json, shown
 
-# Seconds before a request to an endpoint is repeated.
+# Seconds to wait before a failed request to a URL is repeated for the first and second time.
 _PAUSES = (1.0, 5.0)
 _TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
 _MAX_BYTES = 1 << 22
@@ -39,8 +39,9 @@ class Verdict(NamedTuple):
     """The verdict of a judge on a text.
 
     Attributes:
-        true: whether the document supports the text; None: the answer has no single verdict.
-        spans: unsupported phrases that the answer lists.
+        true: whether the document supports the text; None if the judge's answer does not contain
+            exactly one verdict.
+        spans: phrases of the text that the judge's answer lists as unsupported.
     """
 
     true: bool | None
@@ -48,9 +49,9 @@ class Verdict(NamedTuple):
 
 
 def parse_verdict(answer: str) -> Verdict:
-    """Return the verdict of an answer with a line ``Conclusion: True`` or ``Conclusion: False``.
+    """Return the verdict in a judge's answer: its line ``Conclusion: True`` or ``... False``.
 
-    An answer with two conclusions, or with other words on the line, has no verdict.
+    An answer with two such lines, or with other words on the line, has no verdict.
     """
     found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
@@ -66,7 +67,7 @@ def _strings(text: str) -> list[str]:
 
 
 class Judge(ABC):
-    """A model that answers questions without sampling.
+    """A model that decides whether a document supports a text; it decodes without sampling.
 
     Attributes:
         name: name that identifies the judge.
@@ -88,11 +89,11 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
     """Open the judge of a folder or a URL.
 
     Args:
-        where: a Hugging Face folder, or a URL before ``/chat/completions``.
+        where: a Hugging Face folder, or a URL to which ``/chat/completions`` is appended.
         model: name of the model at the URL.
-        key: name of the environment variable that may contain the key of the URL.
+        key: name of the environment variable that may contain the API key of the URL.
         tokens: largest number of tokens of an answer.
-        seconds: time limit from a request to the URL to the last byte of its answer.
+        seconds: time limit in seconds, from a request to the URL to the last byte of its answer.
 
     Raises:
         UserError: the folder is not a model, or the URL or the key is not valid.
@@ -103,7 +104,7 @@ def open_judge(where: str, model: str, key: str, tokens: int, seconds: float) ->
 
 
 class _Folder(Judge):
-    """A Hugging Face folder with greedy decoding, and its chat template if it has one."""
+    """A judge in a Hugging Face folder: greedy decoding, with the chat template if it has one."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         (target,) = find_targets([path], path)
@@ -160,14 +161,14 @@ class _Completion(BaseModel):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirect, because the key belongs to the given URL only."""
+    """Handler that does not follow redirects, because the key may only be sent to the given URL."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class _Endpoint(Judge):
-    """A URL with OpenAI's interface for chat completions, at temperature 0."""
+    """A judge behind a URL with OpenAI's interface for chat completions, at temperature 0."""
 
     def __init__(self, url: str, model: str, key: str, tokens: int, seconds: float) -> None:
         parts = urlsplit(url)
@@ -195,7 +196,7 @@ class _Endpoint(Judge):
 
     @override
     def ask(self, question: str) -> str:
-        """Return the answer to a question, after up to three requests."""
+        """Send a question, up to three times if requests fail, and return the answer."""
         body = self._body | {"messages": [{"role": "user", "content": question}]}
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), self._headers, method="POST"
@@ -213,7 +214,12 @@ class _Endpoint(Judge):
         )
 
     def _try(self, request: urllib.request.Request) -> tuple[str | None, str, bool]:
-        """Return the answer, or the problem and whether it may be temporary."""
+        """Send a request once.
+
+        Returns:
+            The answer, or None if the request failed; the problem, for the error message; and
+            whether the problem may be temporary.
+        """
         try:
             content = _within(self._seconds, lambda: self._read(request))
         except urllib.error.HTTPError as error:
@@ -237,7 +243,7 @@ class _Endpoint(Judge):
         """Return up to 4 MiB of the body of the response.
 
         Raises:
-            TimeoutError: the body is not complete in time.
+            TimeoutError: the body is not complete within the time limit.
         """
         deadline = time.monotonic() + self._seconds
         pieces, left = [], _MAX_BYTES
@@ -251,13 +257,14 @@ class _Endpoint(Judge):
 
 
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
-    """Return the result of a function, if it ends in time.
+    """Return the result of ``read``, if it ends within ``seconds``.
 
     The time limit of a socket applies to each read, so a slow stream of single bytes never exceeds
-    it. Therefore a thread reads, and continues on its own after the time limit.
+    it. Therefore ``read`` runs in a thread. After the time limit, the thread continues in the
+    background, and its result is ignored.
 
     Raises:
-        TimeoutError: the function did not end in time.
+        TimeoutError: ``read`` did not end in time.
     """
     found: Future[bytes] = Future()
 

@@ -19,7 +19,7 @@ class Problem(NamedTuple):
         question: text of the problem.
         answer: correct answer.
         solution: steps to the answer; empty if the data set has none.
-        choices: choices of the answer; empty if any number may be the answer.
+        choices: answers to choose from; empty if the problem is not multiple-choice.
     """
 
     question: str
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-# GSM8K's solutions contain calls of a calculator, such as <<2+3=5>>.
+# GSM8K's solutions contain calls of a calculator, such as <<2+3=5>>, which are removed.
 _CALCULATION = re.compile(r"<<[^>]*>>")
 
 
@@ -68,7 +68,7 @@ class _Math(Row):
         yield Problem(self.problem, _latex(answer), self.solution)
 
 
-# A unit follows the answer: "9 (apples)".
+# ASDiv's answers have a unit in parentheses, such as "9 (apples)", which is removed.
 _UNIT = re.compile(r"\([^()]*\)")
 
 
@@ -139,7 +139,10 @@ def _number(value: float) -> str:
 
 
 def _latex(answer: str) -> str:
-    """Return the answer, with dollar signs if it may be LaTeX, because math-verify needs them."""
+    """Return the answer, between dollar signs if it may be LaTeX.
+
+    math-verify recognises LaTeX by the dollar signs.
+    """
     return answer if "$" in answer or answer.replace(".", "").isdecimal() else f"${answer}$"
 
 

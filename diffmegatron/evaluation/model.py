@@ -22,24 +22,28 @@ from diffmegatron.hf.modeling import register
 
 
 class Model:
-    """A target in ``transformers``; the network is loaded at its first use.
+    """A target's network in ``transformers``, which is loaded at its first use.
 
     Args:
         target: target with the files of the network.
-        computing: device, dtype and size of batches.
+        computing: device, dtype and size of batches; None for the defaults.
     """
 
     def __init__(self, target: Target, computing: Computing | None = None) -> None:
         self.target = target
         self.computing = computing or Computing()
-        # Largest batch in tokens. It is reduced when a batch does not fit into the memory.
+        # Largest number of tokens of a batch. It is reduced when a batch does not fit into the
+        # memory.
         self._batch_tokens: float = math.inf
-        # Shared tokens of the last batch, with their keys and values.
+        # Token ids that the requests of the last batch share, and their keys and values.
         self._prefix: tuple[list[int], Rows] | None = None
 
     @cached_property
     def network(self) -> PreTrainedModel:
-        """The network in evaluation mode. No code of its folder is run.
+        """The network in evaluation mode.
+
+        It is loaded with a class of ``transformers`` or of this package. Code in the folder is
+        never run.
 
         Raises:
             UserError: the folder does not contain a complete model.
@@ -85,13 +89,14 @@ class Model:
             requests: requests in any order.
 
         Yields:
-            The number of a request and its answer.
+            The index of a request and its answer.
 
         Raises:
             UserError: a single request does not fit into the memory.
         """
         sizes = _sizes(requests)
-        # Requests with the same shared tokens follow each other, so that these are computed once.
+        # Sort requests with the same shared tokens next to each other, so that the keys and values
+        # of these tokens are computed once.
         order = sorted(range(len(requests)), key=lambda n: (sizes[n].group, -sizes[n].length))
         left = deque(order)
         while left:
@@ -128,7 +133,7 @@ class Model:
         return BatchedNetwork(self.network, self.target.start)
 
     def _fits(self, batch: Sequence["_Size"]) -> bool:
-        """Return whether the last request fits into a batch with the other ones."""
+        """Return whether the last request of ``batch`` fits into a batch with those before it."""
         if batch[-1].group != batch[0].group:
             return False
         if batch[0].is_generation and not self._batched.keeps_all_tokens:
@@ -153,7 +158,7 @@ class Model:
         return None
 
     def _read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Return a row with these tokens; it is cached for the next batch."""
+        """Return a row with its keys and values after reading ``ids``; keep it for later calls."""
         if self._prefix is None or self._prefix[0] != ids:
             self._prefix = None
             rows = self._batched.with_cache(1, len(ids))
@@ -166,11 +171,12 @@ class _Size(NamedTuple):
     """The size of a request.
 
     Attributes:
-        group: number of its group. A batch has requests of one group only. All scoring requests
-            form one group, and generation requests form one group per prefix of shared tokens.
+        group: number of the request's group. All requests of a batch are from the same group. All
+            scoring requests form one group, and generation requests form one group for each
+            sequence of shared tokens.
         is_generation: whether the request is for generation.
-        rows: number of rows in a batch.
-        length: length of the longest row, including tokens to generate.
+        rows: number of rows that the request needs in a batch.
+        length: number of tokens of the request's longest row, including tokens to generate.
     """
 
     group: int
@@ -195,5 +201,5 @@ def _sizes(requests: Sequence[Request]) -> list[_Size]:
 
 
 def _tokens(batch: Sequence[_Size]) -> int:
-    """Return the tokens of a batch, including padding and tokens to generate."""
+    """Return the number of tokens of a batch, including padding and tokens to generate."""
     return sum(size.rows for size in batch) * max(size.length for size in batch)

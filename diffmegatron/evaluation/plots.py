@@ -1,4 +1,4 @@
-"""Pictures of the curves of runs."""
+"""Pictures of recorded runs: losses, throughput and lambda by tokens seen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter
 
 from diffmegatron.files import write_picture
 
-# (tokens seen, value) of one metric.
+# Points (tokens seen, value) of one metric.
 Series = Sequence[tuple[float, float]]
 
 # Largest number of layers in a legend.
@@ -24,11 +24,12 @@ class Curves:
     """The curves of a run.
 
     Attributes:
-        losses: training losses.
-        held_out: losses on held-out text.
+        losses: training losses in nats per token.
+        held_out: losses on held-out text in nats per token.
         throughput: tokens per second.
-        lambdas: lambda of each layer, by the name of its metric; empty if the layers have none.
-        stage_starts: tokens seen at the start of each stage but the first.
+        lambdas: lambda (the factor of the noise map) of each layer, by the name of its metric;
+            empty for attention without lambda.
+        stage_starts: number of tokens seen at the start of each stage except the first.
     """
 
     losses: Series
@@ -39,11 +40,11 @@ class Curves:
 
 
 def plot_runs(path: Path, runs: Mapping[str, Curves]) -> None:
-    """Draw losses and throughput of several runs, and below them lambda by layer for each run.
+    """Draw losses and throughput of several runs, and below them lambda of each layer of each run.
 
     Args:
-        path: PNG to write.
-        runs: curves by the name in the legends.
+        path: PNG file to write.
+        runs: curves of each run, by its name in the legends.
     """
     with_lambda = [name for name, curves in runs.items() if curves.lambdas]
     rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))

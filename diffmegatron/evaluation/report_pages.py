@@ -1,4 +1,8 @@
-"""``report.md`` and ``report.html`` of results and pictures."""
+"""The report of an evaluation as Markdown and HTML.
+
+The argument ``outcome`` of the functions is the content of ``results.json``, as ``make_outcome``
+returns it. ``pictures`` has a PNG by the name of its suite.
+"""
 
 import base64
 import html
@@ -26,8 +30,9 @@ _NOTE = (
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
-# With fewer items an interval is too narrow for 95%: for n normal items the bootstrap's ends lie at
-# 1.96 sqrt((n - 1) / n) standard errors, and Student's t has less than 90% between them.
+# With fewer items, a bootstrap interval is too narrow for 95%. Its ends for n normally distributed
+# items lie at 1.96 sqrt((n - 1) / n) standard errors. For n below this limit, the probability
+# between these ends is below 90% in Student's t distribution.
 _FEW_ITEMS = 10
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
@@ -76,7 +81,7 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the number of items of the suite's rows; none if no row has items."""
+    """Return a line with the numbers of items of the suite's measures, or [] without measures."""
     counts = {
         found["items"]
         for measure in suite["measures"].values()
@@ -106,7 +111,7 @@ def _targets(outcome: Mapping[str, Any]) -> Table:
     keys = ("path", "model_type", "context", "dtype", "weights")
     rows = []
     for name, each in outcome["targets"].items():
-        # Twelve digits of a hash distinguish models.
+        # The first 12 digits of a hash suffice to distinguish models.
         cells = {key: str(each[key]) for key in keys if each.get(key) is not None}
         cells["weights"] = cells.get("weights", "")[:12]
         rows.append((name, *(cells.get(key, "") for key in keys)))
@@ -142,7 +147,7 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
 
 
 def _name(suite: Mapping[str, Any], measure: str) -> str:
-    """Return a measure with the arrow of its better direction, if it has one."""
+    """Return a measure's name, with an arrow if higher or lower values are better."""
     better = suite["better"].get(measure)
     return f"{measure} {_ARROWS[better]}" if better else measure
 
@@ -177,10 +182,10 @@ def _across(suite: Mapping[str, Any]) -> Table:
 
 
 def _decimals(row: Sequence[Mapping[str, Any] | None]) -> int:
-    """Return the number of decimals for a row.
+    """Return the number of decimals for all numbers of a row.
 
-    The width of the narrowest interval has two digits. Without intervals the largest number has
-    four digits.
+    With this number, the width of the row's narrowest interval has two significant digits. In a
+    row without intervals, the largest number has four significant digits.
     """
     known = [each for each in row if each is not None]
     widths = [each["high"] - each["low"] for each in known if each["low"] is not None]
@@ -206,7 +211,7 @@ def _estimate(found: Mapping[str, Any] | None, decimals: int, sign: str = "") ->
 
 
 def _finding(suite: Mapping[str, Any]) -> str:
-    """Return the first measure of all targets, as the alternative text of a picture."""
+    """Return the alternative text of a suite's picture: the first measure of each target."""
     if suite["measures"]:
         measure, found = next(iter(suite["measures"].items()))
         values = found["targets"]

@@ -9,17 +9,17 @@ from diffmegatron.errors import NotFiniteError
 
 
 class LabelTree(dict[int, "LabelTree"]):
-    """Tree of the tokens of labels: possible next tokens, each with its subtree.
+    """Prefix tree of the token sequences of labels: maps each possible next token to a subtree.
 
     Attributes:
-        label: label that ends at a leaf.
+        label: label whose token sequence ends at this node, if the node is a leaf; otherwise None.
     """
 
     label: str | None = None
 
     @property
     def depth(self) -> int:
-        """Number of tokens to the farthest leaf."""
+        """Number of tokens on the longest path from this node to a leaf."""
         return 1 + max(each.depth for each in self.values()) if self else 0
 
 
@@ -29,8 +29,8 @@ class Scoring(NamedTuple):
     The answer is a list with a :class:`Scored` for each continuation.
 
     Attributes:
-        context: one or more token ids.
-        continuations: one or more token ids for each continuation.
+        context: token ids of the context, at least one.
+        continuations: token ids of each continuation, at least one.
     """
 
     context: Sequence[int]
@@ -38,12 +38,12 @@ class Scoring(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The answer for one continuation of n tokens, on the CPU.
+    """The answer for one continuation of n tokens; the tensors are on the CPU.
 
     Attributes:
         nats: negative log-likelihood of each token given all tokens before it, float32 [n].
-        likeliest: whether each token is the most likely one, bool [n]. Empty within training,
-            where another forward pass would be necessary.
+        likeliest: whether each token is the most likely token at its position, bool [n]. Empty for
+            suites that run during training, because it would need another forward pass there.
     """
 
     nats: Tensor
@@ -60,9 +60,10 @@ class Generation(NamedTuple):
         ids: token ids of the prompt, one or more.
         limit: largest number of new tokens, 1 or more.
         stop: strings that end the text.
-        shared: number of first ids that other requests share, less than ``len(ids)``. Their keys
-            and values are computed once.
-        labels: labels to choose from; the answer is a path from the root to a leaf.
+        shared: number of tokens at the beginning of ``ids`` that other requests share, less than
+            ``len(ids)``. The keys and values of shared tokens are computed once.
+        labels: labels to choose from, so that the answer is a path from the root to a leaf; None
+            for free text.
     """
 
     ids: Sequence[int]
@@ -73,7 +74,9 @@ class Generation(NamedTuple):
 
 
 Request = Scoring | Generation
-# The answer to Scoring is Scored, the answer to Generation is token ids; or an error.
+# The answer to Scoring is a list of Scored, and the answer to Generation is a list of token ids. It
+# is an error if a number is not finite.
 Answer = list[Scored] | list[int] | NotFiniteError
-# A suite yields requests, receives their answers in the same order, and returns a record.
+# Generator of a suite for one item. It yields requests, receives the answers in the same order, and
+# returns the item's record.
 Asking = Generator[Sequence[Request], Sequence[Any], dict[str, Any]]

@@ -1,7 +1,7 @@
-"""Files of a suite's records on a target, one line per item. A restart resumes from them.
+"""Files with a suite's records for a target, one line per item; a restart resumes from them.
 
-Every line ends with a checksum. Without it, a digit that a disk or an editor changed would change
-the results silently.
+Every line ends with a checksum. Without checksums, a digit that a disk or an editor has changed
+would change the results without a warning.
 """
 
 import hashlib
@@ -20,9 +20,10 @@ from diffmegatron.evaluation.evaluation_ranks import Ranks
 from diffmegatron.evaluation.suite import Item, Record
 from diffmegatron.files import clipped, create_file, parse_json, read_bytes, reason, shown
 
-# Key of a record whose model output is NaN or infinite; its value is the reason.
+# Key in the record of an item for which the model computed NaN or infinity; its value is a message.
 NOT_FINITE = "not_finite"
 _MAX_BYTES = 1 << 34
+# A line as `sealed_line` writes it: the content, and its checksum.
 _SEALED = re.compile(rb'(.+), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -31,8 +32,8 @@ class Measured:
     """The result of a suite on a target.
 
     Attributes:
-        records: records of the items that count, by key.
-        left_out: sentences about items that were not run or do not count.
+        records: records from which measures are computed, by the keys of their items.
+        left_out: sentences for the report about items that were not run or are not used.
     """
 
     records: dict[str, Record] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Measured:
 
 
 class _Line(dict[str, Any]):
-    """A record from a file; errors about its content name the line."""
+    """A record that was read from a file, with the file and line for error messages."""
 
     def __init__(self, record: Record, place: str) -> None:
         super().__init__(record)
@@ -56,17 +57,17 @@ class _Line(dict[str, Any]):
 
 
 class RecordFile:
-    """A context that reads the records of a file and appends new ones.
+    """Context manager that reads the records of a file and appends new records.
 
-    The first line is the header. An unfinished last line is dropped, and a line with a wrong
-    checksum is an error.
+    The first line of the file is the header. An unfinished last line is dropped, and a line with a
+    wrong checksum is an error.
 
     Args:
         path: path of the file, which is created if it is missing.
-        header: settings, hash of the items, and hash of the weights.
+        header: all that the records depend on: settings, hash of the items, hash of the weights.
 
     Attributes:
-        records: records by key.
+        records: records of the file by the keys of their items.
 
     Raises:
         UserError: the file has another header, is damaged, or cannot be written.
@@ -158,19 +159,19 @@ class RecordFile:
 
 
 class SharedRecords:
-    """A context in which several processes add records to one file.
+    """Context manager with which several processes add records to one shared file.
 
-    Each process writes its own file in a folder beside the file. In :meth:`gather`, rank 0 moves
-    all records of the folder into the file, including records of processes that were killed
-    earlier.
+    Each process writes to a file of its own, in a folder beside the shared file. In :meth:`gather`,
+    rank 0 moves the records of all files in this folder into the shared file. They include records
+    of processes that were killed earlier. A single process writes to the shared file directly.
 
     Args:
-        path: path of the file.
+        path: path of the shared file.
         header: header for :class:`RecordFile`.
-        ranks: the processes; a single process writes the file itself.
+        ranks: the processes.
 
     Attributes:
-        records: records of all processes at the last :meth:`gather`, by key.
+        records: records of all processes at the last :meth:`gather`, by the keys of their items.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], ranks: Ranks) -> None:
@@ -194,10 +195,11 @@ class SharedRecords:
         self._own.add(key, record)
 
     def gather(self, order: Sequence[str]) -> None:
-        """Wait for the other processes, and read the records of all processes.
+        """Wait until all processes call this method, and read the records of all processes.
 
         Args:
-            order: keys of all items that the processes scored, in the order of the file.
+            order: keys of all items that the processes scored. Their records are appended to the
+                shared file in this order.
 
         Raises:
             UserError: a file is damaged or cannot be written, or has no record of an item.
@@ -240,10 +242,10 @@ class SharedRecords:
 
 
 def check_records(records: Iterable[Record], read: Callable[[Record], object]) -> None:
-    """Check that ``read`` accepts the records of an earlier process.
+    """Check that ``read`` accepts the records that were read from a file.
 
     Raises:
-        UserError: it does not accept a record; the error names the line.
+        UserError: ``read`` does not accept a record; the message names the line of the record.
     """
     for record in records:
         if isinstance(record, _Line) and NOT_FINITE not in record:
@@ -254,7 +256,7 @@ def check_records(records: Iterable[Record], read: Callable[[Record], object]) -
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Return a hash of items."""
+    """Return the SHA-256 of items in hexadecimal digits."""
     found = hashlib.sha256()
     for item in items:
         found.update(repr(tuple(item)).encode())
@@ -276,5 +278,5 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _json(entry: dict[str, Any]) -> bytes:
-    # JSON has no NaN; a suite that returns one has a bug.
+    # JSON has no NaN, so a suite with NaN in a record has a bug. The call raises ValueError.
     return json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""All results of an evaluation as ``results.json``, and the reports from it."""
+"""Results of an evaluation: ``results.json``, and the pictures and reports."""
 
 import json
 import math
@@ -35,13 +35,13 @@ def make_outcome(
     measured: Mapping[str, Mapping[str, Measured]],
     computing: Computing,
 ) -> Outcome:
-    """Return the results of an evaluation in types of JSON.
+    """Return the content of ``results.json``, in types of JSON.
 
     Args:
         suites: suites of the evaluation.
         targets: targets of the evaluation.
-        measured: results by the names of suite and target.
-        computing: device and dtype.
+        measured: result of each suite on each target, ``measured[suite name][target name]``.
+        computing: device, dtype and engine of the evaluation.
     """
     networks = not all(suite.reads_runs for suite in suites)
     same = not networks or have_one_tokenizer(targets)
@@ -60,7 +60,7 @@ def write_outcome(
     suites: Sequence[Suite],
     measured: Mapping[str, Mapping[str, Measured]],
 ) -> None:
-    """Write pictures, ``results.json``, ``report.md`` and ``report.html``.
+    """Write pictures, ``results.json``, ``report.md`` and ``report.html`` into ``out``.
 
     Raises:
         UserError: a file cannot be written.
@@ -92,7 +92,7 @@ def _draw(suite: Suite, path: Path, records: Mapping[str, list[Record]]) -> bool
 
 
 def _made(computing: Computing) -> dict[str, Any]:
-    """Return time, device and versions of the evaluation."""
+    """Return the time, the device and the library versions of the evaluation."""
     is_gpu = computing.is_gpu
     libraries = ["diffmegatron", "torch", "transformers"]
     if computing.engine != "transformers":
@@ -106,7 +106,12 @@ def _made(computing: Computing) -> dict[str, Any]:
 
 
 def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
-    """Return the description of a target, with properties of its network if one was loaded."""
+    """Return the properties of a target that the report shows.
+
+    Args:
+        target: target of the evaluation.
+        computing: device and dtype of its network; None if no suite used the network.
+    """
     described = {"path": str(target.path), "weights": target.fingerprint}
     if computing is None:
         return described
@@ -168,7 +173,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Return contributions by measure and unit; contributions of a unit are added up."""
+    """Return contributions by measure and unit. Items of the same unit are added up."""
     found: Shares = {}
     for key, record in records.items():
         unit = suite.unit(key, record)
@@ -188,7 +193,7 @@ def _counts_tokens(shares: Mapping[str, Mean]) -> bool:
 
 
 def _total(value: float | Estimate) -> dict[str, Any]:
-    """Return a number in the form of an estimate."""
+    """Return a number as the fields of an :class:`Estimate`, without an interval if it has none."""
     found = value if isinstance(value, Estimate) else Estimate(value, None, None, None)
     return found._asdict()
 

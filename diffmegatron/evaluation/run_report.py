@@ -1,4 +1,4 @@
-"""Report on runs of one recipe with different attention: ``report.json`` and ``report.png``."""
+"""Report on runs that differ in their attention only: ``report.json`` and ``report.png``."""
 
 import json
 import os
@@ -32,7 +32,13 @@ _NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its name, its ``run_dir`` and its Hugging Face export."""
+    """A finished run.
+
+    Attributes:
+        name: name of the run in ``report.json``.
+        run_dir: folder of the run.
+        export: Hugging Face folder to which the run was exported.
+    """
 
     name: str
     run_dir: Path
@@ -47,8 +53,8 @@ def write_report(
     Args:
         out: directory of the report.
         runs: finished and exported runs of one recipe.
-        seconds: duration of earlier phases, in seconds by name.
-        started: start of this phase, from ``time.perf_counter``.
+        seconds: durations of earlier phases in seconds, by the name of the phase.
+        started: value of ``time.perf_counter`` at the start of the phase that writes the report.
 
     Returns:
         The content of ``report.json``.
@@ -102,14 +108,14 @@ def _describe(run: Run, recorded: RecordedRun) -> dict[str, Any]:
 
 
 def _held_out(recipe: Recipe) -> torch.Tensor:
-    """Return token ids [1, s] of held-out text."""
+    """Return the token ids [1, s] of the first validation sample."""
     training = recipe.training
     sample = open_samples(recipe.data, training.seq_length, training.seed, "validation")[0]
     return torch.from_numpy(sample.tokens[: min(training.seq_length, MAX_VERIFY_TOKENS)])[None]
 
 
 def _continue(export: Path, prompt: torch.Tensor) -> dict[str, str]:
-    """Continue a prompt with the exported model, sampled with a fixed seed."""
+    """Return a prompt and its continuation by the exported model, sampled with a fixed seed."""
     model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True)
     torch.manual_seed(0)

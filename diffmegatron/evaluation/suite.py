@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.model import Model
     from diffmegatron.evaluation.targets import Target
 
-# The score of an item, in types of JSON.
+# The recorded result of an item, in types of JSON.
 Record = dict[str, Any]
 Records = Sequence[Record]
 Direction = Literal["higher", "lower"]
 Window = Annotated[Size, Field(ge=2)]
-"""Number of tokens of a window of text: the start token, and one or more whose loss counts."""
+"""Number of tokens of a window of text: the start token, and at least one token of the text."""
 
 
 class Item(NamedTuple):
-    """A part of a suite that is scored and recorded by itself.
+    """The smallest part of a suite that is scored and recorded, such as a question or a document.
 
     Attributes:
         key: name within the suite; the same for every target.
-        tokens: length of the context that the model needs; 0: none.
-        content: plain values, whose ``repr`` identifies the requests.
+        tokens: number of tokens that the model's context must hold; 0 if no model is needed.
+        content: values from which the suite makes the requests. A restart compares a hash of their
+            ``repr``, so different requests need different ones.
     """
 
     key: str
@@ -45,12 +46,15 @@ class Item(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """An item's contribution to a measure: the sum of totals over the sum of weights.
+    """An item's contribution to a measure.
+
+    The measure is the sum of the totals of all items divided by the sum of their weights.
 
     Attributes:
         total: for example a negative log-likelihood, or 1 for a correct answer.
         weight: for example the number of tokens.
-        per_token: whether tokens are counted, so that only models of one tokenizer compare.
+        per_token: whether the measure counts tokens, so that it can only be compared between models
+            with the same tokenizer.
     """
 
     total: float
@@ -59,11 +63,12 @@ class Mean(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A number with its interval.
+    """A number with its 95% interval.
 
     Attributes:
         value: value on all items.
-        low, high: 2.5% and 97.5% percentiles over the resamples; None for fewer than 2 units.
+        low, high: ends of the interval. For a bootstrap they are the 2.5% and 97.5% percentiles of
+            the resamples, and None if there are fewer than 2 units.
         items: number of units (:meth:`Suite.unit`); None if the number does not come from units.
     """
 
@@ -74,12 +79,13 @@ class Estimate(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A number of a paper.
+    """A measure's values in a paper, which the report prints beside the targets' values.
 
     Attributes:
-        measure: measure of the suite.
-        differential, transformer: numbers of the paper's two models; the latter may be missing.
-        of: the models, and the place in the paper.
+        measure: name of the suite's measure.
+        differential: value of the Differential Transformer.
+        transformer: value of the Transformer; None if the paper does not give it.
+        of: size of the paper's models, and the table.
     """
 
     measure: str
@@ -98,15 +104,15 @@ class Suite(Section, ABC):
         name: name on the command line.
         title: the measured quantity, in a line.
         description: the requests and the score, for readers of the report.
-        passes: names of the pass over the items and of the pass over the follow-ups, for progress;
-            empty without follow-ups.
-        published: numbers of papers.
-        reads_runs: whether the suite reads records of training and no network.
+        passes: names in progress lines, of the pass over the items and of the pass over the
+            follow-ups; empty strings if there are no follow-ups.
+        published: values from papers, for the report.
+        reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
-        within_training: whether the suite only needs losses and tokens, so that it can run within
-            training.
-        follow_up_settings: fields that only the follow-ups depend on. The keys of follow-ups
-            distinguish their values.
+        within_training: whether the suite needs only losses and generated tokens, so that it can
+            run during training.
+        follow_up_settings: names of fields that affect only the follow-ups. They may change in a
+            restart, so keys of follow-ups must distinguish records that must not be mixed.
     """
 
     name: ClassVar[str]
@@ -121,7 +127,7 @@ class Suite(Section, ABC):
 
     @property
     def only_generates(self) -> bool:
-        """True if models only generate free text, without labels to choose from."""
+        """True if all requests are for free text: no likelihoods, labels or activations."""
         return False
 
     @property
@@ -133,7 +139,7 @@ class Suite(Section, ABC):
         """Check, before anything runs, that the suite supports a target.
 
         Raises:
-            UserError: the suite does not support it, or data are missing.
+            UserError: the suite does not support the target, or data are missing.
         """
         return
 
@@ -146,7 +152,7 @@ class Suite(Section, ABC):
         """
 
     def follow_ups(self, target: "Target", records: Records) -> Sequence[Item]:
-        """Return further items, which depend on the records of all items."""
+        """Return further items to score, which may depend on the records of all items."""
         return ()
 
     def ask(self, target: "Target", item: Item) -> Asking:
@@ -159,7 +165,9 @@ class Suite(Section, ABC):
         raise NotImplementedError(f"suite {self.name!r} defines neither ask nor score")
 
     def score(self, model: "Model", item: Item) -> Record:
-        """Return the record of an item. It does not depend on other items or on their order.
+        """Return the record of an item.
+
+        It must not depend on other items or on the order of items.
 
         Raises:
             NotFiniteError: the model computes a number that is not finite.
@@ -172,9 +180,9 @@ class Suite(Section, ABC):
     def scores(
         self, model: "Model", items: Sequence[Item]
     ) -> Iterator[tuple[str, Record | NotFiniteError]]:
-        """Yield the key of each item with its record, or with the reason why it has none.
+        """Yield the key of each item with its record, or with the error that prevented a record.
 
-        Items of :meth:`ask` come in the order in which the model finishes them.
+        If the suite defines :meth:`ask`, the model determines the order.
         """
         if type(self).score is Suite.score:
             asked = ((item.key, self.ask(model.target, item)) for item in items)
@@ -187,35 +195,39 @@ class Suite(Section, ABC):
                 yield item.key, error
 
     def means(self, record: Record) -> Mapping[str, Mean]:
-        """Return an item's contribution to each of its measures."""
+        """Return an item's contribution to each of its measures, by the measure's name."""
         return {}
 
     def unit(self, key: str, record: Record) -> str:
-        """Return the unit of an item; resamples for intervals draw whole units.
+        """Return the name of the unit to which an item belongs; resamples draw whole units.
 
-        By default every item is a unit. If several items ask the same question, they are not
-        independent, and intervals that draw them one by one would be too narrow.
+        By default every item is a unit. Items that ask the same question are not independent. If
+        resamples drew them one by one, intervals would be too narrow, so they must be one unit.
         """
         return key
 
     def better(self, measure: str) -> Direction | None:
-        """Return which values of a measure or total are better, or None if neither is."""
+        """Return whether higher or lower values of a measure or total are better; None: neither."""
         return None
 
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return the measures in the order of the report; the argument has the items' order."""
+        """Return the names of measures in the order of the report.
+
+        Args:
+            measures: names in the order in which they first occur in the items' records.
+        """
         return list(measures)
 
     def totals(self, records: Records) -> Mapping[str, float | Estimate]:
-        """Return numbers of a target that are not means over its items."""
+        """Return numbers of a target that are not means over its items, by name."""
         return {}
 
     def across(self, records: Mapping[str, Records]) -> Mapping[str, float]:
-        """Return numbers that depend on the records of all targets."""
+        """Return numbers that depend on the records of all targets, by name."""
         return {}
 
     def details(self, records: Mapping[str, Records]) -> Mapping[str, Any]:
-        """Return values for programs, which ``results.json`` has beside the measures."""
+        """Return further values for ``results.json``, which the report does not show."""
         return {}
 
     def remarks(self, records: Mapping[str, Records]) -> Sequence[str]:
@@ -223,5 +235,5 @@ class Suite(Section, ABC):
         return ()
 
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the records of the targets, and return whether anything was drawn."""
+        """Draw the targets' records into ``figure``, and return whether anything was drawn."""
         return False

@@ -1,4 +1,4 @@
-"""Targets of an evaluation: Hugging Face folders, and checkpoints, which are exported."""
+"""Targets of an evaluation: Hugging Face folders, and checkpoints, which are exported to such."""
 
 import hashlib
 import math
@@ -35,7 +35,7 @@ class Target:
         name: name in the report.
         path: path on the command line.
         checkpoint: directory of the checkpoint; None for a Hugging Face folder.
-        exports: folder of exported checkpoints.
+        exports: folder into which checkpoints are exported.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Target:
 
     @cached_property
     def start(self) -> int:
-        """Token before a text: ``bos_token_id``, or else the token that ends a document.
+        """Id of the token before a text: ``bos_token_id``, or else the end-of-document token.
 
         Raises:
             UserError: ``bos_token_id`` is not an id.
@@ -102,7 +102,7 @@ class Target:
 
     @cached_property
     def context(self) -> float:
-        """Length of the longest text in tokens; infinite without ``max_position_embeddings``.
+        """Largest number of tokens of a text; infinite without ``max_position_embeddings``.
 
         Raises:
             UserError: ``max_position_embeddings`` is not a length.
@@ -171,7 +171,10 @@ class Target:
         return found.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids without special tokens; names of special tokens are plain text."""
+        """Return the token ids of a text without adding special tokens.
+
+        The name of a special token in the text is encoded as plain text.
+        """
         return self.tokenizer.encode(text).tolist()
 
 
@@ -192,13 +195,13 @@ def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
 
 
 def have_one_tokenizer(targets: Sequence[Target]) -> bool:
-    """Return whether all targets encode text alike."""
+    """Return whether the tokenizers of all targets encode text alike."""
     first, *others = (target.tokenizer for target in targets)
     return all(encode_alike(first, each) for each in others)
 
 
 def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers are equal, or encode a sample of all kinds of text alike."""
+    """Return whether two tokenizers are equal, or encode sample texts of many kinds alike."""
     return one.sha256 == other.sha256 or (
         one.vocab_size == other.vocab_size
         and all(one.encode(text).tolist() == other.encode(text).tolist() for text in SAMPLE)
@@ -206,7 +209,7 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that are unique, joined by ``-``."""
+    """Return a name for each path: its last parts joined by ``-``, as few as keep names unique."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]

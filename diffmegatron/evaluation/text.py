@@ -24,7 +24,7 @@ _SETTINGS = PrepareSettings()
 
 
 class TextSuite(Suite):
-    """Base of suites on documents of held-out text."""
+    """Base class of suites on documents of held-out text."""
 
     data: tuple[str, ...] = Field(
         min_length=1, description="text that no target was trained on, as PATH or NAME=PATH"
@@ -33,7 +33,7 @@ class TextSuite(Suite):
 
 
 class WindowSuite(TextSuite):
-    """Base of suites on windows of held-out documents."""
+    """Base class of suites on windows (pieces of limited length) of held-out documents."""
 
     characters: Count | None = Field(
         default=None,
@@ -42,12 +42,15 @@ class WindowSuite(TextSuite):
     context: Window = Field(default=2048, description="tokens of a window with the start token")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of the source and the text of every document."""
+        """Yield (name of the source, text) for every document."""
         characters = self.characters or default_characters(self.context)
         return first_texts(self.data, self.documents, characters)
 
     def windows(self, text: str, target: Target) -> list[list[int]]:
-        """Return the ids of a text in windows, without their start tokens."""
+        """Return the token ids of a text in windows.
+
+        A window has up to ``context - 1`` ids, because the suite adds a start token.
+        """
         return list(split(target.encode(text), self.context - 1))
 
 
@@ -57,9 +60,10 @@ def split(ids: list[int], length: int) -> Iterator[list[int]]:
 
 
 def named_paths(options: tuple[str, ...]) -> dict[str, Path]:
-    """Return the paths of sources by name, from ``NAME=PATH`` or ``PATH``.
+    """Return the path of each source by its name.
 
-    The name of a ``PATH`` is the name of the file without its ending.
+    An option is ``NAME=PATH`` or ``PATH``. The name of a source that is given as ``PATH`` is the
+    file's name without its ending.
 
     Raises:
         UserError: two sources have the same name.
@@ -94,12 +98,12 @@ def read_texts(path: Path) -> Iterator[str]:
 def first_texts(
     options: tuple[str, ...], documents: int | None, characters: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of the source and the text of each source's first documents.
+    """Yield (name of the source, text) for the first documents of each source.
 
     Args:
-        options: ``NAME=PATH`` or ``PATH``.
-        documents: number of documents of a source; None: all.
-        characters: number of characters at which a document is cut.
+        options: sources, each as ``NAME=PATH`` or ``PATH``.
+        documents: number of documents of each source; None for all.
+        characters: number of characters to which longer documents are cut.
 
     Raises:
         UserError: two sources have the same name, or a source cannot be read.
@@ -110,15 +114,16 @@ def first_texts(
 
 
 def default_characters(context: int) -> int:
-    """Return the number of characters that fill a window of ``context`` tokens, at least 20,000.
+    """Return the default number of characters to which documents are cut.
 
-    Tokens of common vocabularies have 3 to 5 characters on average, so 8 are enough.
+    It is 8 per token of the context, at least 20,000. Tokens of common vocabularies have 3 to 5
+    characters on average, so the text fills a window of ``context`` tokens.
     """
     return max(20_000, 8 * context)
 
 
 def digest(texts: Iterator[str]) -> str:
-    """Return a hash of documents."""
+    """Return the SHA-256 of documents in hexadecimal digits."""
     found = hashlib.sha256()
     for text in texts:
         found.update(f"{len(text)}:{text}".encode())

@@ -52,7 +52,8 @@ class VllmModel(Model):
                     temperature=0.0,
                     max_tokens=request.limit,
                     stop=list(request.stop) or None,
-                    # No other id of the configuration, so that texts end as with transformers.
+                    # Ignore other end tokens of the model's configuration, so that texts end at the
+                    # same token as with transformers.
                     stop_token_ids=[end],
                     ignore_eos=True,
                     skip_special_tokens=False,
@@ -81,7 +82,7 @@ class VllmModel(Model):
 def check_served(
     suites: Sequence[Suite], targets: Sequence[Target], computing: Computing, ranks: int
 ) -> None:
-    """Check, before anything runs, that vLLM is installed and supports suites and targets.
+    """Check, before anything runs, that vLLM is installed and supports all suites and targets.
 
     Raises:
         UserError: vLLM is missing, or does not support a suite, a target or an option.
@@ -99,7 +100,7 @@ def check_served(
                 "not support; run it with --engine transformers"
             )
     for target in targets:
-        # vLLM may support model types that have no variant here.
+        # A model type without a variant in this package may be supported by vLLM.
         has_variant = of_model_type(target.config.model_type) is not None
         layers = target.config.num_hidden_layers
         if has_variant and any(kind.map_pairs for kind, _ in target.variant.by_kind(layers)):

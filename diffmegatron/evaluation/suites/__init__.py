@@ -26,7 +26,7 @@ from diffmegatron.evaluation.suites.throughput import Throughput
 from diffmegatron.files import clipped
 from diffmegatron.validation import validated
 
-# Largest default of the setting ``context``.
+# Largest default of the setting ``context``, in tokens.
 MAX_DEFAULT_CONTEXT = 2048
 SUITES: dict[str, type[Suite]] = {
     each.name: each
@@ -61,8 +61,9 @@ def make_suites(
 
     Args:
         names: names of suites.
-        options: values of fields, for every suite that has them.
-        settings: ``SUITE.KEY=VALUE`` with a YAML value.
+        options: values of the fields ``data``, ``haystack`` and ``data_dir``, for every suite that
+            has such a field.
+        settings: settings as ``SUITE.KEY=VALUE`` with a YAML value.
         context: function that returns the default of the field ``context``.
 
     Raises:

@@ -24,10 +24,11 @@ _ACCURACY = "accuracy"
 
 
 class AssociativeRecall(TextSuite):
-    """Share of values that are the most likely token after their key's second occurrence.
+    """Share of values that the model predicts after the second occurrence of their keys.
 
-    A text of 4 D tokens states D pairs of a key and a value, then repeats the same pairs in another
-    order. The model reads the whole text, so one forward pass predicts all D values.
+    A text has 4 D tokens: D pairs of a key and a value of one token each, then the same pairs in
+    another order. A value counts if it is the most likely token after its key. The model reads the
+    whole text, so one forward pass predicts all D values.
     """
 
     name: ClassVar[str] = "associative-recall"
@@ -45,12 +46,12 @@ class AssociativeRecall(TextSuite):
     @property
     @override
     def needs_one_tokenizer(self) -> bool:
-        # Keys and values must be single tokens.
+        # Keys and values must be single tokens for all targets.
         return True
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the texts, after a check that each repeats its pairs."""
+        """Return an item for each text, after a check that its second half repeats its pairs."""
         found: list[Item] = []
         for source, text in first_texts(self.data, self.documents, sys.maxsize):
             ids = target.encode(text)
@@ -70,14 +71,15 @@ class AssociativeRecall(TextSuite):
     def ask(self, target: Target, item: Item) -> Asking:
         ids = item.content
         half = len(ids) // 2
-        # The second half begins with a key, and keys and values alternate.
+        # The context ends with the first key of the second half. Then values and keys alternate, so
+        # the continuation has the values at even positions.
         ((scored,),) = yield [Scoring(ids[: half + 1], [ids[half + 1 :]])]
         right = scored.likeliest[::2]
         return {"pairs": len(right), "right": int(right.sum())}
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the accuracy over all texts, and over the texts with the same number of pairs."""
+        """Return the accuracy, over all texts and over texts with the same number of pairs."""
         share = Mean(record["right"], record["pairs"], per_token=True)
         return {_ACCURACY: share, f"{_ACCURACY}, {record['pairs']} pairs": share}
 
@@ -87,7 +89,7 @@ class AssociativeRecall(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the accuracy over the number of pairs."""
+        """Draw the accuracy by number of pairs."""
         points = {}
         for name, of_target in records.items():
             by_pairs: dict[int, dict[str, Mean]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Statistics of attention heads in the figures of DEX (Kong, Jang, Kwak, 2025)."""
+"""Statistics of attention heads, as in the figures of DEX (Kong, Jang, Kwak, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, cycle
@@ -30,8 +30,9 @@ IMPORTANCE = "importance of a head"
 class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    A text is the first ``length`` tokens of a document, including the start token. A measure is
-    averaged over the layers, or over all pairs of heads, and then over the texts.
+    Scores are the entries of a head's attention map, after any subtraction. A text is the first
+    ``length`` tokens of a document, including the start token. A measure is averaged over the
+    layers, or over all pairs of heads, and then over the texts.
     """
 
     name: ClassVar[str] = "attention-analysis"
@@ -60,8 +61,11 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the beginnings of documents that are long enough for a row with a top token."""
-        # Few tokens are longer than 16 characters.
+        """Return an item for the beginning of each document that is long enough.
+
+        A long enough text has a row with at least one top token.
+        """
+        # Tokens have less than 16 characters on average, so this suffices for `length` tokens.
         texts = first_texts(self.data, self.documents, 16 * self.length)
         found = []
         for number, (_, text) in enumerate(texts):
@@ -72,7 +76,7 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return measures by layer, by pair of layers, and by layer and head."""
+        """Return the measures of a text: by layer, by pair of layers, or by layer and head."""
         seen: list[Layer] = []
         count = model.target.variant.num_heads
         with (
@@ -105,7 +109,11 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw measures by layer, and for each target maps of layers and heads."""
+        """Draw the measures by layer as lines, and three measures as maps for each target.
+
+        The maps show distance and alignment of heads by pair of layers, and importance by layer and
+        head.
+        """
         figure.set_size_inches(13, 8 + 3.8 * len(records))
         ratios = (8, 3.8 * len(records))
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
@@ -126,7 +134,7 @@ class AttentionAnalysis(TextSuite):
         return True
 
 
-# Panels of measures by layer: the title, and prefixes of the names of measures.
+# Panels with lines over the layers: the title, and prefixes of the names of the measures in it.
 _PANELS = {
     "overlap of the top tokens": (heads.TOP,),
     "overlap of scores": (heads.IN_TOP, heads.IN_REST),
@@ -141,9 +149,9 @@ _STYLES = ("-", "--", ":")
 
 
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
-    """Return the mean over all pairs of different heads, and the means for every two layers.
+    """Return the mean over all pairs of different heads, and the mean for every two layers.
 
-    A mean over no pairs is None.
+    A mean is None if there are no pairs, which happens within a layer of one head.
 
     Args:
         pairs: values of pairs of heads, [layers * count, layers * count].
@@ -167,7 +175,11 @@ def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def _table(records: Records, measure: str) -> np.ndarray:
-    """Return means over the texts: [layers, heads] of importance, otherwise [layers, layers]."""
+    """Return the mean of a measure over the texts.
+
+    Returns:
+        [layers, heads] for importance, and [layers, layers] for distance and alignment.
+    """
     tables = [
         each[measure] if measure == IMPORTANCE else each[measure]["layers"] for each in records
     ]
@@ -175,7 +187,10 @@ def _table(records: Records, measure: str) -> np.ndarray:
 
 
 def _by_layer(records: Records) -> dict[str, np.ndarray]:
-    """Return the mean over the texts of every measure, [layers]."""
+    """Return the mean of every measure over the texts, [layers], by name.
+
+    Distance and alignment are those between heads of the same layer.
+    """
     found = {
         name: np.mean([each["layers"][name] for each in records], axis=0)
         for name in records[0]["layers"]

@@ -1,6 +1,6 @@
-"""Contextual hallucination: a judge compares texts of a model with the documents.
+"""Contextual hallucination: a judge (another model) compares a model's texts with documents.
 
-Ye et al., tables 4 and 5, following Chuang et al. (2024).
+The method is that of Ye et al., tables 4 and 5, who follow Chuang et al. (2024).
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ Problematic Spans: ["...", "..."]
 class Hallucination(Suite):
     """Share of summaries and answers that the document supports, in the opinion of a judge.
 
-    All texts of a target are generated and recorded before the first is judged, so that they remain
-    if the judge fails, and another judge can use them. A verdict that cannot be read counts as
-    false.
+    All texts of a target are generated and recorded before the first text is judged. They therefore
+    remain if the judge fails, and another judge can use them. A verdict that cannot be read counts
+    as false.
     """
 
     name: ClassVar[str] = "hallucination"
@@ -120,7 +120,7 @@ class Hallucination(Suite):
 
     @override
     def follow_ups(self, target: Target, records: Records) -> list[Item]:
-        """Return the texts to judge; their keys contain the name of the judge."""
+        """Return an item for each text to judge; its key contains the name of the judge."""
         judge = self._judge()
         if judge is None:
             return []
@@ -128,7 +128,10 @@ class Hallucination(Suite):
 
     @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the text with its document, or for a follow-up the judge's verdict."""
+        """Return the record of a generated text with its document, or of a judge's verdict.
+
+        An item whose content is a record of a text is a follow-up: the judge decides about it.
+        """
         if isinstance(item.content, dict):
             return self._judged(item.content)
         name, parts = item.content
@@ -140,7 +143,10 @@ class Hallucination(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the share of true texts, and the share of verdicts that cannot be read."""
+        """Return the share of true texts, and the share of verdicts that cannot be read.
+
+        Records of texts, which have no verdict, have no measures.
+        """
         if "verdict" not in record:
             return {}
         name, verdict = record["task"], record["verdict"]
@@ -151,7 +157,7 @@ class Hallucination(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return sentences about texts without a verdict, and verdicts that cannot be read."""
+        """Return a sentence if texts have no verdict, and a sentence if verdicts cannot be read."""
         found = []
         for name, of_target in records.items():
             judged = [record for record in of_target if "verdict" in record]
@@ -197,7 +203,10 @@ class Hallucination(Suite):
         return {"task": written["task"], "verdict": true, "spans": spans, "said": answer}
 
     def _prompt(self, target: Target, passage: Passage) -> tuple[list[int], str]:
-        """Return the ids of a prompt, and its document, without the middle if it is too long."""
+        """Return the ids of a prompt, and the text of the document in the prompt.
+
+        The middle of the document is left out if the document is too long for ``context``.
+        """
         task = _QUESTION.format(question=passage.question) if passage.question else _SUMMARY
         before, after = target.encode("Document: "), target.encode(task)
         document = target.encode(passage.document)
@@ -213,7 +222,11 @@ class Hallucination(Suite):
 
 
 def judge_question(written: Record) -> str:
-    """Return the prompt of the judge for a text; docs/evaluation.md has an example."""
+    """Return the judge's prompt for a generated text; docs/evaluation.md describes it.
+
+    Args:
+        written: record of the text with its document, question and references.
+    """
     question = written["question"]
     return JUDGE_PROMPT.format(
         kind="answer" if question else "summary",

@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-eval with its prompts, filters and metrics.
 
-It needs lm-eval (the extra ``evaluation``).
+The suite needs the package lm-eval (the extra ``evaluation``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from diffmegatron.evaluation.harness import Encoder, Question, Tasks
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
-# The paper does not name the metric. Models of this size reach its number on HellaSwag only with
-# acc_norm.
+# Metric and accuracy of each task for the paper's Differential Transformer. The paper does not name
+# the metric. For HellaSwag, models of this size reach the paper's number only with acc_norm.
 _PAPER = {
     "arc_challenge": ("acc", 0.378),
     "arc_easy": ("acc", 0.729),
@@ -55,7 +55,7 @@ _ERRORS_OF_95 = 1.96
 class LmEval(Suite):
     """Tasks of the installed lm-eval, on local files or files of Hugging Face's hub.
 
-    A prompt that is longer than the context loses its beginning, which is how lm-eval cuts it.
+    A prompt that is longer than the context is cut at its beginning, as in lm-eval.
     """
 
     name: ClassVar[str] = "lm-eval"
@@ -108,10 +108,10 @@ class LmEval(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the questions of each task after each number of examples.
+        """Return an item for each question of each task with each number of examples.
 
-        A prompt can lose its beginning, but a choice cannot be cut. An item therefore needs a
-        context for its longest choice, or for the longest answer that the task allows.
+        A prompt can be cut at its beginning, but a choice cannot be cut. The context must therefore
+        hold an item's longest choice, or the longest answer that the task allows.
         """
         encoder = _encoder(target)
         return [
@@ -121,7 +121,7 @@ class LmEval(Suite):
 
     @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the likelihoods or texts with lm-eval's metrics of them."""
+        """Return the likelihoods or texts of a question, and lm-eval's metrics of them."""
         question: Question = item.content
         encoder = _encoder(target)
         requests, cut = encoder.requests(question)
@@ -146,7 +146,10 @@ class LmEval(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float | Estimate]:
-        """Return other metrics, metrics of groups, and the average of the paper's seven tasks."""
+        """Return metrics that are not means over questions, and metrics of groups of tasks.
+
+        If all seven tasks of the paper were measured, their average accuracy is added.
+        """
         found: dict[str, float | Estimate] = {}
         for name, shots, key, value, stderr in self._results(records):
             if name in self._library.groups or not self._library.is_mean(name, key):
@@ -188,7 +191,7 @@ class LmEval(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        """Return a sentence for each target whose prompts lost their beginning."""
+        """Return a sentence for each target for which prompts were cut at their beginning."""
         found = []
         for target, of_target in records.items():
             if cut := sum(bool(record["cut"]) for record in of_target):
@@ -208,7 +211,10 @@ class LmEval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw bars for each task or its group, in a panel for each number of shots."""
+        """Draw bars for each group, and for each task outside groups.
+
+        There is a panel for each number of shots.
+        """
         found = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
         for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
@@ -222,7 +228,10 @@ class LmEval(Suite):
         return bool(panels)
 
     def _bars(self, records: Records) -> dict[tuple[str, str], Estimate]:
-        """Return the first mean of each task or group, by shots and name."""
+        """Return the first metric of each group, and of each task outside groups.
+
+        The key is (shots, name), where shots is a text such as ``5 shots``.
+        """
         groups = [each for each in self._library.groups.values() if each.has_aggregation]
         in_groups = {task.task_name for group in groups for task in group.get_all_tasks()}
         totals = {
@@ -240,7 +249,11 @@ class LmEval(Suite):
     def _results(
         self, records: Records
     ) -> Iterator[tuple[str, str | int, str, float, float | None]]:
-        """Yield name, shots, metric with filter, value and standard error of tasks and groups."""
+        """Yield (name, shots, key, value, standard error) of each metric of each task and group.
+
+        The key is metric and filter, such as ``acc,none``. A group whose tasks differ in their
+        number of shots has ``own`` instead of a number.
+        """
         passes: dict[int | None, list[Record]] = {}
         for record in records:
             passes.setdefault(record["shots"] if self.shots else None, []).append(record)
@@ -263,7 +276,10 @@ class LmEval(Suite):
         return tasks
 
     def _questions(self, target: Target) -> "Sequence[Question]":
-        """Return the questions; only the chat template depends on the target."""
+        """Return the questions of all tasks, which are cached.
+
+        They are the same for all targets, unless the target's chat template is applied.
+        """
         key = target.name if self.apply_chat_template else None
         if key not in self._built:
             template = _encoder(target).apply_chat_template if self.apply_chat_template else None

@@ -23,16 +23,17 @@ BYTE = "bits per byte"
 TOKEN = "nats per token"
 _UP_TO = "nats per token, tokens 1 to {:,}"
 _UP_TO_OWN = _UP_TO + " of windows that have as many"
-# Number of tokens of the shortest beginning of windows that has a mean.
+# Smallest n for which the mean loss over the first n tokens of windows is measured.
 _FEWEST = 16
 
 
 class Loss(WindowSuite):
     """Negative log-likelihood of held-out text.
 
-    Whole documents are cut into windows that begin with the start token, so that every byte counts
-    once with any tokenizer. With ``packed``, the documents of a source are joined before they are
-    cut. The token that ends each document joins them; its loss does not count.
+    A document is cut into windows, and the start token is put before each window. Every byte
+    therefore counts once, with any tokenizer. With ``packed``, the documents of a source are joined
+    before they are cut, each with the end-of-document token after it. The loss of this token does
+    not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -50,12 +51,12 @@ class Loss(WindowSuite):
     @property
     @override
     def needs_one_tokenizer(self) -> bool:
-        # Another tokenizer would cut packed documents into other windows.
+        # Different tokenizers would cut packed documents into different windows.
         return self.packed
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the documents, or the windows of packed documents."""
+        """Return an item for each document, or for each window of packed documents."""
         texts: dict[str, list[str]] = defaultdict(list)
         for source, text in self.texts():
             texts[source].append(text)
@@ -73,7 +74,7 @@ class Loss(WindowSuite):
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths n of the beginnings of windows that have a mean, ascending.
+        """Numbers n, ascending, for which the mean over the first n tokens of windows is measured.
 
         They are the powers of two from 16, and the length of a full window without its start token.
         """
@@ -83,10 +84,11 @@ class Loss(WindowSuite):
 
     @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the sums of nats, tokens and bytes.
+        """Return the sums of nats, tokens and bytes of a document or packed window.
 
-        ``beginnings`` has nats and tokens of the first n tokens of all windows with n tokens or
-        more, by n. ``full`` has the same for full windows only.
+        In the record, ``beginnings`` has for each n the nats and the number of the first n tokens,
+        summed over all windows with n tokens or more. ``full`` has the same sums over full windows
+        only.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -98,7 +100,7 @@ class Loss(WindowSuite):
         full = {n: [0.0, 0] for n in self.lengths}
         for window, (scored,) in zip(pieces, answers, strict=True):
             losses = scored.nats.double().numpy()
-            # The token that ends a packed document is not text. Whole documents do not have it.
+            # In packed windows, the end-of-document token is not text and does not count.
             counted = np.array([isinstance(piece, str) or token != end for token in window])
             sums, counts = np.cumsum(losses * counted), np.cumsum(counted)
             nats, tokens = nats + float(sums[-1]), tokens + int(counts[-1])
@@ -119,10 +121,11 @@ class Loss(WindowSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return nats per token, and bits per byte of whole documents, over all text and by source.
+        """Return nats per token, and bits per byte of unpacked documents, in total and by source.
 
-        Two further means are nats per token of the first n tokens: over the full windows, which are
-        the same for every n, and over all windows with n tokens, which differ between numbers n.
+        For each n there are two more means, which are over the first n tokens of windows. One mean
+        uses the full windows, so the windows are the same for every n. The other mean uses all
+        windows with n tokens or more, so larger n have fewer windows.
         """
         own = {TOKEN: Mean(record["nats"], record["tokens"], per_token=True)}
         if not self.packed:
@@ -150,7 +153,7 @@ class Loss(WindowSuite):
 
     @override
     def ordered(self, measures: Sequence[str]) -> list[str]:
-        """Return measures of all text, of beginnings, and of each source, in this order."""
+        """Return the measures in order: of all text, of the first n tokens, of each source."""
         order = [
             *(TOKEN, BYTE),
             *(name.format(n) for name in (_UP_TO, _UP_TO_OWN) for n in self.lengths),
@@ -164,7 +167,7 @@ class Loss(WindowSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the mean over the first n tokens of full windows."""
+        """Draw the mean loss over the first n tokens of full windows by n."""
         from matplotlib.ticker import NullLocator, StrMethodFormatter
 
         axes = figure.subplots()
@@ -196,7 +199,7 @@ class Loss(WindowSuite):
             ylabel=f"{TOKEN}, mean of tokens 1 to n",
             title="Loss of the first n tokens of full windows, 95% intervals",
         )
-        # Powers of ten would leave a narrow range without a label, so label the measured lengths.
+        # Label the measured lengths, because a narrow range may contain no power of ten.
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])

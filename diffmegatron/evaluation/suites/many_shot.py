@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 DATA_DIR = Field(description="folder with the files of published data sets")
 
 
-# End of the name of a task's mean accuracy over the numbers of examples.
+# Suffix in the name of the measure that is the mean of a task over all numbers of examples.
 _MEAN = ", mean over shots"
 
 
 class ManyShot(Suite):
-    """Accuracy after ``shots`` examples of the training set, the same for every test item.
+    """Accuracy of classification after ``shots`` examples of the training set.
 
-    The examples for a number of shots begin with the examples for a smaller number. All labels of
-    the training set are choices. A prompt that is longer than a target's context is not run.
+    The examples are the same for every test item. More shots add examples at the end of those for
+    fewer shots. The model chooses among all labels of the training set. An item whose prompt is
+    longer than a target's context is not run.
     """
 
     name: ClassVar[str] = "many-shot"
@@ -49,7 +50,7 @@ class ManyShot(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return every test item after every number of shots."""
+        """Return an item for every test question and every number of shots."""
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target)
@@ -83,7 +84,7 @@ class ManyShot(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the question, which is asked once for each number of shots."""
+        """Return the question as the unit, because it is asked once for each number of shots."""
         return f"{record['task']}/{record['question']}"
 
     @override

@@ -1,6 +1,6 @@
-"""Mathematical problems in words, whose answers math-verify compares.
+"""Mathematical problems in words. The library math-verify compares answers.
 
-It needs math-verify (the extra ``evaluation``).
+The suite needs math-verify (the extra ``evaluation``).
 """
 
 import re
@@ -29,10 +29,11 @@ _NEXT = "\n\nQuestion:"
 
 
 class Mathematics(Suite):
-    """Accuracy of answers that the model derives after ``shots`` of GSM8K's training problems.
+    """Accuracy on mathematical problems, after ``shots`` solved problems as examples.
 
-    Decoding is greedy. It ends at the end of a document, at the next question, or after
-    ``answer_tokens`` tokens (1,024 or 16,384 in the paper).
+    The examples are the first problems of GSM8K's training set. Decoding is greedy. It ends at the
+    end-of-document token, at the next question, or after ``answer_tokens`` tokens (1,024 or 16,384
+    in the paper).
     """
 
     name: ClassVar[str] = "math"
@@ -56,7 +57,7 @@ class Mathematics(Suite):
 
     @override
     def check(self, target: Target) -> None:
-        """Check the files of the benchmarks, and that math-verify is installed."""
+        """Check that the files of the benchmarks can be read, and that math-verify is installed."""
         _library()
         for benchmark in choose(self.benchmarks, BENCHMARKS, "benchmark"):
             benchmark.examples(self.data_dir)
@@ -72,7 +73,8 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start, *asked]
-                # A question may change the last token of the examples before it.
+                # Count the tokens that equal those of the examples alone. The last token of the
+                # examples may differ, because the tokenizer may join it with the question.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)
@@ -94,7 +96,7 @@ class Mathematics(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the accuracy, and the share of texts that reached the limit."""
+        """Return the accuracy, and the share of texts that reached ``answer_tokens``."""
         name = record["benchmark"]
         return {
             name: Mean(float(record["right"])),
@@ -122,15 +124,21 @@ class Mathematics(Suite):
 
 
 def is_right(text: str, answer: str, choices: Sequence[str] = ()) -> bool:
-    """Return whether the answer of a text is mathematically equal to the correct one.
+    """Return whether the answer in a text is mathematically equal to the correct answer.
 
-    If there are choices, the answer is the choice that the text names last.
+    In a multiple-choice problem, the answer is the choice that occurs last in the text.
+
+    Args:
+        text: text that the model wrote.
+        answer: correct answer.
+        choices: choices of a multiple-choice problem, otherwise empty.
 
     Raises:
         UserError: math-verify is not installed.
     """
     if choices:
-        # If two choices end at the same place, the longer one contains the other.
+        # If two choices end at the same position, the longer one contains the shorter one, so the
+        # longer one is the answer.
         return answer == max(choices, key=lambda choice: (_last(choice, text), len(choice))) and (
             _last(answer, text) >= 0
         )

@@ -37,9 +37,9 @@ _END = "\n"
 class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
-    For a pair (N, R), N needles are hidden and the model is asked for R of them. The first needle
-    lies at ``depths`` and is among the R; the others lie anywhere. Decoding is greedy, and a number
-    is found if the answer contains it.
+    For a pair (N, R), N needles are hidden and the model is asked for R of their numbers. The first
+    needle lies at one of ``depths`` and is among the R; the other needles lie at random depths.
+    Decoding is greedy, and a number is found if the answer contains it.
     """
 
     name: ClassVar[str] = "needle"
@@ -114,7 +114,7 @@ class Retrieval(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the share found by pair and length, over all depths."""
+        """Return the share of numbers found, by pair and length, over all depths."""
         needles, asked, length = record["needles"], record["asked"], record["length"]
         return {f"N={needles} R={asked}, {length:,} tokens": Mean(record["found"])}
 
@@ -137,7 +137,7 @@ class Retrieval(Suite):
         return True
 
     def _table(self, records: Records, needles: int, asked: int) -> np.ndarray:
-        """Return the mean share found, [depths, lengths]; NaN without items."""
+        """Return the mean share of numbers found, [depths, lengths]; NaN where there is no item."""
         cells: dict[tuple[float, int], list[float]] = defaultdict(list)
         for record in records:
             if (record["needles"], record["asked"]) == (needles, asked):
@@ -157,11 +157,11 @@ def hide(
 
     Args:
         haystack: path of the text.
-        target: model whose tokens count.
+        target: model whose tokenizer encodes the prompt.
         key: key of the item, which seeds its random choices.
         length: number of tokens of the prompt.
-        pair: number of needles, and number of needles to find.
-        depth: share of the text before the first needle.
+        pair: number of needles to hide, and number of needles to find.
+        depth: share of the text before the first needle, from 0 to 1.
     """
     count, asked = pair
     draw = random.Random(key)

@@ -30,9 +30,10 @@ _ANSWER_T, _NOISE_T = (0.03, 0.03, 0.03, 0.07, 0.09), (0.51, 0.54, 0.52, 0.49, 0
 class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
-    They are shares of the sum of absolute values in a row of the map after subtraction. The answer
-    is the needle's whole sentence. Noise is the rest of the haystack with the other needles,
-    without the start token and the question. Measures are means over all heads of all layers.
+    A share is a sum of absolute values in the last row of a head's map after subtraction, divided
+    by the sum over the whole row. ``answer`` is the share of the needle's whole sentence. ``noise``
+    is the share of the rest of the haystack, including other needles but not the start token and
+    the question. Measures are means over all heads of all layers.
     """
 
     name: ClassVar[str] = "needle-attention"
@@ -99,7 +100,7 @@ class NeedleAttention(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return the shares by depth, over all layers and heads."""
+        """Return the shares of answer and noise by depth, as means over all layers and heads."""
         depth = f"depth {record['depth']:.0%}"
         return {
             f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
@@ -111,7 +112,7 @@ class NeedleAttention(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the shares of answer and noise by layer and head, over all depths."""
+        """Draw the shares of answer and noise by layer and head, as means over all depths."""
         figure.set_size_inches(4.5 * len(records), 7.5)
         panels = figure.subfigures(2, 1, squeeze=False)[:, 0]
         for panel, part in zip(panels, ("answer", "noise"), strict=True):

@@ -27,11 +27,12 @@ _ARRANGEMENTS = ("random", "alternating")
 
 
 class Order(Suite):
-    """Accuracy after ``permutations`` of one set of examples with balanced classes.
+    """Accuracy of classification after the same examples in different orders.
 
-    The arrangement ``random`` shuffles all examples. ``alternating`` shuffles each class, and takes
-    an example of each class in turn. The margin is the accuracy of the best permutation minus the
-    accuracy of the worst.
+    The examples have balanced classes. Each of two arrangements has ``permutations`` random orders:
+    ``random`` shuffles all examples; ``alternating`` shuffles the examples of each class, and takes
+    one of each class in turn. The margin is the accuracy of the best order minus the accuracy of
+    the worst order.
     """
 
     name: ClassVar[str] = "order"
@@ -55,7 +56,7 @@ class Order(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return every test item after every permutation."""
+        """Return an item for every test question and every permutation of the examples."""
         found: list[Item] = []
         for name in self.tasks:
             task = EncodedTask(name, self.data_dir, self.samples, target)
@@ -83,14 +84,15 @@ class Order(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the question, which is asked once for each permutation."""
+        """Return the question as the unit, because it is asked once for each permutation."""
         return f"{record['task']}/{record['question']}"
 
     @override
     def totals(self, records: Records) -> dict[str, Estimate]:
         """Return the accuracies of the best and the worst permutation, and the margin.
 
-        A resample draws questions, and determines its own best and worst permutation.
+        For the intervals, a resample draws questions, and the best and the worst permutation are
+        determined again for each resample.
         """
         found: dict[str, Estimate] = {}
         for name, right in _right_by_permutation(records).items():
@@ -134,14 +136,23 @@ class Order(Suite):
 
 
 def arranged(examples: Sequence[Example], arrangement: str, permutation: int) -> list[Example]:
-    """Return the examples in the order of an arrangement's permutation."""
+    """Return the examples in one order of an arrangement.
+
+    Args:
+        examples: examples of a prompt.
+        arrangement: ``random`` or ``alternating``.
+        permutation: number of the order, which seeds the shuffle.
+    """
     shuffled = list(examples)
     random.Random(f"{arrangement}/{permutation}").shuffle(shuffled)
     return list(_in_turn(shuffled)) if arrangement == "alternating" else shuffled
 
 
 def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
-    """Yield an example of each class in turn; classes have the order of their first examples."""
+    """Yield one example of each class in turn, until all are used.
+
+    The classes come in the order of their first examples.
+    """
     by_class: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         by_class[example.label].append(example)
@@ -150,10 +161,10 @@ def _in_turn(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _right_by_permutation(records: Records) -> dict[str, np.ndarray]:
-    """Return 1 for correct answers and 0 for others, float64 [questions, permutations].
+    """Return a table for each task and arrangement: 1 for a correct answer and 0 for a wrong one.
 
-    The keys are task and arrangement. A question counts only if it has an answer for every
-    permutation, because some prompts may have been too long.
+    A table is float64 [questions, permutations]. It contains only questions with an answer for
+    every permutation: some answers are missing if prompts were longer than the context.
     """
     right: dict[str, dict[int, dict[int, bool]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:

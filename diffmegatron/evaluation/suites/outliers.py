@@ -39,10 +39,11 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 class Outliers(WindowSuite):
     """Exact largest and median magnitudes of activations over held-out text.
 
-    Logits are the entries of every query head and map before the softmax, without masked entries.
-    Hidden states are the outputs of every layer. Values are not stored. A first pass counts
-    magnitudes in bins by the upper bits of their float32, and a second pass counts the magnitudes
-    in the bins of the medians by the lower bits.
+    Attention logits are the inputs of the softmax in every query head, without masked entries.
+    Hidden states are the outputs of every layer. There are too many values to store, so the median
+    takes two passes over the text. The first pass counts magnitudes in bins by the upper bits of
+    their float32. The second pass counts the magnitudes within the bin of the median by the lower
+    bits.
     """
 
     name: ClassVar[str] = "outliers"
@@ -94,7 +95,11 @@ class Outliers(WindowSuite):
     @override
     @torch.no_grad()
     def score(self, model: Model, item: Item) -> Record:
-        """Return the largest magnitudes and the counts of bins, or the counts within bins."""
+        """Return the counts of one window.
+
+        In the first pass they are the counts by bin, with the 100 largest magnitudes. In the second
+        pass they are the counts within the bins of the medians.
+        """
         ids, bins = item.content
         counters = {of: _Counter(None if bins is None else bins[of], of) for of in (LOGITS, HIDDEN)}
 
@@ -135,7 +140,12 @@ class Outliers(WindowSuite):
 
 
 class _Counter:
-    """Counts of magnitudes: in the first pass by bin, in the second within some bins."""
+    """Counts of magnitudes: by bin in the first pass, and within given bins in the second pass.
+
+    Args:
+        bins: bins of the second pass; None for the first pass.
+        name: name of the values, for the error message.
+    """
 
     def __init__(self, bins: Sequence[int] | None, name: str) -> None:
         self._wanted, self._name = bins, name
@@ -144,7 +154,7 @@ class _Counter:
         self._counts = {each: np.zeros(size, np.int64) for each in bins or (0,)}
 
     def add(self, values: Tensor) -> None:
-        """Count values [n].
+        """Count the magnitudes of ``values`` [n].
 
         Raises:
             NotFiniteError: a value is not finite.
@@ -177,12 +187,17 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 
 
 def _median_bins(counts: np.ndarray) -> list[int]:
-    """Return the bins of the one or two values whose mean is the median."""
+    """Return the bins of the two middle values, whose mean is the median; one bin if equal."""
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
 
 def _median(counts: np.ndarray, second: Records) -> float:
-    """Return the median magnitude from the counts of bins and the counts of the second pass."""
+    """Return the median magnitude.
+
+    Args:
+        counts: counts by bin of the first pass.
+        second: records of the second pass.
+    """
     values = []
     for rank in _middle(counts):
         chosen, before = _place(counts, rank)
@@ -193,13 +208,16 @@ def _median(counts: np.ndarray, second: Records) -> float:
 
 
 def _middle(counts: np.ndarray) -> tuple[int, int]:
-    """Return the ranks, from 0, of the two middle values, which are equal for odd counts."""
+    """Return the ranks, from 0, of the two middle values.
+
+    The ranks are equal if the number of values is odd.
+    """
     total = int(counts.sum())
     return (total - 1) // 2, total // 2
 
 
 def _place(counts: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return the bin of the value with a rank, and the number of values in the bins before it."""
+    """Return the bin of the value with rank ``rank``, and the number of values in earlier bins."""
     ends = np.cumsum(counts)
     chosen = int(np.searchsorted(ends, rank, side="right"))
     return chosen, int(ends[chosen] - counts[chosen])

@@ -30,9 +30,9 @@ class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
     The documents of a source are joined by empty lines and tokenized as one text, without a start
-    token. Windows of ``context`` tokens begin every ``stride`` tokens. The tokens that are new in a
-    window count, and the other tokens are their context. The first token of a window never counts,
-    because nothing precedes it.
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. In each window, only the
+    tokens that no earlier window contained count; the tokens before them are their context. The
+    first token of a window never counts, because no token precedes it.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -101,7 +101,8 @@ class Perplexity(TextSuite):
         for measure, each in shares.items():
             nats = estimate(each)
             assert nats is not None
-            # The ends are percentiles, so the increasing exponential maps them to percentiles.
+            # The exponential is an increasing function, so it maps the percentiles of the loss to
+            # the percentiles of the perplexity.
             low, high = (None if end is None else _exp(end) for end in (nats.low, nats.high))
             name = measure.replace(_NATS, _PERPLEXITY)
             found[name] = Estimate(_exp(nats.value), low, high, nats.items)
@@ -128,11 +129,11 @@ class Perplexity(TextSuite):
 
 
 def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield windows, each with the number of its last tokens that are new."""
+    """Yield each window with the number of tokens, at its end, that no earlier window counted."""
     counted = 0
     for first in range(0, len(ids), stride):
         end = min(first + length, len(ids))
-        # Nothing precedes the first token of the window.
+        # The first token of the window does not count, because no token precedes it.
         count = end - max(counted, first + 1)
         if count:
             yield ids[first:end], count
@@ -142,5 +143,5 @@ def _windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Seq
 
 
 def _exp(nats: float) -> float:
-    """Return exp(nats), at most about the largest float64."""
+    """Return exp(nats), or exp(709) for larger nats, which would overflow float64."""
     return math.exp(min(nats, 709.0))

@@ -21,9 +21,10 @@ _FULL = "as they are"
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged logits, and with logits rounded by absmax to ``bits``.
+    """Loss on held-out text with unchanged attention logits, and with logits rounded to ``bits``.
 
-    The paper measures HellaSwag's accuracy instead of the loss.
+    The logits are rounded relative to their largest absolute value (absmax). The paper measures
+    HellaSwag's accuracy instead of the loss.
     """
 
     name: ClassVar[str] = "quantized-attention"
@@ -78,7 +79,7 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw the loss over the number of bits."""
+        """Draw the loss by number of bits."""
         names = [_FULL, *(f"{bits} bits" for bits in self.bits)]
         estimates = {name: estimate_measures(self, each) for name, each in records.items()}
         points = {

@@ -1,7 +1,7 @@
 """Associative recall on real text: the loss at repeated bigrams (Arora et al., 2023, Zoology).
 
-A token is an AR hit if it ends a bigram that stands earlier in the context and is rare in the
-training corpus (table 6 of Ye et al.).
+A token is an AR hit (associative recall) if it is the second token of a bigram that occurs earlier
+in the context and is rare in the training corpus (table 6 of Ye et al.).
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ HITS = "nats per token, AR hits"
 OTHERS = "nats per token, other tokens"
 _SHARE = "share of AR hits"
 _TABLE = "1.4B, table 6"
+# Number of tokens of the training corpus that are read at once.
 _BUFFER = 1 << 22
 
 
@@ -71,7 +72,7 @@ class Recall(WindowSuite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the documents. An item has the windows, and the positions of their AR hits."""
+        """Return an item for each document: its windows, and the positions of AR hits in each."""
         pieces = [self.windows(text, target) for _, text in self.texts()]
         repeated = [[list(_repeated(window)) for window in each] for each in pieces]
         bigrams = {pair for each in repeated for window in each for pair, _ in window}
@@ -134,12 +135,12 @@ def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[i
 
 
 def _key(first: Any, second: Any) -> Any:
-    """Return a number for a bigram, or for arrays of bigrams; it preserves their order."""
+    """Return a number for a bigram, or for arrays of bigrams; numbers sort like the bigrams."""
     return first * (1 << 32) + second
 
 
 def _repeated(window: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield repeated bigrams of a window, with the positions of their last tokens."""
+    """Yield each repetition of a bigram in a window, with the position of its second token."""
     seen: set[tuple[int, int]] = set()
     for place, pair in enumerate(pairwise(window), start=1):
         if pair in seen:

@@ -1,7 +1,7 @@
-"""Scaling curves of runs: power laws of the held-out loss, and ratios at equal loss.
+"""Scaling curves of runs: power laws of the held-out loss, and ratios of sizes at equal loss.
 
-Ye et al. fit Kaplan et al.'s L(x) = a x^-b to models of several sizes, and to several numbers of
-training tokens of one size (figure 3).
+Ye et al. fit Kaplan et al.'s power law L(x) = a x^-b in two ways (figure 3): with x the number of
+parameters of several models, and with x the number of training tokens of models of one size.
 """
 
 import math
@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 
 class PowerLaw(NamedTuple):
-    """The law L(x) = a x^-b."""
+    """The power law L(x) = a x^-b, where L is the loss in nats per token."""
 
     a: float
     b: float
@@ -40,15 +40,17 @@ class PowerLaw(NamedTuple):
         return self.a * x**-self.b
 
     def size(self, loss: float) -> float:
-        """Return the x at which the law has a loss."""
+        """Return the x for which L(x) is ``loss``."""
         return (self.a / loss) ** (1 / self.b)
 
 
 class Scaling(Suite):
-    """Power laws of a kind of attention and of the Transformer.
+    """Power laws of the held-out loss for each kind of attention, compared with the Transformer.
 
-    ``against: parameters`` fits the last held-out loss of every run, and the runs have several
-    sizes. ``against: tokens`` fits all held-out losses of every run, and the runs have one size.
+    With ``against: parameters``, x is the number of parameters. The law is fitted to the last
+    held-out loss of every run, so the runs must have several sizes. With ``against: tokens``, x is
+    the number of training tokens. The law is fitted to all held-out losses of every run, and the
+    runs must have one size.
     """
 
     name: ClassVar[str] = "scaling"
@@ -74,7 +76,7 @@ class Scaling(Suite):
 
     @override
     def items(self, target: Target) -> list[Item]:
-        """Return the run, with its held-out losses by step."""
+        """Return the run as the only item, with its held-out losses by step."""
         assert target.run_dir is not None
         losses = [
             (int(entry["step"]), entry["valid/loss"])
@@ -90,7 +92,10 @@ class Scaling(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return the kind of attention, parameters without embeddings, and losses by tokens."""
+        """Return the kind of attention, the number of parameters, and the losses by tokens seen.
+
+        Parameters of embeddings are not counted.
+        """
         run_dir, losses = item.content
         recipe = load_resolved(Path(run_dir) / _RECIPE)
         attention = recipe.model.attention
@@ -103,17 +108,17 @@ class Scaling(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the last loss of the run, its parameters and its tokens."""
+        """Return the run's number of parameters and tokens, and its last held-out loss."""
         (record,) = records
         tokens, loss = record["losses"][-1]
         return {"parameters": record["parameters"], "tokens": tokens, "last held-out loss": loss}
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return a and b of every fit, and for each size of a kind its share at equal loss.
+        """Return a and b of every fit, and for each kind and size the share at equal loss.
 
-        The share at size x is x divided by the size at which the Transformer's fit has the same
-        loss as the kind's fit at x.
+        Size is the number of parameters or tokens. The share of a kind at size x is x divided by
+        the size for which the Transformer's fit has the loss that the kind's fit has at x.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -161,7 +166,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return sorted (size, loss) by kind, and whether the kind is the Transformer."""
+        """Return for each kind its sorted points (x, loss), and whether it is the Transformer."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -175,7 +180,10 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return law and sizes of each kind with a fit, and whether it is the Transformer."""
+        """Return for each kind with a fit its law, its values of x, and whether it is the baseline.
+
+        The baseline is the Transformer.
+        """
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():
             law = fit_power_law(points)
@@ -185,12 +193,13 @@ class Scaling(Suite):
 
 
 def fit_power_law(points: Sequence[Point]) -> PowerLaw | None:
-    """Return the least-squares fit of log L on log x.
-
-    Returns None if all x are equal, or if the loss does not fall with x.
+    """Fit a power law by least squares to (log x, log L).
 
     Args:
-        points: x and L, both above 0.
+        points: pairs (x, L), both above 0.
+
+    Returns:
+        The law; None if all x are equal, or if the fitted loss does not fall with x.
     """
     if len({x for x, _ in points}) < 2:
         return None

@@ -24,10 +24,10 @@ _TABLE = "3B, 4K, H100, table 7"
 
 
 class Throughput(Suite):
-    """Tokens per second of each phase, after a warm-up before each repetition.
+    """Tokens per second in prefill, decoding and training, with a warm-up before each repetition.
 
-    ``training`` is a forward and backward pass without an optimizer. Compare ratios with the
-    paper's table 7 and not speeds, which depend on the GPU and the implementation.
+    ``training`` is a forward and backward pass without an optimizer. Compare ratios of models with
+    the paper's table 7. Speeds depend on the GPU and the implementation, so do not compare them.
     """
 
     name: ClassVar[str] = "throughput"
@@ -59,7 +59,10 @@ class Throughput(Suite):
 
     @override
     def score(self, model: Model, item: Item) -> Record:
-        """Return tokens, seconds, and peak bytes of the GPU, or of the process since its start."""
+        """Return the number of tokens, the seconds, and the peak memory in bytes of a repetition.
+
+        On a CPU, the peak memory is that of the process since its start.
+        """
         vocabulary = model.target.tokenizer.vocab_size
         ids = torch.randint(
             vocabulary, (self.batch, self.context), generator=torch.Generator().manual_seed(0)
@@ -88,7 +91,7 @@ class Throughput(Suite):
 
     @override
     def totals(self, records: Records) -> dict[str, float]:
-        """Return the highest peak of each phase."""
+        """Return the largest peak memory of each phase."""
         return {
             f"{phase}, peak memory in GiB": max(
                 record["peak_bytes"] for record in records if record["phase"] == phase
@@ -99,7 +102,7 @@ class Throughput(Suite):
 
     @override
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
-        """Return every target's speed divided by the first target's."""
+        """Return the speed of each target divided by the speed of the first target, by phase."""
         first, *others = records
         found: dict[str, float] = {}
         for phase in _PHASES:
