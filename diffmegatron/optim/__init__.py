@@ -1,1 +1,4 @@
-"""Optimizer: DeepSpeed in `zero.py`, learning rates in `schedule.py`, guard in `guard.py`."""
+"""The optimizer: DeepSpeed ZeRO (``zero.py``), learning rate (``schedule.py``), and the guard.
+
+The guard (``guard.py``) decides whether a step is applied.
+"""

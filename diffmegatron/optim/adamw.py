@@ -1,9 +1,9 @@
-"""AdamW with a gate that can refuse a step once the gradient norm is known.
+"""AdamW with a gate, a callback that can refuse a step after the gradient norm is computed.
 
-One call of DeepSpeed's optimizers reduces the gradients, computes their norm, clips them and
-updates the weights. For the update, DeepSpeed calls :class:`GatedAdamW`. The norm is known at
-that point, and no weight or moment has changed. Refusing the step there needs no additional pass,
-collective or synchronization.
+One call of DeepSpeed's optimizer computes the gradient norm, clips the gradients and updates the
+weights. For the update it calls :class:`GatedAdamW`. At that point the norm is available and no
+weight or moment has changed. Refusing the step there needs no additional pass over the gradients,
+no collective and no synchronization.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +19,14 @@ from diffmegatron.optim.partition import Partition
 
 
 class Gate:
-    """The decision about one step, which is made once for all parameter groups.
+    """The decision whether one step is applied, made once for all parameter groups.
+
+    Args:
+        zero_optimizer: DeepSpeed's optimizer, from which the gradient norm is read.
+        allow: function of the gradient norm (0-dim) that returns whether the step is applied.
 
     Attributes:
-        answer: result of ``allow``; None before the call.
+        answer: result of ``allow``; None until ``allow`` is called.
     """
 
     def __init__(self, zero_optimizer: Any, allow: Callable[[Tensor], bool]) -> None:
@@ -30,26 +34,29 @@ class Gate:
         self.answer: bool | None = None
 
     def __call__(self) -> bool:
-        """Return the result of ``allow``, which is called the first time only."""
+        """Return the result of ``allow``; later calls return the result of the first call."""
         if self.answer is None:
             self.answer = self._allow(self._zero_optimizer._global_grad_norm)
         return self.answer
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW with a gate for each step, and with weight decay of some rows of a parameter.
+    """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter.
 
     Attributes:
-        gate: returns whether the step is applied.
-        decaying_rows: trained rows of parameters that also have frozen rows. The keys are the flat
-            master tensors, and the values are views into them.
+        gate: function that returns whether the present step is applied.
+        decaying_rows: for parameters of which some rows are frozen, the trained rows. The keys are
+            flat master tensors (flattened float32 weights), and the values are views into the key.
     """
 
     gate: Callable[[], bool]
     decaying_rows: Mapping[Tensor, list[Tensor]]
 
     def step(self, closure: Any = None) -> Any:
-        """Update one parameter group if the gate allows it."""
+        """Update the weights of ``self.param_groups`` if the gate allows it.
+
+        DeepSpeed may call this once per parameter group, with only that group in ``param_groups``.
+        """
         if not self.gate():
             return None
         for group in self.param_groups:
@@ -72,9 +79,16 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
 
 
 def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor, list[Tensor]]:
-    """Return the trained rows of partly frozen parameters that this rank holds.
+    """Return the trained rows of the parameters of which some rows are frozen.
 
-    The rows are views into the flat master tensors, by which they are keyed.
+    Only the elements in this rank's ZeRO partition are returned.
+
+    Args:
+        partition: location of the master weights.
+        network: network of this rank.
+
+    Returns:
+        Views into the flat master tensors, by flat master tensor.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():

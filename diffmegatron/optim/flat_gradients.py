@@ -1,10 +1,13 @@
-"""Flat float32 gradients for ZeRO 1, one tensor per parameter group.
+"""Flat float32 gradients for ZeRO 1: one 1-dim tensor per parameter group.
 
-Gradients that are flat from the start are reduced over the ranks in place. DeepSpeed's own
-reduction copies them first. In bf16 it concatenates all gradients of the rank once more
-(``buffered_allreduce_fallback`` in runtime/engine.py). In float32 it copies every gradient into a
-bucket, out of it and into two further buffers (``reduce_gradients`` in
-runtime/zero/stage_1_and_2.py), which takes most of the time of a small update on a CPU.
+The backward pass accumulates gradients directly in the flat tensors, so the reduction over ranks
+needs no copy. DeepSpeed's own reduction copies the gradients:
+
+- In bf16 it concatenates all gradients of the rank (``buffered_allreduce_fallback`` in
+  runtime/engine.py).
+- In float32 it copies every gradient into a bucket, back, and into two more buffers
+  (``reduce_gradients`` in runtime/zero/stage_1_and_2.py). On a CPU this is most of the time of a
+  small update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +21,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """The gradients of a parameter group.
+    """The gradients of a parameter group in one tensor.
 
     Attributes:
-        flat: float32 [n], the gradients of ``parameters`` in their order, padded at the end.
-        parameters: parameters of the group.
+        flat: float32 [n], the flattened gradients of ``parameters`` one after the other, with
+            padding at the end.
+        parameters: parameters of the group, in the order of ``flat``.
     """
 
     flat: Tensor
@@ -37,21 +41,27 @@ class FlatGroup:
 
 
 class FlatGradients(Protocol):
-    """Accumulated gradients of a rank, in the same order on every rank of its data group."""
+    """Interface of the accumulated gradients of a rank.
+
+    All ranks of a data-parallel group have the gradients in the same order.
+    """
 
     @property
     def groups(self) -> Sequence[FlatGroup]:
         """Flat gradients of every parameter group."""
 
     def hand_over(self) -> None:
-        """Put the reduced gradients where DeepSpeed's step reads them."""
+        """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
 
     def reset(self) -> None:
-        """Set the gradients to zero after DeepSpeed's step."""
+        """Set the gradients to zero; called after DeepSpeed's step."""
 
 
 def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
-    """Return ZeRO 1's flat gradients; None for other stages and for an offloaded optimizer."""
+    """Return the flat gradients of DeepSpeed's ZeRO 1 optimizer.
+
+    Returns None for other ZeRO stages and for an offloaded optimizer.
+    """
     if hasattr(zero_optimizer, "fp32_groups_gradients_flat"):
         return _Bf16Gradients(zero_optimizer)
     if getattr(zero_optimizer, "partition_gradients", True) or zero_optimizer.cpu_offload:
@@ -60,11 +70,12 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 
 
 class _Bf16Gradients:
-    """Gradients of a bf16 model, which DeepSpeed's BF16_Optimizer already keeps flat in float32.
+    """Gradients of a bf16 model.
 
-    DeepSpeed's hooks copy a gradient to float32 before they add it, which needs 4 bytes per element
-    of the largest matrix during the backward pass. The hooks here add the bf16 gradient directly.
-    The result is the same to the bit, because the sum is in float32 either way.
+    DeepSpeed's BF16_Optimizer already has flat float32 gradients, which are used here. Only its
+    hooks are replaced. DeepSpeed's hooks copy a bf16 gradient to float32 before they add it, which
+    needs 4 bytes per element of the largest matrix during the backward pass. The hooks here add the
+    bf16 gradient directly. The result is bitwise the same, because both add in float32.
     """
 
     def __init__(self, zero_optimizer: Any) -> None:
@@ -76,7 +87,7 @@ class _Bf16Gradients:
         ]
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
-        # The engine removes the hooks in its list when it ends.
+        # Put the new hooks into this list, because the engine removes the hooks in it at its end.
         zero_optimizer._grad_acc_hooks[:] = [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)
@@ -86,22 +97,24 @@ class _Bf16Gradients:
         ]
 
     def hand_over(self) -> None:
-        """Do nothing: DeepSpeed reads the gradients where they are."""
+        """Do nothing, because DeepSpeed's step reads these flat tensors."""
 
     def reset(self) -> None:
-        """Do nothing: DeepSpeed's step has set them to zero."""
+        """Do nothing, because DeepSpeed's step has set the gradients to zero."""
 
 
 def _add(
     zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
 ) -> None:
-    """Add a parameter's gradient to its float32 gradient and free it, as DeepSpeed's hook does.
+    """Add a parameter's new bf16 gradient to the accumulated one, and free it.
+
+    This replaces DeepSpeed's hook and sets the same attributes.
 
     Args:
-        zero_optimizer: DeepSpeed's optimizer, which marks gradients by ``place``.
-        place: index of the parameter group, and of the parameter in it.
-        total: float32 gradient in the parameter's shape.
-        parameter: parameter with a new gradient.
+        zero_optimizer: DeepSpeed's optimizer, which records the parameters that have a gradient.
+        place: index of the parameter group, and index of the parameter in the group.
+        total: accumulated float32 gradient in the parameter's shape.
+        parameter: parameter with a new gradient in ``parameter.grad``.
     """
     assert parameter.grad is not None
     total.add_(parameter.grad)
@@ -112,13 +125,17 @@ def _add(
 
 
 class _Float32Gradients:
-    """Gradients of a float32 model; the backward pass accumulates into views of flat tensors."""
+    """Gradients of a float32 model.
+
+    Each ``parameter.grad`` is a view of a flat tensor, so autograd accumulates in the flat tensors.
+    """
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
-        # The norm, summed in float64, is finite exactly if all gradients are.
+        # The overflow check is not needed: the norm is summed in float64, so it is finite if and
+        # only if all gradients are finite.
         zero_optimizer.check_grad_overflow = False
-        # DeepSpeed's hooks count gradients and allocate buckets that are not used here.
+        # Remove DeepSpeed's hooks, which count gradients and allocate buckets. Neither is used.
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
         zero_optimizer._grad_acc_hooks.clear()
@@ -142,12 +159,19 @@ class _Float32Gradients:
         self._assign_views()
 
     def _own_partition(self, number: int) -> Any:
-        """Return this rank's slice of a group in DeepSpeed's buffer type with views."""
+        """Return DeepSpeed's buffer object for this rank's partition of a group's gradients.
+
+        Its storage is replaced by this rank's slice of the flat tensor.
+
+        Args:
+            number: index of the parameter group.
+        """
         own = self._optimizer._build_compact_grad_partition_buffer(number)
         rank = self._optimizer.real_dp_process_group[number].rank()
         size = own.flat_partition.numel()
         own.flat_partition = self.groups[number].flat[rank * size : (rank + 1) * size]
-        # This method rebuilds the views, here of another tensor on the same device.
+        # The method moves the partition to a device and creates the views into it again. Here the
+        # device is the same, and the views of the new tensor are needed.
         own.move_flat_partition(own.flat_partition.device)
         return own
 

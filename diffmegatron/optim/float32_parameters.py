@@ -1,9 +1,10 @@
-"""Float32 parameters of a bf16 model under ZeRO 3, which keeps all weights in one dtype.
+"""Parameters that must be float32 in a bf16 model under ZeRO 3.
 
-DeepSpeed flattens every parameter's partition into one buffer (``defragment`` in
-runtime/zero/stage3.py). Lambda vectors and headwise norms are therefore bf16 parameters with
-float32 master weights there, like all others. Each also has its whole master weight in the
-attribute ``exact``, and the core attention computes with that.
+These are lambda vectors and headwise norms. ZeRO 3 supports only one dtype, because DeepSpeed
+flattens the partitions of all parameters into one buffer (``defragment`` in
+runtime/zero/stage3.py). So these parameters are bf16 with a partitioned float32 master weight, like
+all others. In addition, every rank has their unsharded float32 master weight in the attribute
+``parameter.exact``, and the core attention computes with this value.
 """
 
 from collections.abc import Mapping
@@ -16,11 +17,11 @@ from diffmegatron.optim.partition import Partition
 
 
 class ExactValues:
-    """Whole float32 master weights of a few small parameters on every rank.
+    """Unsharded float32 master weights of a few small parameters, in the attribute ``exact``.
 
     Args:
-        values: float32 values of the parameters before rounding.
-        partition: master weights, which are set to these values.
+        values: float32 values of the parameters before DeepSpeed rounded them to bf16.
+        partition: this rank's master weights, which are overwritten with these values.
         group: ranks over which ZeRO partitions.
     """
 
@@ -31,7 +32,7 @@ class ExactValues:
         group: ProcessGroup,
     ) -> None:
         self._partition, self._group = partition, group
-        # Frozen parameters need no refresh.
+        # Parameters to refresh after an update. Frozen ones never change.
         self._parameters = [parameter for parameter in values if parameter.requires_grad]
         for parameter, value in values.items():
             parameter.exact = value.clone()  # type: ignore[attr-defined]
@@ -41,7 +42,10 @@ class ExactValues:
                 held.flat.data[held.where] = value.flatten()[held.start : held.start + size]
 
     def refresh(self) -> None:
-        """Gather the master weights of all parameters in one all-reduce."""
+        """Set ``exact`` of all parameters from the partitioned master weights, in one all-reduce.
+
+        Called on all ranks after the master weights have changed.
+        """
         if not self._parameters:
             return
         exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
@@ -51,7 +55,7 @@ class ExactValues:
             whole.copy_(value.view_as(whole))
 
     def _own_part(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Return the flattened parameter with this rank's elements, and zeros elsewhere."""
+        """Return the flattened master weight [n] with 0 outside this rank's partition."""
         part = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
         held = self._partition.range_of(parameter)
         if held is not None:

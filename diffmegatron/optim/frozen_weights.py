@@ -1,6 +1,8 @@
-"""Frozen weights for checkpoints, as no optimizer state holds them.
+"""Access to frozen weights for checkpoints.
 
-Each rank reads and writes its share, like the shares of trained weights under ZeRO.
+Trained weights are saved from the optimizer's master weights. Frozen weights have no optimizer
+state, so they are saved from the network. The ranks of a data-parallel group divide each frozen
+weight into equal ranges, and each rank saves and loads its range.
 """
 
 from collections.abc import Iterator
@@ -11,11 +13,11 @@ from torch.distributed import ProcessGroup
 
 
 class FrozenWeights:
-    """Frozen weights of a network, divided among the ranks that hold the same weights.
+    """Frozen weights of a network, divided into one range per rank of a data-parallel group.
 
     Args:
         network: network that DeepSpeed has initialized.
-        group: ranks over which ZeRO partitions.
+        group: ranks over which ZeRO partitions. They have the same weights.
     """
 
     def __init__(self, network: torch.nn.Module, group: ProcessGroup) -> None:
@@ -23,9 +25,12 @@ class FrozenWeights:
         self._group = group
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
-        """Yield each parameter, the first element of this rank's range, and the range [n].
+        """Yield this rank's range of each frozen parameter.
 
-        The range is a view in the network's dtype; writing to it changes only this rank's copy.
+        Yields:
+            The parameter; the index of the range's first element in the flattened parameter; and
+            the values of the range [n], a view. Writing to the view changes only this rank's copy
+            of the weight, until :meth:`refresh` is called.
         """
         for parameter in self._parameters:
             whole = _whole(parameter)
@@ -40,10 +45,13 @@ class FrozenWeights:
                 yield parameter, start, held
 
     def refresh(self) -> None:
-        """Copy every rank's range to the whole weights of all ranks."""
+        """Copy every rank's range to all ranks, so that their weights are equal.
+
+        Called on all ranks after values were written to :meth:`ranges`.
+        """
         for parameter in self._parameters:
             whole = _whole(parameter)
-            if whole is None:  # ZeRO 3 keeps shares only, and gathers them before each use.
+            if whole is None:  # ZeRO 3 stores only the ranges, and gathers them before each use.
                 continue
             ranks, share = distributed.get_world_size(self._group), self._share(whole)
             shares = whole.new_zeros(ranks * share)
@@ -59,9 +67,10 @@ class FrozenWeights:
 
 
 def _whole(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the whole weight on this rank; None if the rank has only a share.
+    """Return the full weight if this rank stores it; None if ZeRO 3 partitions it.
 
-    ZeRO 3 in bf16 rounds a float32 parameter, whose true value is then in ``exact``.
+    ZeRO 3 rounds a float32 parameter of a bf16 model. The full float32 value is in the attribute
+    ``exact`` (:mod:`~diffmegatron.optim.float32_parameters`).
     """
     exact: Tensor | None = getattr(parameter, "exact", None)
     if exact is not None:

@@ -1,6 +1,7 @@
-"""Gradient clipping, and the norms of the gradients that a rank holds.
+"""Settings of DeepSpeed's gradient clipping, and norms of single gradients on a rank.
 
-DeepSpeed clips: it computes the norm over all ranks and scales the gradients before AdamW's update.
+DeepSpeed does the clipping: it computes the norm of all gradients over all ranks, and scales the
+gradients before AdamW's update.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from diffmegatron.optim.partition import Partition
 
 
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return the part of DeepSpeed's configuration that clips gradients to a norm.
+    """Return the entries of DeepSpeed's configuration for gradient clipping.
 
-    A parameter that several ranks hold counts once. The marks for this are Megatron-core's
-    ``tensor_model_parallel`` and, for a tied embedding, DeepSpeed's ``ds_pipe_replicated``.
+    In the norm, a parameter that is replicated on several ranks must count once. DeepSpeed reads
+    two attributes of the parameters for this: ``tensor_model_parallel``, as in Megatron-core, and
+    ``ds_pipe_replicated`` on the second copy of a tied embedding.
     """
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
@@ -25,10 +27,17 @@ def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
 def held_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
-    """Return the parameters whose gradients this rank holds before a step, and the norms.
+    """Return the norm of each gradient that this rank stores before the optimizer step.
 
-    The norms are [n] float32 on ``device``, computed in one pass without synchronization.
-    Offloading may have left some gradients in host memory.
+    Args:
+        partition: partition of ZeRO, which stores some of the gradients.
+        network: network of this rank, whose parameters store the others.
+        device: device of the result. With an offloaded optimizer, some gradients are in host
+            memory.
+
+    Returns:
+        The parameters, and the norms of their gradients, float32 [n] on ``device``. The device is
+        not synchronized.
     """
     held = [*_on_parameters(network), *partition.gradients()]
     if not held:
@@ -39,7 +48,10 @@ def held_norms(
 
 
 def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the gradient that ZeRO 1 accumulates for a parameter; its location varies by dtype."""
+    """Return the gradient that ZeRO 1 has accumulated for a parameter; None if there is none.
+
+    DeepSpeed stores it in different attributes for different dtypes.
+    """
     for name in ("_hp_grad", "grad_accum", "grad"):
         gradient = getattr(parameter, name, None)
         if gradient is not None:

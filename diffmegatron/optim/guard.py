@@ -1,9 +1,13 @@
-"""The guard, which decides from loss and gradient norm whether a step is applied.
+"""The guard, which decides from loss and gradient norm whether a training step is applied.
 
-The decision uses only numbers that are the same on every rank, so no communication is needed. A
-step that is not finite is never applied. A step far above the recent ones is a spike, which is
-recorded or skipped. After several skipped steps in a row the run rolls back or stops. PaLM
-(Chowdhery et al. 2022, section 5.1) restarts before a spike and skips its batches.
+- A step is finite if its loss and gradient norm are finite. Other steps are never applied.
+- A spike is a step whose loss or gradient norm is far above those of recent steps. Depending on the
+  recipe, it is applied and recorded, or skipped.
+- After several skipped steps in a row, the run rolls back to a checkpoint or stops. PaLM (Chowdhery
+  et al. 2022, section 5.1) also restarts before a spike and skips its batches.
+
+All ranks make the same decision without communication, because its inputs are the same on every
+rank.
 """
 
 import math
@@ -14,14 +18,14 @@ from typing import Any
 
 from diffmegatron.config.recovery_config import GuardConfig
 
-# Lower bound of the standard deviation, as a share of the mean. In a nearly constant window the
-# standard deviation is only rounding error. Without the bound, a deviation by 1% of the mean would
-# count as a spike.
+# Lower bound of the standard deviation, as a fraction of the mean. If the recent values are nearly
+# constant, their standard deviation is only rounding error. Without the bound, a deviation of 1% of
+# the mean would then count as a spike.
 _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """The next action of a run after a step."""
+    """What a run does after a step: continue, roll back to a checkpoint, or stop."""
 
     GO_ON = auto()
     ROLL_BACK = auto()
@@ -34,10 +38,10 @@ class StepDecision:
 
     Attributes:
         applied: whether the optimizer updates the weights.
-        action: what the run does next.
+        action: next action of the run.
         reason: description of the anomaly; None for a normal step.
-        finite: whether loss and gradient norm were finite, which shows that the weights before the
-            step were sound.
+        finite: whether loss and gradient norm are finite. If so, the weights with which they were
+            computed are sound.
     """
 
     applied: bool
@@ -47,7 +51,13 @@ class StepDecision:
 
 
 class Guard:
-    """Decides on every step of a run by comparison with recent steps."""
+    """Decides whether each step of a run is applied, by comparing it with recent steps.
+
+    Attributes:
+        skipped: number of skipped steps since the run began.
+        spikes: number of spikes since the run began.
+        rollbacks: number of rollbacks since the run began.
+    """
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -60,7 +70,10 @@ class Guard:
         self.rollbacks = 0
 
     def decide(self, loss: float, gradient_norm: float) -> StepDecision:
-        """Decide on a step before the optimizer changes anything, and record the step."""
+        """Decide whether a step is applied; called before the optimizer changes anything.
+
+        Loss and gradient norm of an applied step are added to the recent steps.
+        """
         values = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"{name} is {value}" for name, value in values.items() if not _finite(value)]
         if broken:
@@ -76,7 +89,7 @@ class Guard:
         return StepDecision(applied=True, reason=" and ".join(far) or None)
 
     def state(self) -> dict[str, Any]:
-        """Return the guard's state, JSON-able and the same on every rank."""
+        """Return the guard's state for a checkpoint, as values that JSON can represent."""
         return {
             "recent": {name: list(values) for name, values in self._recent.items()},
             "in_a_row": self._in_a_row,
@@ -86,7 +99,7 @@ class Guard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state of :meth:`state`."""
+        """Restore the result of :meth:`state`."""
         for name, values in state["recent"].items():
             self._recent[name].clear()
             self._recent[name].extend(values)
@@ -95,10 +108,13 @@ class Guard:
         self.rollbacks = int(state["rollbacks"])
 
     def rolled_back(self, state: dict[str, Any]) -> None:
-        """Restore the recent steps from a checkpoint's ``state`` after a rollback to it.
+        """Restore the recent steps after a rollback to a checkpoint, and count the rollback.
 
-        The counts are kept, because with the checkpoint's counts the limit on rollbacks would never
-        be reached.
+        The present counts of skipped steps, spikes and rollbacks stay. If they were restored too,
+        the run would never reach its limit on rollbacks.
+
+        Args:
+            state: state of the guard in the checkpoint.
         """
         counts = (self.skipped, self.spikes, self.rollbacks + 1)
         self.restore(state)
@@ -106,7 +122,7 @@ class Guard:
         self._in_a_row = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the run began."""
+        """Return the counts of skipped steps, spikes and rollbacks as metrics by name."""
         return {
             "guard/skipped_steps": self.skipped,
             "guard/spikes": self.spikes,

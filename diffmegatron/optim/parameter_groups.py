@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer by weight decay, dtype and learning-rate factor."""
+"""Parameter groups of the optimizer, which differ in weight decay, dtype or learning rate."""
 
 from typing import Any
 
@@ -10,14 +10,18 @@ from diffmegatron.model.parameter_shards import parameter_shards
 
 
 def parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups.
+    """Return the parameter groups for AdamW.
 
-    Matrices decay and norms do not; embeddings and lambda vectors follow the recipe. Each dtype has
-    groups of its own, because ZeRO flattens a group into one buffer and a bf16 model keeps some
-    attention parameters in float32. Parameters with frozen rows have groups of their own too:
-    AdamW would decay all rows, so its ``weight_decay`` is 0 and ``row_decay`` applies to the
-    trained rows (:class:`~diffmegatron.optim.adamw.GatedAdamW`). ``lr_factor`` is the group's
-    multiple of the learning rate.
+    All parameters of a group have these properties in common:
+
+    - Weight decay: matrices have it and norms do not. For embeddings and lambda vectors the recipe
+      decides.
+    - Dtype: ZeRO flattens a group into one buffer, and a bf16 model has some attention parameters
+      in float32.
+    - Whether some rows are frozen. AdamW's ``weight_decay`` would change all rows. It is 0 for such
+      a parameter, and ``row_decay`` is the weight decay of the trained rows
+      (:class:`~diffmegatron.optim.adamw.GatedAdamW`).
+    - ``lr_factor``: factor of the learning rate.
     """
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for parameter, (shard, *_) in parameter_shards(network).items():

@@ -1,7 +1,7 @@
-"""Location of DeepSpeed's float32 master weights, by ZeRO stage.
+"""Location of a parameter's float32 master weights in DeepSpeed's optimizer, for each ZeRO stage.
 
-Every stage has flat float32 tensors, by which the optimizer keys its Adam state. The stages differ
-in which elements of which parameter a flat tensor holds.
+Each rank has flat master tensors: 1-dim float32 tensors that are the keys of the Adam state. The
+ZeRO stages differ in the elements of the parameters that a rank's flat tensors contain.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ElementRange:
-    """A range of one parameter's elements in a flat master tensor of this rank.
+    """A range of a parameter's elements that this rank stores in a flat master tensor.
 
     Attributes:
-        flat: master tensor, float32 [n].
-        where: range in the master tensor.
-        start: first element of the range in the flattened parameter.
+        flat: flat master tensor, float32 [n].
+        where: position of the range in the flat master tensor.
+        start: index of the range's first element in the flattened parameter.
     """
 
     flat: Tensor
@@ -28,31 +28,37 @@ class ElementRange:
 
 
 class Partition(Protocol):
-    """Master weights of this rank under any ZeRO stage."""
+    """Interface to the master weights of this rank, the same for all ZeRO stages."""
 
     @property
     def flats(self) -> list[Tensor]:
-        """Flat master tensors, float32 [n], which are the keys of the optimizer's state."""
+        """Flat master tensors of this rank, float32 [n], the keys of the optimizer's state."""
 
     def range_of(self, parameter: torch.nn.Parameter) -> ElementRange | None:
-        """Return the elements of a parameter that this rank holds; None if there are none."""
+        """Return the range of a parameter that this rank stores; None if it stores no element."""
 
     def refresh(self) -> None:
-        """Update the network's weights from the master weights."""
+        """Set the network's weights from the master weights of all ranks."""
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Yield gradients that the engine holds itself, not on their parameters."""
+        """Yield each gradient that DeepSpeed's optimizer stores, with its parameter.
+
+        Gradients in attributes of the parameters are not included.
+        """
 
 
 def partition_of(zero_optimizer: Any) -> Partition:
-    """Return the partition of DeepSpeed's optimizer of any stage."""
+    """Return the partition of DeepSpeed's optimizer, for any ZeRO stage."""
     if hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
         return _ParameterPartition(zero_optimizer)
     return _GroupPartition(zero_optimizer)
 
 
 class _GroupPartition:
-    """Partition of ZeRO 1 and 2: each parameter group is flat, and this rank holds a slice."""
+    """Partition of ZeRO 1 and 2.
+
+    A parameter group is flattened into one tensor, and each rank stores an equal slice of it.
+    """
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer
@@ -76,8 +82,8 @@ class _GroupPartition:
         self._optimizer.update_lp_params()
 
     def gradients(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        # ZeRO 2 leaves no gradients on the parameters. Its partition, with padding in between, is
-        # in averaged_gradients, or all_grad_tensors if gradients accumulate in the model's dtype.
+        # ZeRO 2 stores gradients in averaged_gradients, or in all_grad_tensors if they accumulate
+        # in the model's dtype. Both lists also contain padding tensors, which are skipped.
         for group, parameters in enumerate(getattr(self._optimizer, "params_in_partition", [])):
             gradients = self._optimizer.averaged_gradients.get(group)
             if gradients is None:
@@ -87,7 +93,10 @@ class _GroupPartition:
 
 
 class _ParameterPartition:
-    """Partition of ZeRO 3: each parameter is cut into equal parts, the last one padded."""
+    """Partition of ZeRO 3.
+
+    Each parameter is divided into equal ranges, one per rank, and the last range is padded.
+    """
 
     def __init__(self, zero_optimizer: Any) -> None:
         self._optimizer = zero_optimizer

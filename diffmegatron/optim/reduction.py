@@ -1,9 +1,12 @@
 """Reduction of ZeRO 1's gradients over the data-parallel ranks, bucket by bucket.
 
-It runs once per step, in float32 and in place. While the backward pass of the last microbatch
-continues with earlier layers, the reduction of complete buckets begins. Buckets and their order
-depend on the network only. The sums are therefore the same to the bit whenever they begin, and
-ranks whose gradients arrive in different orders always reduce the same bucket next.
+The reduction runs once per step, in float32 and in place. During the backward pass of the last
+microbatch, a bucket is reduced as soon as its gradients are complete, while the backward pass
+continues with earlier layers.
+
+The buckets and their order depend only on the network. So all ranks reduce the same bucket next,
+even if their gradients are computed in different orders. The sums are bitwise the same with and
+without overlap.
 """
 
 from collections import Counter
@@ -21,13 +24,13 @@ from diffmegatron.optim.flat_gradients import FlatGradients, FlatGroup
 
 @dataclass
 class Bucket:
-    """Consecutive parameters of a group that are reduced together.
+    """Gradients of consecutive parameters that are reduced in one all-reduce.
 
     Attributes:
-        flat: their gradients, float32 [n].
-        gradients: views into ``flat`` by parameter.
-        missing: parameters whose gradient this backward pass has not completed.
-        work: the running all-reduce, if any.
+        flat: flattened gradients, float32 [n].
+        gradients: gradient of each parameter, a view into ``flat``.
+        missing: parameters whose gradient is not yet complete in this backward pass.
+        work: handle of the running all-reduce; None if none is running.
     """
 
     flat: Tensor
@@ -37,13 +40,13 @@ class Bucket:
 
 
 class GradientReduction:
-    """Averages flat gradients over ranks for DeepSpeed's step.
+    """Averages flat gradients over data-parallel ranks, in place of DeepSpeed's reduction.
 
     Args:
-        gradients: gradients of this rank, of the same parameters on every rank.
-        network: network of the parameters, in the order of its forward pass.
+        gradients: gradients of this rank. Every rank has the same parameters in the same order.
+        network: network whose ``named_parameters`` are in the order of the forward pass.
         process_group: ranks to average over.
-        bucket_size: maximum number of elements of a bucket; a larger parameter is its own bucket.
+        bucket_size: maximum number of elements in a bucket. A larger parameter has its own bucket.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class GradientReduction:
         self._gradients, self._process_group = gradients, process_group
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         place = {parameter: number for number, parameter in enumerate(self._names)}
-        # The backward pass completes buckets from the network's end to its beginning.
+        # Sort the buckets in the order in which the backward pass completes them: from the end of
+        # the network to its beginning.
         self._buckets = sorted(
             (bucket for group in gradients.groups for bucket in _buckets(group, bucket_size)),
             key=lambda bucket: -min(place[parameter] for parameter in bucket.gradients),
@@ -64,8 +68,8 @@ class GradientReduction:
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.gradients}
         self._norms: list[Tensor] = []  # One tensor per bucket whose reduction has begun.
         self._overlaps = False
-        # Number of gradients per parameter in a backward pass. It exceeds 1 for a parameter that
-        # several recomputed parts share.
+        # Number of times that the backward pass adds to each parameter's gradient. It is more than
+        # 1 if several recomputed parts of the network use the same parameter.
         self._expected: Counter[torch.nn.Parameter] = Counter()
         self._arrived: Counter[torch.nn.Parameter] = Counter()
         self._hooks = [
@@ -74,14 +78,15 @@ class GradientReduction:
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Reduce buckets during the backward pass of the last microbatch, inside this context.
+        """Reduce each bucket as soon as the backward pass inside this context completes it.
 
-        The previous pass shows how many gradients each parameter gets, so in the first pass the
-        reduction begins at the end.
+        Use it for the backward pass of the last microbatch. A gradient counts as complete when the
+        backward pass has added to it as often as in the previous step. In the first step this
+        number is unknown, so all buckets are reduced at the end.
 
         Raises:
-            UserError: If a parameter gets more gradients than in the previous pass, because its
-                bucket was already reduced.
+            UserError: If a gradient arrives for a bucket that is already being reduced, because
+                the parameter gets more gradients than in the previous step.
         """
         self._expected, self._arrived = self._arrived, Counter()
         for bucket in self._buckets:
@@ -98,7 +103,7 @@ class GradientReduction:
 
         Returns:
             The parameters, and the norms of their gradients on this rank before the reduction,
-            [n] float32 on the device, without synchronization.
+            float32 [n]. The device is not synchronized.
         """
         self._start(len(self._buckets))
         for bucket in self._buckets:
@@ -114,7 +119,7 @@ class GradientReduction:
         return parameters, norms
 
     def reset(self) -> None:
-        """Set the gradients to zero after DeepSpeed's step."""
+        """Set the gradients to zero; called after DeepSpeed's step."""
         self._gradients.reset()
 
     def close(self) -> None:
@@ -123,7 +128,14 @@ class GradientReduction:
             hook.remove()
 
     def _arrive(self, parameter: torch.nn.Parameter) -> None:
-        """Count a gradient that was added to the flat tensor, and reduce complete buckets."""
+        """Record that a gradient was added to the flat tensor, and reduce complete buckets.
+
+        Called by autograd's hook. Buckets are reduced in their fixed order: a complete bucket waits
+        for those before it.
+
+        Raises:
+            UserError: If the bucket of the parameter is already being reduced.
+        """
         if not self._overlaps:
             return
         bucket = self._bucket_of[parameter]
@@ -142,7 +154,7 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """Begin the reduction of all buckets before index ``stop``."""
+        """Start the all-reduce of all buckets before index ``stop`` that have not started yet."""
         for bucket in self._buckets[len(self._norms) : stop]:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))
@@ -153,7 +165,7 @@ class GradientReduction:
 
 
 def _buckets(group: FlatGroup, size: int) -> Iterator[Bucket]:
-    """Yield a group's parameters in buckets of at most ``size`` elements or one parameter."""
+    """Divide a group into buckets of at most ``size`` elements, or of one larger parameter."""
     gradients: dict[torch.nn.Parameter, Tensor] = {}
     start = stop = 0
     for parameter, gradient in group.gradients():

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step only, so that a resumed run needs no state."""
+"""Learning-rate schedule, a function of the step only, so a checkpoint needs no state for it."""
 
 import math
 
@@ -6,10 +6,21 @@ from diffmegatron.config.optimizer_config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
-    """Return the learning rate of the ``step``-th update (from 1) of ``total_steps``.
+    """Return the learning rate of a training step.
 
-    It rises linearly to ``lr`` during the warm-up. It then falls to ``final_lr`` at the last update
-    (linear, half a cosine, or ``wsd``: constant and then linear over its decay), and stays there.
+    During the warm-up it rises linearly to ``lr``. After the warm-up it depends on
+    ``schedule.kind``:
+
+    - ``constant``: it stays at ``lr``.
+    - ``linear`` and ``cosine``: it falls to ``final_lr`` at the last step, linearly or as half a
+      cosine.
+    - ``wsd`` (warm-up, stable, decay): it stays at ``lr``, and falls linearly to ``final_lr`` over
+      the last ``schedule.decay(total_steps)`` steps.
+
+    Args:
+        step: number of the step, from 1. After ``total_steps`` the result is that of the last step.
+        total_steps: number of steps of the run.
+        optimizer: ``optimizer`` section of the recipe.
     """
     schedule = optimizer.schedule
     warmup = schedule.warmup(total_steps)

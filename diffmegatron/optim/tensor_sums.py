@@ -1,12 +1,16 @@
-"""Sums over tensor-parallel ranks of partial gradients of replicated parameters.
+"""Reduction over tensor-parallel ranks of the gradients of replicated parameters.
 
-Every tensor-parallel rank holds a copy of the small parameters. For lambda and the headwise norm,
-the backward pass yields the contribution of the rank's own heads. Under sequence parallelism, the
-layers' norms and LoRA's matrices get the contribution of the rank's part of the sequence. The sum
-of the contributions is the gradient. As a sum is linear, it can be taken once per step in float32,
-after all microbatches and after the data-parallel average. Otherwise a 3B network would wait for
-200 tiny all-reduces in every microbatch. Megatron's data-parallel wrapper takes these sums too, but
-DeepSpeed replaces it.
+Some small parameters are replicated on all tensor-parallel ranks, but the backward pass on a rank
+computes only a part of their gradient:
+
+- for lambda and the headwise norms, the contribution of the rank's heads;
+- under sequence parallelism, for the layers' norms and LoRA's matrices, the contribution of the
+  rank's range of the sequence.
+
+The gradient is the sum over the ranks. A sum is linear, so it can be computed once per step in
+float32, after all microbatches and after the data-parallel average. Otherwise a network with 3B
+parameters would wait for 200 tiny all-reduces in every microbatch. Megatron's data-parallel wrapper
+computes these sums too, but DeepSpeed is used instead of this wrapper.
 """
 
 from collections.abc import Sequence
@@ -19,10 +23,11 @@ from diffmegatron.optim.flat_gradients import FlatGradients
 
 
 def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained parameters with a partial gradient on each tensor-parallel rank.
+    """Return the trained parameters of which each tensor-parallel rank has a partial gradient.
 
-    They are marked by ``sequence_parallel`` (Megatron) or ``has_partial_gradient``
-    (:class:`~diffmegatron.attention.self_attention.SelfAttention`).
+    They are marked by one of two attributes: ``sequence_parallel``, set by Megatron, or
+    ``has_partial_gradient``, set by
+    :class:`~diffmegatron.attention.self_attention.SelfAttention`.
     """
     return [
         parameter
@@ -38,7 +43,10 @@ def shared_parameters(network: torch.nn.Module) -> list[torch.nn.Parameter]:
 def gradients_of(
     parameters: Sequence[torch.nn.Parameter], gradients: FlatGradients
 ) -> list[Tensor]:
-    """Return the views of some parameters in flat gradients, in the order of the flat tensors."""
+    """Return the gradients of some parameters as views into the flat gradients.
+
+    The order is that of the flat gradients, which is the same on every rank.
+    """
     wanted = set(parameters)
     return [
         gradient
@@ -61,9 +69,10 @@ def sum_together(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
 
 
 def sum_in_backward(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
-    """Sum each gradient as soon as a backward pass completes it.
+    """Register hooks that sum each gradient over the group as soon as autograd has computed it.
 
-    ZeRO 2, ZeRO 3 and the offloaded optimizer need this, because they partition it at once.
+    ZeRO 2, ZeRO 3 and an offloaded optimizer need this, because they partition a gradient
+    immediately after its computation.
     """
 
     def summed(gradient: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""DeepSpeed ZeRO around this rank's pipeline stage, the engine of every layout.
+"""The ZeRO engine: DeepSpeed ZeRO around this rank's network.
 
-Layouts use ZeRO 1, 2 or 3 without pipeline parallelism, and ZeRO 1 with it. ZeRO 0 is never used
-because it is wrong in bf16 under tensor parallelism. DeepSpeed's own checkpoints load on the same
-layout only, so :meth:`ZeroEngine.fragments` describes the tensors of each rank instead.
+Every parallel layout uses it: with ZeRO 1 under pipeline parallelism, and with ZeRO 1, 2 or 3
+otherwise. ZeRO 0 is never used, because its results are wrong in bf16 under tensor parallelism.
+
+DeepSpeed's own checkpoints can only be loaded with the same layout. They are not used;
+:meth:`ZeroEngine.fragments` gives checkpoints access to the tensors of each rank.
 """
 
 import io
@@ -40,6 +42,7 @@ from diffmegatron.optim.tensor_sums import (
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
+# Names of Adam's moments in torch's optimizer state.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -49,10 +52,10 @@ class Fragment:
 
     Attributes:
         parameter: parameter of the network.
-        start: first element of the range in the flattened parameter.
-        tensors: float32 master weight (``weight``) and Adam moments (``exp_avg``, ``exp_avg_sq``)
-            of the range, each [n]. They are views, so writing changes the optimizer. A frozen
-            parameter has only ``weight``, in the network's dtype.
+        start: index of the range's first element in the flattened parameter.
+        tensors: values of the range by kind, each [n]: float32 master weight (``weight``) and Adam
+            moments (``exp_avg``, ``exp_avg_sq``). A frozen parameter has only ``weight``, in the
+            network's dtype. The tensors are views, so writing to them changes the optimizer.
     """
 
     parameter: torch.nn.Parameter
@@ -61,7 +64,13 @@ class Fragment:
 
 
 class ZeroEngine:
-    """AdamW with gradient clipping, its state partitioned over the data-parallel ranks."""
+    """AdamW with gradient clipping, whose state is partitioned over the data-parallel ranks.
+
+    Args:
+        network: network of this rank.
+        recipe: recipe of the run.
+        parallel_state: parallel layout, and this rank's place in it.
+    """
 
     def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
         deepspeed = import_deepspeed()
@@ -105,10 +114,10 @@ class ZeroEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the engine before its process groups end.
+        """Destroy the engine; called before its process groups are destroyed.
 
-        DeepSpeed's hooks keep the engine alive, and with it the threads of every group. About fifty
-        threads per run would keep a processor busy.
+        Otherwise DeepSpeed's hooks would keep the engine and the threads of its process groups
+        alive: about fifty threads per run, which keep a CPU core busy.
         """
         if self._reduction is not None:
             self._reduction.close()
@@ -117,30 +126,34 @@ class ZeroEngine:
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Run the network's forward pass for training.
 
-        Calls must not bypass the engine: ZeRO 3 counts microbatches by the engine's forward passes,
-        and would keep only the last microbatch's gradients.
+        Calls must go through DeepSpeed's engine, because ZeRO 3 counts microbatches by the engine's
+        forward passes. Without them it would keep only the gradients of the last microbatch.
         """
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Accumulate the gradient of a microbatch's loss, which is already divided by their number.
+        """Run the backward pass of a microbatch, and accumulate its gradients.
 
         Args:
-            loss: 0-dim.
-            is_last: whether :meth:`step` follows, so that the reduction over ranks may begin.
+            loss: loss of the microbatch, 0-dim, already scaled for the sum over all microbatches.
+            is_last: whether this is the last microbatch before :meth:`step`. If so, the reduction
+                over ranks may begin during the backward pass.
         """
         reduction = self._reduction if self._overlaps and is_last else None
         with nullcontext() if reduction is None else reduction.overlapping():
             self._engine.backward(loss)
 
     def step(self, learning_rate: float, allow: Callable[[Tensor], bool]) -> None:
-        """Update the weights if ``allow`` returns True, and drop the gradients otherwise.
+        """Reduce the gradients, and update the weights if ``allow`` returns True.
+
+        Afterwards the gradients are cleared in both cases.
 
         Args:
-            learning_rate: learning rate of this update, before each group's factor.
-            allow: called once on every rank before the weights or the optimizer change. Its
-                argument is the gradient norm over all ranks before clipping, 0-dim float32, which
-                is infinite if a gradient is not finite; such a step is never applied.
+            learning_rate: learning rate of this step, which each parameter group multiplies by its
+                factor.
+            allow: called once on every rank, before the weights or the optimizer state change. Its
+                argument is the gradient norm over all ranks before clipping, 0-dim float32. The
+                norm is infinite if a gradient is not finite, and ``allow`` must then return False.
         """
         if self._reduction is None:
             self._held_norms = held_norms(
@@ -160,17 +173,18 @@ class ZeroEngine:
             self._reduction.reset()
         self._exact.refresh()
         if gate.answer is None:
-            # DeepSpeed dropped gradients that are not finite before it called the optimizer.
+            # A gradient was not finite: DeepSpeed dropped all gradients and did not call the
+            # optimizer. Call ``allow`` to record the step.
             allow(torch.tensor(torch.inf, device=self._parallel_state.device))
         elif not gate.answer:
-            # The next step needs Adam's moments, which the refused step did not create.
+            # A refused first step does not create Adam's moments, which the next step needs.
             self._create_moments()
 
     def _checked(self, norm: Tensor) -> Tensor:
-        """Return the norm, or infinity if a gradient that this rank holds is not finite.
+        """Return the norm, or infinity if a gradient on this rank is not finite.
 
-        DeepSpeed's norm is not enough: of replicated parameters it counts only the copy of the
-        first tensor-parallel rank.
+        DeepSpeed's norm alone can miss this: of a replicated parameter it includes only the copy on
+        the first tensor-parallel rank.
         """
         assert self._held_norms is not None
         _, norms = self._held_norms
@@ -179,10 +193,10 @@ class ZeroEngine:
     def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
-        With ZeRO 1 these are norms before the reduction over data-parallel and tensor-parallel
-        ranks, which show the rank of a gradient that is not finite. A tied embedding is already
-        summed over its two pipeline stages. With ZeRO 2 they are norms of this rank's partition
-        after the reduction.
+        With ZeRO 1 the norms are those before the reduction over data-parallel and tensor-parallel
+        ranks, so they show on which rank a gradient is not finite. Only the gradient of a tied
+        embedding is already summed over its two pipeline stages. With ZeRO 2 and 3 the norms are
+        those of this rank's partition after the reduction.
         """
         if self._held_norms is None:
             return {}
@@ -190,7 +204,7 @@ class ZeroEngine:
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's ranges of the optimizer state and the weights, by parameter."""
+        """Yield this rank's range of each parameter: master weight and Adam moments."""
         self._create_moments()
         for parameter in self.network.parameters():
             held = self._partition.range_of(parameter) if parameter.requires_grad else None
@@ -205,12 +219,16 @@ class ZeroEngine:
 
     @property
     def updates(self) -> int:
-        """Number of updates so far, which Adam's bias correction uses."""
+        """Number of applied updates so far, which Adam's bias correction uses."""
         self._create_moments()
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Take over values written into :meth:`fragments`, and set Adam's number of updates."""
+        """Set the weights from values written into :meth:`fragments`; called on all ranks.
+
+        Args:
+            updates: number of updates so far, for Adam's bias correction.
+        """
         for flat in self._partition.flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(updates)
         self._partition.refresh()
@@ -218,7 +236,10 @@ class ZeroEngine:
         self._frozen.refresh()
 
     def _create_moments(self) -> None:
-        """Create Adam's state, which saving and loading need before the first update."""
+        """Create Adam's state with zeros, if it does not exist.
+
+        Torch creates it in the first update, but saving and loading need it earlier.
+        """
         for flat in self._partition.flats:
             state = self._optimizer.optimizer.state[flat]
             if "step" not in state:
@@ -227,7 +248,7 @@ class ZeroEngine:
                     state[name] = torch.zeros_like(flat.data)
 
     def _sum_tied_embedding(self) -> None:
-        """Sum the tied embedding's gradient over the first and the last stage."""
+        """Sum the tied embedding's gradient over the first and the last pipeline stage."""
         if self._tied is None:
             return
         gradient = accumulated_gradient(self._tied)
@@ -239,9 +260,10 @@ class ZeroEngine:
 def engine_config(recipe: Recipe) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a recipe.
 
-    The training loop accumulates microbatches itself, so DeepSpeed must not. DeepSpeed's overlap
-    of communication is off because it is wrong under pipeline parallelism without an error; ZeRO
-    1's gradients are reduced by :mod:`diffmegatron.optim.reduction`.
+    - Gradient accumulation is off in DeepSpeed, because the training loop accumulates microbatches.
+    - DeepSpeed's overlap of communication (``overlap_comm``) is off, because under pipeline
+      parallelism its results are wrong, without an error. :mod:`diffmegatron.optim.reduction`
+      overlaps the reduction of ZeRO 1's gradients instead.
     """
     bf16 = recipe.training.precision == "bf16"
     config: dict[str, Any] = {
@@ -252,16 +274,19 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "zero_optimization": {
             "stage": recipe.parallel.zero_stage,
             "overlap_comm": False,
-            # DeepSpeed's default is ten times larger and takes 2 GB with a model of any size.
+            # DeepSpeed's default is ten times larger, and takes 2 GB even with a small model.
             "reduce_bucket_size": REDUCE_BUCKET,
         },
-        # Torch's AdamW on the CPU needs no compiler, unlike DeepSpeed's.
+        # With an offloaded optimizer use torch's AdamW. DeepSpeed's AdamW for the CPU needs a
+        # compiler.
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # From the third step on this timer would synchronize around every microbatch.
+        # Off, because from the third step on this timer would synchronize the device before and
+        # after every microbatch.
         "timers": {"throughput": {"enabled": False}},
-        # DeepSpeed accepts AdamW by its class, and GatedAdamW is a subclass.
+        # DeepSpeed compares the exact class of the optimizer with a list. GatedAdamW is not in the
+        # list, although it is a subclass of AdamW.
         "zero_allow_untested_optimizer": True,
     }
     if recipe.parallel.offload_optimizer:
@@ -273,18 +298,19 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
             "immediate_grad_update": recipe.parallel.zero_stage == 1,
         }
         if recipe.parallel.zero_stage == 1:
-            # With offload this is one reduction per step. The microbatches accumulate in float32,
-            # and rounding to bf16 before the sum over hundreds of ranks, as by default, would lose
-            # that precision.
+            # The microbatches accumulate gradients in float32. By default DeepSpeed would round
+            # them to bf16 before the sum over hundreds of ranks, and lose this precision. The
+            # setting matters only with an offloaded optimizer, where DeepSpeed reduces the
+            # gradients, once per step.
             config["communication_data_type"] = "fp32"
     return config
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed without compiling anything.
+    """Import DeepSpeed, and prevent it from compiling anything.
 
-    Without CUDA, DeepSpeed would search for an accelerator and build its shared-memory collectives
-    with a C++ compiler at the first call, which takes 25 to 170 s.
+    Without CUDA, DeepSpeed would otherwise search for an accelerator, and compile its shared-memory
+    collectives in C++ at the first call. This takes 25 to 170 s.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -292,10 +318,12 @@ def import_deepspeed() -> Any:
         import deepspeed
         import deepspeed.runtime.zero.muon.muon_optimizer  # ZeRO's first step imports it otherwise.
 
-    # This is normally filled by a search for compilers and CUDA headers, which prints a warning per
-    # operation that cannot be built. None of the operations is used.
+    # DeepSpeed fills this dictionary by searching for compilers and CUDA headers, and prints a
+    # warning for each of its operations that cannot be built. None of the operations is used, so
+    # skip the search.
     deepspeed.ops.__compatible_ops__ = {}
-    # DeepSpeed warns about the optimizer class below and skipped steps, which the guard reports.
+    # Hide two warnings of DeepSpeed: about the optimizer's class, which is intended, and about
+    # skipped steps, which the guard reports.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -303,16 +331,21 @@ def import_deepspeed() -> Any:
 def _restoring(
     values: dict[torch.nn.Parameter, Tensor], create: Callable[[], torch.optim.Optimizer]
 ) -> Callable[[object], torch.optim.Optimizer]:
-    """Return a function that restores parameters and then calls ``create``, for DeepSpeed.
+    """Return a function for DeepSpeed's argument ``optimizer`` that first restores parameters.
 
-    In bf16 DeepSpeed rounds every parameter, and has no setting against it. It calls the given
-    function after rounding and before flattening the groups.
+    In bf16 DeepSpeed rounds every parameter to bf16, and no setting prevents this. It calls the
+    returned function after the rounding, and before it flattens the parameter groups.
+
+    Args:
+        values: float32 values of the parameters to restore.
+        create: function that creates the optimizer, called after restoring.
     """
 
     def restore_and_create(_: object) -> torch.optim.Optimizer:
         for parameter, value in values.items():
             parameter.data = value
-        # DeepSpeed keeps this function, so drop the tensors, which DeepSpeed has copied.
+        # DeepSpeed keeps a reference to this function. Clear the dictionary, so that its tensors
+        # can be freed.
         values.clear()
         return create()
 
@@ -322,14 +355,19 @@ def _restoring(
 def _tied_embedding(
     network: Network, recipe: Recipe, parallel_state: ParallelState
 ) -> torch.nn.Parameter | None:
-    """Return the embedding that this stage shares with another, marked to be counted once in norms.
+    """Return this rank's copy of a tied embedding, if the first and last stage share it.
 
-    Returns None if there is no such embedding or it is frozen.
+    The copy on the last stage gets the attribute ``ds_pipe_replicated``, so that DeepSpeed counts
+    the weight once in the gradient norm.
+
+    Returns:
+        The parameter; None if this rank has no such copy, or if the embedding is frozen.
     """
     on_edge = parallel_state.is_first_stage or parallel_state.is_last_stage
     if not recipe.model.tied_embeddings or parallel_state.pipeline_size == 1 or not on_edge:
         return None
-    # The first rank's first virtual stage has the embedding, the last rank's last stage the output.
+    # The embedding is in the first virtual stage of the first rank, and the output layer is in the
+    # last virtual stage of the last rank.
     stage = network.virtual_stages[0 if parallel_state.is_first_stage else -1]
     parameter = stage.shared_embedding_or_output_weight()
     if not parameter.requires_grad:
