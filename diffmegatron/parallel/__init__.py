@@ -1,1 +1,1 @@
-"""Process groups, devices and random states of the ranks, and Megatron-core without CUDA."""
+"""Launch of the ranks, process groups, devices, random states, and Megatron-core without CUDA."""

@@ -1,12 +1,12 @@
-"""Redirections that let Megatron-core run without CUDA.
+"""Patches that let Megatron-core run without CUDA.
 
-Megatron-core names the device ``cuda`` in a few dozen places. If there is no CUDA device,
+Megatron-core uses the device ``cuda`` in a few dozen places. If there is no CUDA device,
 :func:`without_cuda` redirects these calls to the CPU. Otherwise it changes nothing. Apart from
-``engine_imports.py`` this is the only module that patches another library.
+``engine_imports.py``, this is the only module that patches another library.
 
-A redirection only replaces a call that would raise. All redirections end with the context, because
-other code in the process needs the original functions. For example, ``transformers`` builds models
-on the meta device.
+Only calls that would raise an error are replaced. All patches are removed at the end of the
+context, because other code in the process needs the original functions. For example,
+``transformers`` builds models on the meta device.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Redirect Megatron-core's CUDA calls to the CPU, unless CUDA is available."""
+    """Redirect Megatron-core's CUDA calls to the CPU inside the context, if CUDA is unavailable."""
     if torch.cuda.is_available():
         yield
         return
@@ -39,7 +39,7 @@ def without_cuda() -> Iterator[None]:
             (torch.cuda, "stream", lambda *_: nullcontext()),
             (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
             (schedules, "torch", _TorchOnCpu()),
-            # Megatron's tracker of model-parallel random states then holds CPU states.
+            # With the following four, Megatron's tracker of random states stores CPU states.
             (torch.cuda, "manual_seed", torch.manual_seed),
             (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -50,10 +50,10 @@ def without_cuda() -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """Replacement of ``torch`` in Megatron's modules that create CUDA tensors or pinned tensors.
+    """Replacement of the module ``torch`` in Megatron's code that creates CUDA or pinned tensors.
 
-    A ``TorchFunctionMode`` is not used, because it would intercept every operation. This would take
-    a seventh of the time of a small step.
+    A ``TorchFunctionMode`` could do the same, but it would intercept every operation. This would
+    take a seventh of the time of a small step.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class _TorchOnCpu:
 
 
 class _Stream:
-    """A stream that never waits, because the CPU runs operations in order."""
+    """Replacement of a CUDA stream that never waits, because the CPU runs operations in order."""
 
     device = _CPU
 
@@ -77,10 +77,10 @@ class _Stream:
         pass
 
     def wait_stream(self, _: object) -> None:
-        """Return at once."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing."""
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The process group of all ranks of a launch, and the device of each (without Megatron-core)."""
+"""The default process group, which contains all ranks, and the device of a rank.
+
+This module does not import Megatron-core.
+"""
 
 import logging
 import os
@@ -16,20 +19,23 @@ from diffmegatron.parallel.rendezvous import meet
 
 log = logging.getLogger(__name__)
 
+# Time limit of a collective.
 TIMEOUT = timedelta(minutes=30)
+# Time limit for all ranks to arrive at the start.
 _MEETING_SECONDS = 600.0
+# Attribute of torch's wrapper of sys.excepthook, with the function that it wraps.
 _WRAPPED = "wrapped_by_torch"
 
 
 def own_device() -> torch.device:
-    """Return this rank's GPU after making it the current one, or the CPU if there is no GPU.
+    """Return this rank's device: its GPU, made the current one, or the CPU without CUDA.
 
     Raises:
         UserError: If this machine has fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # With one hardware queue, kernels start in the order in which Megatron enqueues them.
+    # With one hardware queue, kernels start in the order in which Megatron launches them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     local_rank, gpus = read_launch().local_rank, torch.cuda.device_count()
     if local_rank >= gpus:
@@ -46,17 +52,18 @@ def own_device() -> torch.device:
 def default_group(
     timeout: timedelta = TIMEOUT, meeting_seconds: float = _MEETING_SECONDS
 ) -> Iterator[None]:
-    """Start the default group of all ranks, unless it exists; end it at the end of the context.
+    """Start torch's default process group for the context, unless it already exists.
 
-    Enter it around several :func:`process_groups`. Torch cannot start a second default group under
-    ``torchrun``: it would find the first group's keys in the store and wait forever.
+    A process that enters :func:`~diffmegatron.parallel.parallel_state.process_groups` several times
+    must enter this context around all of them. Under ``torchrun``, torch cannot start a second
+    default group: it would find the keys of the first group in the store and wait forever.
 
     Args:
         timeout: time limit of a collective.
         meeting_seconds: time limit for all ranks to arrive.
 
     Raises:
-        UserError: If the ranks cannot meet, or this rank has no GPU.
+        UserError: If the ranks cannot connect to each other, or this rank has no GPU of its own.
     """
     if distributed.is_initialized():
         yield
@@ -76,16 +83,17 @@ def default_group(
     try:
         yield
     finally:
-        # Without this, gloo sometimes aborts when the process exits.
+        # If the group is not destroyed, gloo sometimes aborts at the exit of the process.
         distributed.destroy_process_group()
 
 
 @contextmanager
 def _prefixing_tracebacks_once() -> Iterator[None]:
-    """Keep one wrapper of ``sys.excepthook`` when torch starts several default groups.
+    """Prevent torch from wrapping ``sys.excepthook`` again for each default group.
 
-    Torch's wrapper prints the rank before every line of a traceback. It stays after the group has
-    ended, and each further group would add another one.
+    Torch's wrapper prints the rank before every line of a traceback. It remains after the group is
+    destroyed, and the next group would wrap it once more. This context removes the wrapper of the
+    previous group before torch adds a new one.
     """
     sys.excepthook = wrapped = getattr(sys.excepthook, _WRAPPED, sys.excepthook)
     yield

@@ -1,4 +1,4 @@
-"""Bitwise reproducible steps: torch's switch, and the cuBLAS workspace that it needs."""
+"""Deterministic algorithms of torch and cuBLAS, for bitwise reproducible training."""
 
 import os
 from collections.abc import Iterator
@@ -11,15 +11,17 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Make torch use deterministic algorithms inside.
+    """Use deterministic algorithms inside the context (``torch.use_deterministic_algorithms``).
 
-    The attention kernels read torch's switch too: Triton's backward pass uses its split form, and
-    the flash libraries their deterministic form. On a GPU cuBLAS needs a fixed workspace, set
-    before its first product; torch refuses products if the environment sets a workspace that is
-    not deterministic.
+    The attention kernels read torch's setting too: the Triton backward pass uses its split version,
+    and the flash-attention libraries use their deterministic version.
+
+    On a GPU, cuBLAS needs the environment variable ``CUBLAS_WORKSPACE_CONFIG`` before its first
+    matrix product. It is set here unless the environment already has a value. If that value is not
+    deterministic, torch refuses matrix products.
 
     Raises:
-        RuntimeError: From torch, at an operation that has no deterministic form.
+        RuntimeError: From torch, if an operation has no deterministic version.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()

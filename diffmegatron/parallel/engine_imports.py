@@ -1,4 +1,4 @@
-"""A faster first import of torch, Megatron-core and DeepSpeed."""
+"""Faster import of torch, Megatron-core and DeepSpeed."""
 
 import functools
 import gc
@@ -9,12 +9,15 @@ from typing import Any
 
 @contextmanager
 def importing_engines() -> Iterator[None]:
-    """Shorten the imports inside without changing what the imported modules do.
+    """Make imports inside the context faster; the imported modules work as usual.
 
-    At import, Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in torch.compile,
-    and wrapping alone loads Inductor. Here wrapping is delayed to the first call of each function.
-    Python's garbage collector is paused: imports create almost no garbage, and it would traverse
-    all modules repeatedly.
+    Two things take time during these imports:
+
+    - Megatron-core (``jit_fuser``) and DeepSpeed (Muon) wrap functions in ``torch.compile``, which
+      loads Inductor even if the functions are never called. Inside the context, ``torch.compile``
+      is replaced by a version that compiles a function at its first call.
+    - Python's garbage collector traverses all modules repeatedly, but imports create almost no
+      garbage. It is disabled inside the context.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -33,7 +36,7 @@ def importing_engines() -> Iterator[None]:
 
 
 def _compiling_when_called(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``torch.compile`` that compiles each function at its first call."""
+    """Return a replacement of ``torch.compile`` that compiles each function at its first call."""
 
     def delayed(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -46,7 +49,7 @@ def _compiling_when_called(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(model)
         def call(*args: Any, **keywords: Any) -> Any:
-            # A function that is being compiled inlines this one.
+            # If the caller is being compiled, the original function is inlined into it.
             return (model if is_compiling() else compiled())(*args, **keywords)
 
         return call

@@ -1,4 +1,7 @@
-"""The environment that a launcher (torchrun, srun) gives a process, before the ranks meet."""
+"""The environment variables that a launcher (torchrun, srun) sets for each process of a run.
+
+They are read before torch.distributed is initialized.
+"""
 
 import math
 import os
@@ -9,23 +12,24 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import clipped
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Far above any cluster, and within torch's limit.
+# Upper limit of WORLD_SIZE. It is far above any cluster, and within torch's limit.
 _MAX_RANKS = 10_000_000
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place in a run, and the limits of its job, as read from the environment.
+    """Rank and rendezvous of this process, and time limits of its Slurm job, from the environment.
 
     Attributes:
         rank: rank of this process, from 0.
         ranks: number of ranks in the run.
         local_rank: rank of this process on its machine, from 0.
-        master: host and port of rank 0; None for a single process without launcher.
-        agent_store: whether torchrun's agent listens at ``master`` through all restarts; otherwise
-            rank 0 does.
+        master: host and port of the rendezvous store; None for a single process without launcher.
+        agent_store: whether torchrun's agent serves the store at ``master`` and keeps it through
+            restarts of the ranks; otherwise rank 0 serves it.
         attempt: number of times that torchrun has restarted this machine's ranks.
-        job_end: end of the Slurm job as known at its start, in seconds since 1970; None if unknown.
+        job_end: end time of the Slurm job as known at its start, in seconds since 1970; None if
+            unknown.
         signal_seconds: seconds before the job's end at which Slurm sends a stop signal; None if
             unknown.
         kill_wait: seconds from Slurm's SIGTERM to its SIGKILL; None if unknown.

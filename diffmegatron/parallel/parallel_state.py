@@ -1,4 +1,4 @@
-"""Process groups of a layout, and this rank's place in each."""
+"""Process groups of a parallel layout, and this rank's index in each group."""
 
 import gc
 from collections.abc import Iterator
@@ -20,7 +20,22 @@ from diffmegatron.parallel.default_group import TIMEOUT, default_group, own_devi
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This rank's place in the layout, and its device."""
+    """This rank's place in the parallel layout, and its device.
+
+    Attributes:
+        rank: rank among all ranks, from 0.
+        world_size: number of all ranks.
+        device: device of this rank.
+        tensor_size: number of tensor-parallel ranks.
+        tensor_rank: index of this rank among the tensor-parallel ranks.
+        pipeline_size: number of pipeline stages.
+        pipeline_rank: pipeline stage of this rank, from 0.
+        virtual_pipeline_size: number of virtual stages per rank; 1 without interleaving.
+        context_size: number of context-parallel ranks.
+        context_rank: index of this rank among the context-parallel ranks.
+        data_size: number of data-parallel ranks, without context parallelism.
+        data_rank: index of this rank among the data-parallel ranks.
+    """
 
     rank: int
     world_size: int
@@ -37,51 +52,51 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """True if this rank holds the embedding."""
+        """True if this rank is in the first pipeline stage, which has the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this rank holds the output layer and computes the loss."""
+        """True if this rank is in the last pipeline stage, which has the output layer and loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which writes the log, the metrics and the progress line."""
+        """True on rank 0, which writes the metrics and prints the progress lines."""
         return self.rank == 0
 
     @property
     def data_group(self) -> ProcessGroup:
-        """Ranks that hold the same shard of the model: data x context parallel."""
+        """Ranks that have the same shard of the model: the data x context parallel ranks."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def tensor_group(self) -> ProcessGroup:
-        """Ranks that share each layer of this stage."""
+        """Tensor-parallel ranks, which shard the layers of this pipeline stage."""
         return megatron_state.get_tensor_model_parallel_group()
 
     @property
     def context_group(self) -> ProcessGroup:
-        """Ranks that share each sequence."""
+        """Context-parallel ranks, which shard each sequence."""
         return megatron_state.get_context_parallel_group()
 
     @property
     def pipeline_group(self) -> ProcessGroup:
-        """Ranks that hold the stages of the same model, one rank per stage."""
+        """Ranks of one pipeline, one rank per stage."""
         return megatron_state.get_pipeline_model_parallel_group()
 
     @property
     def embedding_group(self) -> ProcessGroup:
-        """Ranks of the first and the last stage, which share a tied embedding."""
+        """Ranks of the first and the last stage of a pipeline, which both have a tied embedding."""
         return megatron_state.get_embedding_group()
 
 
 class ModelParallelUnit:
-    """The process groups in the form of DeepSpeed's argument ``mpu``.
+    """Adapter that passes Megatron's process groups to DeepSpeed, as its argument ``mpu``.
 
-    DeepSpeed's data parallelism is data times context parallelism here. The methods
-    ``get_sequence_parallel_*`` are missing on purpose: with them ZeRO 1 and 2 sum gradients that
-    ZeRO 3 averages.
+    DeepSpeed's data-parallel group is Megatron's data x context parallel group. The methods
+    ``get_sequence_parallel_*`` are missing on purpose. If they existed, ZeRO 1 and 2 would sum
+    gradients over the group, whereas ZeRO 3 averages them.
     """
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -97,7 +112,7 @@ class ModelParallelUnit:
         return megatron_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Return the group of ranks that together hold one whole model."""
+        """Return the group of ranks that together have one complete model."""
         return megatron_state.get_model_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
@@ -109,7 +124,7 @@ class ModelParallelUnit:
         return distributed.get_world_size(megatron_state.get_model_parallel_group())
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        """Return the group of ranks that share each layer."""
+        """Return the group of ranks that shard each layer."""
         return megatron_state.get_tensor_model_parallel_group()
 
     def get_tensor_model_parallel_rank(self) -> int:
@@ -130,7 +145,17 @@ class ModelParallelUnit:
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise the first problem of any rank on every rank, so that none waits for the others."""
+    """Raise an error on all ranks if at least one rank has a problem; called on all ranks.
+
+    If only the rank with the problem raised, the other ranks would wait for it in the next
+    collective.
+
+    Args:
+        problem: message of this rank's problem; None if it has none.
+
+    Raises:
+        UserError: With the message of the lowest rank that has a problem.
+    """
     problems: list[str | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(problems, problem)
     for rank, found in enumerate(problems):
@@ -142,15 +167,16 @@ def fail_together(problem: str | None) -> None:
 def process_groups(
     parallel: ParallelConfig, seed: int, timeout: timedelta = TIMEOUT
 ) -> Iterator[ParallelState]:
-    """Start the process groups of a layout, and end them with the context.
+    """Create the process groups of a layout, and destroy them at the end of the context.
 
-    The ranks meet through the launcher's environment; without a launcher this process is the only
-    rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. An existing default group
-    is used, and left to the caller.
+    The ranks connect with the launcher's environment variables. Without a launcher this process is
+    the only rank. The backend is NCCL with one GPU per rank, or gloo without CUDA. If the default
+    group already exists, it is used and not destroyed.
 
     Args:
-        parallel: layout whose sizes fill the ranks (``Recipe.data_parallel`` checks this).
-        seed: base of Megatron's model-parallel random states.
+        parallel: ``parallel`` section of the recipe, whose sizes must fit the number of ranks
+            (``Recipe.data_parallel`` checks this).
+        seed: seed of Megatron's model-parallel random states.
         timeout: time limit of a collective.
     """
     device = own_device()
@@ -163,7 +189,7 @@ def process_groups(
                     parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
                 ),
                 context_parallel_size=parallel.context,
-                # Only Megatron's own optimizer checkpoints use gloo groups beside NCCL's.
+                # Only Megatron's own optimizer checkpoints need additional gloo groups.
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(seed)
@@ -172,21 +198,25 @@ def process_groups(
             megatron_state.destroy_model_parallel()
 
 
-# Python 3.12 starts with some hundred frozen objects; more were frozen for an earlier layout.
+# If more objects than this are frozen for the garbage collector, process_groups has frozen them
+# before. Python 3.12 itself starts with some hundred frozen objects.
 _FROZEN_AT_START = 10_000
 
 
 @contextmanager
 def _ending_new_groups() -> Iterator[None]:
-    """End the process groups that any code creates inside.
+    """Destroy all process groups that are created inside the context.
 
     Megatron's ``destroy_model_parallel`` only drops its references to some forty groups. Torch
-    keeps the groups and their threads, fifty per layout with gloo, until the default group ends. A
-    network also keeps its groups until the garbage collector finds its reference cycles.
+    keeps the groups until the default group is destroyed, with fifty threads per layout under gloo.
+    A network also refers to its groups until the garbage collector finds its reference cycles, so
+    the collector runs at the end.
 
-    Older objects, mostly modules, are frozen for the collector and stay so: DeepSpeed runs it
-    before and after each parameter group, a quarter of a second each time. Garbage is collected
-    before, because the groups of a frozen network would keep their threads until the process ends.
+    At the beginning all existing objects, mostly modules, are frozen for the garbage collector
+    permanently. DeepSpeed runs the collector before and after each parameter group, and without
+    freezing each run takes a quarter of a second. If objects were frozen before, the collector runs
+    first. Otherwise the network of an earlier layout could be frozen too, and the threads of its
+    groups would run until the process ends.
     """
     existing = set(_groups())
     if gc.get_freeze_count() > _FROZEN_AT_START:
@@ -201,7 +231,7 @@ def _ending_new_groups() -> Iterator[None]:
 
 
 def _groups() -> list[ProcessGroup]:
-    """Return this rank's process groups in order of creation, for which torch has no function."""
+    """Return this rank's process groups in order of creation; torch has no public function."""
     return list(distributed.distributed_c10d._world.pg_map)
 
 

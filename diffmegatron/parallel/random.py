@@ -1,4 +1,4 @@
-"""Random states of a rank for checkpoints: torch's, CUDA's and Megatron's tracker."""
+"""Random states of a rank, to save in checkpoints: torch's, CUDA's and Megatron's."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from diffmegatron.errors import UserError
 
 _TRACKED = "random.tracked."
-# Size of a CUDA generator's state: seed and offset.
+# Size of the state of a CUDA generator in bytes: seed and offset.
 _CUDA_BYTES = 16
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return every random state by name, each a uint8 vector."""
+    """Return the random states of this rank by name, each a uint8 tensor [n]."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
@@ -24,14 +24,19 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(saved: Callable[[str], Tensor | None]) -> list[str]:
-    """Set every state that ``saved`` returns; the others stay as seeded.
+    """Restore the random states of this rank; states that were not saved stay unchanged.
+
+    Megatron's random states are those of the GPU generator, or of the CPU generator on a machine
+    without GPU. They cannot be restored on the other kind of machine, and stay unchanged too.
+
+    Args:
+        saved: function that returns a saved state by name, or None if it was not saved.
 
     Returns:
-        Names of the states that stay as seeded because they were saved on another type of device:
-        Megatron's tracker holds states of the GPU, or of the CPU on a machine without GPU.
+        Names of the states that were saved on the other kind of device.
 
     Raises:
-        UserError: If a saved state has another size than the state of this torch version.
+        UserError: If a saved state has a different size than the state of this torch version.
     """
     states, of_another_device = random_states(), []
     device_sizes = {states["random.cpu"].numel(), _CUDA_BYTES}

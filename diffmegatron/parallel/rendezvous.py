@@ -1,6 +1,8 @@
-"""Rendezvous of the ranks of a launch with a time limit, and an error that names missing ranks.
+"""Rendezvous of all ranks through a store, with a time limit and an error that names missing ranks.
 
-Torch's own rendezvous waits half an hour, and its error does not name the missing ranks.
+Each rank sets a key ``arrived/RANK`` in a store (a key-value server). Rank 0 waits for all keys and
+stores the outcome for the other ranks. Torch's own rendezvous is not used, because it waits half an
+hour and its error does not name the missing ranks.
 """
 
 import socket
@@ -16,28 +18,31 @@ from diffmegatron.errors import MachineError, UserError
 from diffmegatron.files import clipped, reason
 from diffmegatron.parallel.launcher import LaunchEnvironment
 
-# Rank 0 decides after the time limit; the others wait this much longer for its decision.
+# Key of the outcome. Rank 0 stores it when all ranks have arrived or the time limit is reached. The
+# other ranks wait for it _MARGIN_SECONDS longer than the time limit.
 _OUTCOME, _MARGIN_SECONDS = "outcome", 15.0
+# Largest number of missing ranks in an error message.
 _SHOWN_RANKS = 16
-# Begins the one error that another attempt cannot solve.
+# First words of the only error that cannot be solved by starting again, so it is a UserError.
 _SIZES = "rank 0 was started with WORLD_SIZE"
 
 
 def meet(launch: LaunchEnvironment, seconds: float) -> Store:
-    """Return a store that all ranks of a launch share, after all of them have arrived.
+    """Wait until all ranks have arrived, and return a store that is connected to all of them.
 
     Args:
-        launch: environment of this rank, with ``master`` set.
-        seconds: time limit for rank 0 to listen, and for the other ranks to arrive.
+        launch: environment of this rank; ``master`` must be set.
+        seconds: time limit for connecting to rank 0, and then again for all ranks to arrive.
 
     Raises:
-        UserError: On every rank present, if the ranks have different values of ``WORLD_SIZE``.
-        MachineError: On every rank present, if ``MASTER_ADDR`` or ``MASTER_PORT`` cannot be used
-            now, or ranks did not arrive.
+        UserError: On every rank that has arrived, if ranks have different values of ``WORLD_SIZE``.
+        MachineError: On every rank that has arrived, if other ranks did not arrive, or if the
+            address of ``MASTER_ADDR`` and ``MASTER_PORT`` cannot be used at the moment.
     """
     place = _place(launch)
-    # Restarted ranks must not find keys of earlier attempts in the agent's store. A store of rank 0
-    # is new, and agents of several machines may count restarts differently.
+    # The store of torchrun's agent lives through restarts, so a prefix hides the keys of earlier
+    # attempts. A store of rank 0 is always new and needs no prefix. There the agents of several
+    # machines may count restarts differently, so ``attempt`` must not be used.
     attempt = launch.attempt if launch.agent_store else 0
     store = PrefixStore(f"attempt_{attempt}", _connected(launch, seconds, place))
     arrivals = [f"arrived/{rank}" for rank in range(launch.ranks)]
@@ -55,13 +60,17 @@ def meet(launch: LaunchEnvironment, seconds: float) -> Store:
 
 
 def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> str:
-    """Find the problem of the rendezvous on rank 0, and store it for all; empty if none."""
+    """Return the problem of the rendezvous, or "" if there is none; called on rank 0.
+
+    The problem is also stored for the other ranks.
+    """
     if _wait_until(lambda: store.check(list(arrivals)), seconds):
         problem = _other_sizes(store.multi_get(list(arrivals)))
     else:
         problem = _missing_ranks(store, arrivals, seconds)
     store.set(_OUTCOME, problem)
-    if problem:  # The store ends with this process, so wait until the others have read it.
+    if problem:
+        # This process will exit, and its store with it. First wait until the others have read it.
         received = [
             _received(rank) for rank, key in enumerate(arrivals) if rank and store.check([key])
         ]
@@ -70,7 +79,7 @@ def _decide(store: Store, arrivals: Sequence[str], _: int, seconds: float) -> st
 
 
 def _wait_for_decision(store: Store, arrivals: Sequence[str], rank: int, seconds: float) -> str:
-    """Return the problem that rank 0 found, on any other rank; empty if there is none."""
+    """Return the problem that rank 0 found, or "" if there is none; called on the other ranks."""
     if not _wait_until(lambda: store.check([arrivals[0]]), seconds):
         return _missing_ranks(store, arrivals, seconds)
     if not _wait_until(lambda: store.check([_OUTCOME]), seconds + _MARGIN_SECONDS):
@@ -122,7 +131,8 @@ def _connected(launch: LaunchEnvironment, seconds: float, place: str) -> Store:
 
 
 def _serve(port: int, seconds: float) -> Store:
-    # When it fails, torch's own socket writes pages of stacks to standard error.
+    # Open the socket here and pass it to torch. If torch itself could not open it, it would write
+    # pages of stacks to standard error.
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -152,12 +162,16 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def _join(host: str, port: int, seconds: float, place: str) -> Store:
-    """Connect torch's client within a time limit, which it lacks if another server listens."""
+    """Connect torch's client to the store within a time limit.
+
+    The client runs in a thread, because it never times out if a server of another kind listens at
+    the address.
+    """
     joined: list[Store] = []
 
     def join() -> None:
         limit = timedelta(seconds=seconds)
-        with suppress(DistError):  # Another kind of server answered.
+        with suppress(DistError):  # Raised if a server of another kind listens.
             joined.append(TCPStore(host, port, timeout=limit, wait_for_workers=False))
 
     thread = threading.Thread(target=join, name="rendezvous", daemon=True)
@@ -169,7 +183,7 @@ def _join(host: str, port: int, seconds: float, place: str) -> Store:
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll a condition until it holds or the time is up, and return whether it holds."""
+    """Poll a condition until it is true or the time is over, and return whether it is true."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() >= deadline:
