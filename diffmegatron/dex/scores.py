@@ -91,7 +91,10 @@ class Gradient(Score):
     def sums(
         self, network: Network, microbatches: Sequence[Batch], parallel_state: ParallelState
     ) -> tuple[Sums, float]:
-        """Return the sums of the importances, and the weight; all ranks' weights add up to 1."""
+        """Return this rank's sums of the importances, and their weight.
+
+        The weights of all data- and context-parallel ranks add up to 1.
+        """
         total: Sums = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
 
         def add(layer: SelfAttention, heads: Tensor, gradient: Tensor) -> None:

@@ -189,7 +189,7 @@ def generate(
                 logits[row] = torch.full_like(logits[row], -torch.inf).index_copy_(
                     0, allowed, logits[row, allowed]
                 )
-        # One copy to the host per step, because each copy waits for the device.
+        # Copy to the host only once per step, because each copy waits for the device.
         likeliest = torch.stack((logits.argmax(-1), are_finite.long())).tolist()
         for text, token, is_finite in zip(written, *likeliest, strict=True):
             if not text.has_ended and not is_finite:

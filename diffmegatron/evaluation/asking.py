@@ -1,4 +1,8 @@
-"""Scoring of many items at once, so that a model can answer their requests in batches."""
+"""Scoring of many items at once, so that a model can answer their requests in batches.
+
+An item is a part of a suite that is scored by itself, such as a question. Its score may need
+several requests to the model, one after the other.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -35,7 +39,7 @@ class _Open:
         self._advance(None)
 
     def receive(self, number: int, answer: Answer) -> None:
-        """Store the answer to request ``number``; send the answers to the suite when all exist."""
+        """Store the answer to request ``number``; after the last one, send all to the suite."""
         self._answers[number] = answer
         if isinstance(answer, NotFiniteError):
             self.record = answer

@@ -79,7 +79,7 @@ class Layer:
         return len(self.hidden)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return the first and end row of each block, as :func:`row_blocks` divides them."""
+        """Return (first row, end row) of each block, as :func:`row_blocks` divides the rows."""
         return row_blocks(sum(len(call.query) for call in self.calls), self.rows)
 
     def logits(self, first: int, end: int) -> Tensor:
@@ -99,14 +99,15 @@ class Layer:
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
-        """Return :meth:`maps` from ``softmax``, the softmax of :meth:`logits` of the same rows."""
+        """Return :meth:`maps`, computed from the softmax of :meth:`logits` for the same rows."""
         return self.variant.subtracted_maps(self.module, softmax, self.hidden[first:end])
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and end row of each block of the maps [heads, rows, rows] of a layer.
+    """Yield (first row, end row) of each block of a layer's maps [heads, rows, rows].
 
-    The float32 logits of a block fit into ``BLOCK_BYTES``, unless one row of all heads is larger.
+    The end row is not part of the block. The float32 logits of a block fit into ``BLOCK_BYTES``,
+    unless one row of all heads is larger.
     """
     step = max(1, BLOCK_BYTES // (_FLOAT32 * heads * rows))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))

@@ -156,8 +156,8 @@ class Prompt:
     """The part of a prompt that many items share: examples, and the labels to choose from.
 
     Attributes:
-        digest: hash of the examples and the labels. ``repr`` shows only this hash, because it is
-            computed for many items, and the other fields are long.
+        digest: hash of the examples and the labels. ``repr`` shows this hash instead of the other
+            fields, which are long and part of many items.
         prefix: ids of the start token and the examples.
         labels: tree of the labels that the model can choose.
     """
@@ -236,9 +236,9 @@ class EncodedTask:
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
     """Return the tree of the token sequences of all labels.
 
-    A label is encoded with a space before it, as it follows a prompt. If another label begins with
-    all tokens of a label, the separator of examples is appended to the shorter label, so that the
-    model can choose its end.
+    A label is encoded with a space before it, because a space precedes it in a prompt. If another
+    label begins with all tokens of a label, the separator of examples is appended to the shorter
+    label, so that the model can choose between the two.
 
     Raises:
         UserError: a label has no tokens, or two labels have the same tokens.

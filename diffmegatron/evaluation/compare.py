@@ -125,7 +125,7 @@ def _read_stage(run_dir: Path) -> RecordedStage:
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the shortest end of its path that no other path has.
+    """Return a name for each run: the shortest end of its path that is unique among the paths.
 
     Raises:
         UserError: two paths are the same folder.

@@ -1,4 +1,7 @@
-"""``diffmegatron evaluate``: run every suite on every target, and write a report."""
+"""``diffmegatron evaluate``: run every suite on every target, and write a report.
+
+A suite is a benchmark. A target is a model to evaluate: a Hugging Face folder or a checkpoint.
+"""
 
 import math
 import sys
@@ -91,7 +94,7 @@ def _lock(out: Path) -> FileLock:
 
 
 def shortest_context(targets: Sequence[Target]) -> int:
-    """Return the default context of suites in tokens: the shortest of all targets, up to 2,048."""
+    """Return the default context of suites: the shortest of all targets, at most 2,048 tokens."""
     return int(min(MAX_DEFAULT_CONTEXT, *(target.context for target in targets)))
 
 

@@ -1,6 +1,6 @@
 """The options of ``evaluate``, shared by the command line and Python.
 
-This module imports torch only where it must, so that ``--help`` stays fast.
+This module imports torch only within functions, so that ``--help`` stays fast.
 """
 
 from dataclasses import dataclass

@@ -54,7 +54,9 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the processes that a launcher has started; without a launcher there is one process.
+    """Join the processes that a launcher has started, and yield their :class:`Ranks`.
+
+    Without a launcher there is one process.
 
     Raises:
         UserError: a process does not join, or has no GPU.

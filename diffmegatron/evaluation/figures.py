@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def estimate_measures(suite: Suite, records: Records) -> dict[str, Estimate]:
     """Return every measure of a target with its interval, by name.
 
-    The bootstrap draws single records. This is correct for measures to which every unit
-    (:meth:`Suite.unit`) contributes one record only.
+    The bootstrap draws single records. It is therefore only correct for measures to which each unit
+    of dependent items (:meth:`Suite.unit`) contributes one record.
     """
     shares: dict[str, dict[str, Mean]] = {}
     for number, record in enumerate(records):
@@ -124,7 +124,7 @@ def plot_maps(
 
     Args:
         figure: figure of the axes.
-        grid: one axes for each table.
+        grid: axes of the maps, one for each table.
         tables: nonnegative values [rows, columns], by the title of the map.
         xlabel, ylabel: labels of columns and rows.
         quantity: label of the colour bar.

@@ -136,7 +136,7 @@ class Tasks:
             chat_template: function that renders messages as a prompt; None for plain prompts.
 
         Raises:
-            UserError: a task has a fixed number of examples, or too few of them.
+            UserError: a task does not allow examples, or has too few of them.
         """
         found: list[Question] = []
         for name, task in self.tasks.items():
@@ -199,7 +199,12 @@ class Tasks:
         return found
 
     def is_mean(self, task: str, key: str) -> bool:
-        """Return whether a metric of a task is the mean over its documents."""
+        """Return whether a metric of a task is the mean over its documents.
+
+        Args:
+            task: name of the task.
+            key: metric and filter, such as ``acc,none``.
+        """
         return self._aggregation(task, key) is mean
 
     def better(self, name: str, metric: str) -> Literal["higher", "lower"] | None:
@@ -498,8 +503,8 @@ def _likelihood(scored: Scored) -> tuple[float, bool]:
 def _stderr(
     aggregation: Callable[[Sequence[Any]], float], values: Sequence[Any], iterations: int
 ) -> float | None:
-    # Compute the bootstrap in this process. By default lm-eval forks it, which is not safe because
-    # it has threads and may use a GPU.
+    # Compute the bootstrap in this process. By default lm-eval forks the process, which is not safe
+    # because the process has threads and may use a GPU.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     compute = stderr_for_metric(aggregation, iterations) if len(values) > 1 else None
     with _quiet():

@@ -38,8 +38,8 @@ def map_statistics(
 
     Args:
         seen: layers of a forward pass, in order.
-        top: share of a row's tokens that are its top tokens, the ones with the largest scores. Rows
-            with less than one top token are left out.
+        top: share of a row's tokens that are its top tokens, the ones with the largest scores.
+            Measures of top tokens leave out rows that are too short to have one.
         epsilons: thresholds for scores near zero.
 
     Returns:
@@ -153,7 +153,7 @@ class _Block:
         """Return 1 for the top tokens of each row and 0 for other tokens, [heads, rows, keys].
 
         Args:
-            sizes: nonnegative scores [heads, rows, keys], of which the largest are the top tokens'.
+            sizes: nonnegative scores [heads, rows, keys]. The top tokens have the largest scores.
         """
         most = max(1, int(self.counts[-1]))
         places = sizes.masked_fill(~self._earlier, -torch.inf).topk(most, dim=2).indices
@@ -174,8 +174,8 @@ def feature_alignment(features: Sequence[Tensor]) -> Tensor:
     Returns:
         CKA of every two heads of the network, float64 [heads, heads] in the order of the layers.
     """
-    # Subtract the mean over the tokens: HSIC does not depend on it, and it would cost precision in
-    # float32.
+    # Subtract the mean over the tokens. HSIC does not depend on the mean, and a large mean would
+    # cost precision in float32.
     centred = [x.float() - x.float().mean(0) for x in features]
     kernels = [_Kernels(x) for x in centred]
     ends = torch.tensor([0, *(x.shape[1] for x in features)]).cumsum(0).tolist()

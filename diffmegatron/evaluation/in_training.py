@@ -43,7 +43,7 @@ def open_evaluators(recipe: Recipe) -> list["SuiteEvaluator"]:
     """Return the evaluators of ``training.evaluate``, after reading their data.
 
     Raises:
-        UserError: a suite cannot run within training, a setting does not fit, data are missing, or
+        UserError: a suite cannot run during training, a setting is not valid, data are missing, or
             an item is longer than the run's sequences.
     """
     names = [entry.suite for entry in recipe.training.evaluate]

@@ -1,7 +1,8 @@
 """The report of an evaluation as Markdown and HTML.
 
 The argument ``outcome`` of the functions is the content of ``results.json``, as ``make_outcome``
-returns it. ``pictures`` has a PNG by the name of its suite.
+returns it. ``pictures`` maps the name of a suite to its picture as PNG. A target is a model that
+was evaluated.
 """
 
 import base64
@@ -81,7 +82,10 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _items(suite: Mapping[str, Any]) -> list[str]:
-    """Return a line with the numbers of items of the suite's measures, or [] without measures."""
+    """Return a line with the number of items from which the suite's measures are computed.
+
+    The list is empty if the suite has no measures.
+    """
     counts = {
         found["items"]
         for measure in suite["measures"].values()

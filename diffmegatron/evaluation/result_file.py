@@ -1,7 +1,8 @@
 """Files with a suite's records for a target, one line per item; a restart resumes from them.
 
-Every line ends with a checksum. Without checksums, a digit that a disk or an editor has changed
-would change the results without a warning.
+A target is a model to evaluate, and a record is the result of an item. Every line ends with a
+checksum. Without checksums, a digit that a disk or an editor has changed would change the results
+without a warning.
 """
 
 import hashlib

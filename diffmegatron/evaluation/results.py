@@ -173,7 +173,7 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Return contributions by measure and unit. Items of the same unit are added up."""
+    """Return the sums of contributions by measure and unit (:meth:`Suite.unit`)."""
     found: Shares = {}
     for key, record in records.items():
         unit = suite.unit(key, record)

@@ -1,8 +1,9 @@
-"""The base class of the suites of an evaluation.
+"""The base class of the suites (benchmarks) of an evaluation.
 
 A suite is a class in a file of ``suites/``, listed in ``SUITES`` there. Its fields are settings.
 Its methods define the items, the requests to a model, and the score of an item. Restarts,
-progress, intervals, comparison and reports are the same for all suites.
+progress, intervals, comparison and reports are the same for all suites. A target is a model to
+evaluate.
 """
 
 from abc import ABC, abstractmethod
@@ -167,7 +168,7 @@ class Suite(Section, ABC):
     def score(self, model: "Model", item: Item) -> Record:
         """Return the record of an item.
 
-        It must not depend on other items or on the order of items.
+        The record must not depend on other items or on the order of items.
 
         Raises:
             NotFiniteError: the model computes a number that is not finite.

@@ -1,4 +1,4 @@
-"""Targets of an evaluation: Hugging Face folders, and checkpoints, which are exported to such."""
+"""Targets (models to evaluate): Hugging Face folders, and checkpoints, which are exported."""
 
 import hashlib
 import math
@@ -209,7 +209,7 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last parts joined by ``-``, as few as keep names unique."""
+    """Return a name for each path: its last parts joined by ``-``, as few as make names differ."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]

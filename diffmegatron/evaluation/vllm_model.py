@@ -32,7 +32,7 @@ class VllmModel(Model):
 
     @override
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Yield the number of each request and its new tokens, in order.
+        """Yield the index of each request and its new tokens, in order.
 
         Raises:
             UserError: vLLM cannot load the model, or a request is not for free text.

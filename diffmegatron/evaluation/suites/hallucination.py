@@ -128,9 +128,9 @@ class Hallucination(Suite):
 
     @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the record of a generated text with its document, or of a judge's verdict.
+        """Generate a text, or for a follow-up item, judge a text that was generated before.
 
-        An item whose content is a record of a text is a follow-up: the judge decides about it.
+        The content of a follow-up item is the record of the text.
         """
         if isinstance(item.content, dict):
             return self._judged(item.content)

@@ -69,7 +69,7 @@ class ManyShot(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return accuracies by task and shots, and by task."""
+        """Return the accuracy by task and number of shots, and by task over all numbers."""
         right = Mean(float(record["right"]))
         task, shots = record["task"], record["shots"]
         return {f"{task}, {shots} shots": right, f"{task}{_MEAN}": right}

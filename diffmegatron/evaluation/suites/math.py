@@ -73,8 +73,9 @@ class Mathematics(Suite):
             for number, each in enumerate(problems):
                 asked = target.encode(f"{before}Question: {each.question}\nAnswer:")
                 ids = [target.start, *asked]
-                # Count the tokens that equal those of the examples alone. The last token of the
-                # examples may differ, because the tokenizer may join it with the question.
+                # Count the first tokens that equal those of the examples alone, which all problems
+                # share. The last one may differ, because the tokenizer may join it with the
+                # question.
                 pairs = zip(ids, demonstrated, strict=False)
                 shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 content = (name, ids, shared, each.answer, each.choices)

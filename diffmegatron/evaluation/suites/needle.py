@@ -124,7 +124,7 @@ class Retrieval(Suite):
 
     @override
     def draw(self, figure: "Figure", records: Mapping[str, Records]) -> bool:
-        """Draw a map of lengths and depths for each target and pair."""
+        """Draw the share of numbers found by length and depth, as a map per target and pair."""
         figure.set_size_inches(3.2 * len(self.pairs), 2.8 * len(records))
         grid = figure.subplots(len(records), len(self.pairs), squeeze=False)
         for row, (name, of_target) in zip(grid, records.items(), strict=True):

@@ -187,7 +187,10 @@ def _summed(packed: Sequence[str], size: int) -> np.ndarray:
 
 
 def _median_bins(counts: np.ndarray) -> list[int]:
-    """Return the bins of the two middle values, whose mean is the median; one bin if equal."""
+    """Return the bins of the two middle values, whose mean is the median.
+
+    There is only one bin if both values are in it.
+    """
     return sorted({_place(counts, rank)[0] for rank in _middle(counts)})
 
 
