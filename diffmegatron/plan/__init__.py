@@ -1,4 +1,4 @@
-"""``diffmegatron plan``: estimates of a recipe's parameters, memory, traffic and time."""
+"""``diffmegatron plan``: estimates of a recipe's parameters, memory, traffic and step time."""
 
 from diffmegatron.plan.command import run, run_search
 from diffmegatron.plan.rank_layout import Layout

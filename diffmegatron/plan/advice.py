@@ -1,4 +1,4 @@
-"""Warnings about a recipe on a layout, one sentence each."""
+"""Warnings of ``diffmegatron plan`` about a recipe: slow settings, or too little GPU memory."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,14 @@ from diffmegatron.plan.timing import GPUS_PER_NODE
 def warnings(
     recipe: Recipe, layout: Layout, memory: tuple[StageMemory, ...], hardware: str
 ) -> tuple[str, ...]:
-    """Return the warnings about a recipe on a layout with the given memory per stage."""
+    """Return the warnings about a recipe, one sentence each.
+
+    Args:
+        recipe: recipe of the run.
+        layout: parallel layout of the recipe.
+        memory: estimated memory of each pipeline stage.
+        hardware: name of a GPU in ``ACCELERATORS``.
+    """
     return (
         *recipe.model.attention.warnings(
             recipe.model.hidden_size,
@@ -68,7 +75,7 @@ def _memory_warnings(
     limit = USABLE_SHARE * available
     remedies = list(_remedies(recipe, layout, limit))
     if not remedies:
-        # Context and pipeline parallelism remain, with too many combinations to try here.
+        # Only context and pipeline parallelism are left, with too many combinations to try here.
         remedies = [
             "diffmegatron plan --search GPUS ranks the layouts that fit, and the recipes of "
             "configs/at_scale have some"
@@ -77,9 +84,15 @@ def _memory_warnings(
 
 
 def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
-    """Yield changes that make the recipe fit, each enough by itself.
+    """Yield sentences about changes of the recipe; each change alone makes it fit into memory.
 
-    They keep the global batch and the sequence length, because these define the experiment.
+    No change affects the global batch size and the sequence length, because these define the
+    experiment.
+
+    Args:
+        recipe: recipe that does not fit.
+        layout: parallel layout of the recipe.
+        limit_gib: usable memory of a GPU in GiB.
     """
     ranks = layout.world_size
     for size in range(recipe.training.micro_batch_size - 1, 0, -1):
@@ -98,14 +111,19 @@ def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]
 def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
     try:
         return peak_memory(recipe, ranks) <= limit_gib * GIB
-    except UserError:  # The layout does not allow the new number of microbatches.
+    except UserError:  # An interleaved pipeline does not allow the new number of microbatches.
         return False
 
 
 def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
-    """Return the first number of ranks that fits when the data-parallel size is doubled.
+    """Return a number of ranks on which the recipe fits, by doubling the data-parallel size.
 
-    Returns None if no such number fits.
+    The size is doubled until the recipe fits. Returns None if it never fits.
+
+    Args:
+        recipe: recipe that does not fit.
+        layout: parallel layout of the recipe.
+        available_gib: usable memory of a GPU in GiB.
     """
     training = recipe.training
     most = training.global_batch_size // training.micro_batch_size

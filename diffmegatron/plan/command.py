@@ -1,4 +1,4 @@
-"""``diffmegatron plan``: print the plans of a recipe's stages, or search for layouts."""
+"""The command ``diffmegatron plan``: print the plan of each stage, or search for layouts."""
 
 import math
 from collections.abc import Sequence
@@ -20,19 +20,20 @@ def run(
     hardware: str = DEFAULT_HARDWARE,
     as_json: bool = False,
 ) -> None:
-    """Plan the stages of a recipe and print them to standard output, as tables or as JSON.
+    """Print the plan of each stage of a recipe to standard output, as tables or as JSON.
 
-    JSON is one object, or a list with an object per stage, each with its ``run_dir``.
+    The JSON is one object, or with several stages a list of one object per stage.
 
     Args:
         stages: recipes of the stages.
-        world_size: number of ranks. None: the fewest that fill the layout of every stage, because
-            the same ranks train all stages.
+        world_size: number of ranks, which is the same for all stages. None for the smallest number
+            that fits the layouts of all stages.
         hardware: name of a GPU in ``ACCELERATORS``.
-        as_json: print JSON instead of tables.
+        as_json: whether to print JSON instead of tables.
 
     Raises:
-        UserError: the ranks do not fit a stage, or the hardware is not in ``ACCELERATORS``.
+        UserError: If the number of ranks does not fit a stage, or the hardware is not in
+            ``ACCELERATORS``.
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size
@@ -51,13 +52,19 @@ def run(
 
 
 def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
-    """Return the stage that a stage's initial weights come from."""
+    """Return the stage whose weights a stage starts with; None if it starts with other weights."""
     start = recipe.checkpoint.start_from
     return next((stage for stage in stages if stage.run_dir == start), None)
 
 
 def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
-    """Print the changes of positions and sequence length that a stage's initial weights meet."""
+    """Print how rotary embedding and sequence length change between two stages.
+
+    Args:
+        before: stage whose weights the next stage starts with.
+        now: the next stage.
+        console: output.
+    """
     changes = rotary_changes(before, now)
     lengths = (before.training.seq_length, now.training.seq_length)
     if lengths[0] != lengths[1]:
@@ -73,10 +80,16 @@ def run_search(
     hardware: str = DEFAULT_HARDWARE,
     as_json: bool = False,
 ) -> None:
-    """Print the layouts that fit ``world_size`` GPUs, fastest first, for every stage.
+    """Print, for each stage, the layouts that fit into the memory of the GPUs, fastest first.
+
+    Args:
+        stages: recipes of the stages.
+        world_size: number of GPUs.
+        hardware: name of a GPU in ``ACCELERATORS``.
+        as_json: whether to print JSON instead of tables.
 
     Raises:
-        UserError: no layout fits a stage, or the hardware is not in ``ACCELERATORS``.
+        UserError: If no layout fits a stage, or the hardware is not in ``ACCELERATORS``.
     """
     found = [search(recipe, world_size, hardware) for recipe in stages]
     if as_json:

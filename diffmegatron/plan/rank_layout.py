@@ -1,4 +1,4 @@
-"""The layout of a recipe's ranks as numbers to print."""
+"""The parallel layout of a recipe on a number of ranks, as values to print."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,13 +7,31 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.activations import context_communication
 
 GIB = 2**30
-# CUDA, NCCL, kernels' workspaces and fragmentation use the rest of a GPU's memory.
+# Fraction of a GPU's memory that a plan may use. CUDA, NCCL, the workspaces of kernels and
+# fragmentation use the rest.
 USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A recipe's layout on a number of ranks; ``context_communication`` is None without context."""
+    """The parallel layout of a recipe on a number of ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        tensor: tensor-parallel size.
+        context: context-parallel size.
+        context_communication: kind of context-parallel communication; None without context
+            parallelism.
+        pipeline: number of pipeline stages.
+        virtual_pipeline: number of virtual stages per pipeline rank; 1 without interleaving.
+        data: data-parallel size.
+        sequence_parallel: whether sequence parallelism is on.
+        zero_stage: ZeRO stage, 1 to 3.
+        offload_optimizer: whether the optimizer is in host memory.
+        recompute: activation recomputation in words.
+        micro_batch_size: number of sequences in a microbatch.
+        microbatches: number of microbatches per step on a data-parallel rank.
+    """
 
     world_size: int
     tensor: int
@@ -34,7 +52,8 @@ class Layout:
         """Return the layout of a recipe on ``world_size`` ranks.
 
         Raises:
-            UserError: the ranks do not fill the layout, or the batch does not divide over them.
+            UserError: If ``world_size`` does not fit the layout, or the global batch cannot be
+                divided over the data-parallel ranks.
         """
         parallel = recipe.parallel
         return cls(
@@ -55,7 +74,7 @@ class Layout:
 
 
 def ranks_in_words(count: int) -> str:
-    """Return the number with its noun: ``1 rank``, ``2 ranks``."""
+    """Return a number of ranks in words, such as ``1 rank`` or ``2 ranks``."""
     return "1 rank" if count == 1 else f"{count} ranks"
 
 

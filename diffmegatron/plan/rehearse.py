@@ -1,7 +1,8 @@
-"""``plan --rehearse``: two steps of a recipe's layout with a tiny network on CPU ranks.
+"""``plan --rehearse``: a test of a recipe's parallel layout on CPU ranks of this machine.
 
-``diffmegatron train`` runs with the recipe's process groups, schedule, ZeRO stage, communication,
-recomputation, data path and checkpoints. Memory, speed and kernels of a GPU are not tested.
+A rehearsal runs ``diffmegatron train`` for two steps with a tiny network. It uses the recipe's
+process groups, pipeline schedule, ZeRO stage, communication, recomputation, data path and
+checkpoints. It does not test the memory, the speed and the kernels of a GPU.
 """
 
 import math
@@ -24,26 +25,28 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import context_communication
 from diffmegatron.training.monitoring.metrics import read_metrics
 
-# A laptop starts 16 processes in a minute.
+# Largest number of CPU ranks. A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
+# Largest number of layers in the tiny network.
 MAX_LAYERS = 128
-# Limits query heads per key-value head, and the feed-forward layer's width per hidden size.
+# Upper limit of two ratios in the tiny network: query heads per key-value head, and width of the
+# MLP divided by the hidden size.
 MAX_RATIO = 16
 STEPS = 2
 HEAD_DIM = 8
 TIMEOUT_SECONDS = 900
-# Ids of the `bytes` tokenizer, padded.
+# Number of ids of the `bytes` tokenizer, with padding.
 VOCABULARY = 320
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A small recipe for a rehearsal.
+    """A small recipe with the layout of a real recipe.
 
     Attributes:
         recipe: the small recipe.
-        world_size: number of its ranks.
-        reductions: sentences about the parts of the real layout that it reduces.
+        world_size: number of CPU ranks for the small recipe.
+        reductions: sentences about the sizes of the layout that are smaller than in the real one.
     """
 
     recipe: Recipe
@@ -52,14 +55,15 @@ class Rehearsal:
 
 
 def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
-    """Rehearse the stages of a recipe one after the other, and print the losses.
+    """Rehearse the stages of a recipe one after the other, and print the loss of each step.
 
     Args:
         stages: recipes of the stages.
-        world_size: number of ranks of the real run; determines whether there is data parallelism.
+        world_size: number of ranks of the real run; None for the smallest number. The rehearsal has
+            data parallelism if the real run has it.
 
     Raises:
-        UserError: the layout does not work.
+        UserError: If the layout does not work.
     """
     for recipe in stages:
         if len(stages) > 1:
@@ -75,15 +79,17 @@ def rehearse(stages: Sequence[Recipe], world_size: int | None = None) -> None:
 
 
 def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehearsal:
-    """Return the recipe's layout with the smallest network, sequence and batch that fill it.
+    """Return a recipe with the same layout and the smallest network, sequence and batch for it.
 
     Args:
-        recipe: the recipe.
-        world_size: number of ranks of the real run; by default the fewest that fill the layout.
+        recipe: the real recipe.
+        world_size: number of ranks of the real run; None for the smallest number that fits the
+            layout.
         folder: folder for a generated corpus and the run.
 
     Raises:
-        UserError: the real layout does not fit its ranks, or is too large to be rehearsed.
+        UserError: If ``world_size`` does not fit the layout, or the layout needs too many layers
+            for a rehearsal.
     """
     ranks = recipe.parallel.model_ranks if world_size is None else world_size
     data_size = recipe.data_parallel(ranks)
@@ -114,10 +120,15 @@ def small_recipe(recipe: Recipe, world_size: int | None, folder: Path) -> Rehear
 
 
 def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
-    """Train the small recipe, and return loss and gradient norm of each step.
+    """Train the small recipe on CPU ranks, and return loss and gradient norm of each step.
+
+    Args:
+        rehearsal: the small recipe.
+        folder: empty folder for the corpus and the recipe's file.
 
     Raises:
-        UserError: the training failed; with the first error that a rank printed.
+        UserError: If the training failed or timed out. The message contains the first error that
+            a rank printed.
     """
     _make_corpus(folder)
     file = folder / "rehearsal.yaml"
@@ -156,9 +167,16 @@ def run_ranks(rehearsal: Rehearsal, folder: Path) -> list[tuple[float, float]]:
 
 
 def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the layout, and a sentence for each that is reduced to 2.
+    """Return the sizes of the layout after reducing some of them to 2.
 
-    The largest sizes are reduced until a laptop can start the ranks.
+    Sizes are reduced, the largest first, until the layout has at most ``MAX_RANKS`` ranks.
+
+    Args:
+        recipe: the real recipe.
+        data: data-parallel size.
+
+    Returns:
+        Sizes by name, and one sentence for each size that is reduced.
     """
     parallel = recipe.parallel
     sizes = {
@@ -179,7 +197,14 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 
 
 def _shrink_layers(values: dict[str, Any]) -> int:
-    """Return the layers of a virtual stage: one, or two if groups of layers are recomputed."""
+    """Return the number of layers in a virtual stage of the tiny network.
+
+    It is one, or two if the recipe recomputes groups of several layers. Then the size of a group in
+    ``values`` is also set to two.
+
+    Args:
+        values: values of the small recipe by section.
+    """
     recompute = values["recompute"]
     if recompute["layers"] == 1:
         return 1
@@ -188,12 +213,19 @@ def _shrink_layers(values: dict[str, Any]) -> int:
 
 
 def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str, Any]:
-    """Return the fewest heads and channels that the ranks divide.
+    """Return the ``model`` section's sizes of the tiny network.
 
-    The recipe's ratios of heads and of widths are kept up to ``MAX_RATIO``.
+    Heads and widths are the smallest that can be divided over the ranks. Query heads per key-value
+    head, and the MLP's width per hidden size, are the same as in the recipe, but at most
+    ``MAX_RATIO``.
+
+    Args:
+        recipe: the real recipe.
+        sizes: sizes of the layout by name.
+        stage_layers: number of layers in a virtual stage.
 
     Raises:
-        UserError: the virtual stages of the pipeline need more than ``MAX_LAYERS`` layers.
+        UserError: If the pipeline's virtual stages need more than ``MAX_LAYERS`` layers.
     """
     model, tensor = recipe.model, sizes["tensor"]
     attention = model.attention
@@ -222,9 +254,10 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
 
 
 def _trained(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that train a tensor in every layer if the recipe trains it in any.
+    """Return the ``optimizer`` section's settings for trained tensors.
 
-    The small network has fewer layers, so the recipe's own layer numbers may not exist.
+    A tensor that the recipe trains in at least one layer is trained in all layers of the tiny
+    network, because layer numbers in the recipe's patterns may not exist there.
     """
     if recipe.optimizer.trainable is None:
         return {"lr_multipliers": {}}
@@ -237,7 +270,10 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return the settings of a short sequence and of two rounds of microbatches per step."""
+    """Return the ``training`` section's settings: short sequences, a small batch, two steps.
+
+    The number of microbatches per step is twice the number of pipeline stages.
+    """
     training = recipe.training
     length = 2 * sizes["context"] * sizes["tensor"] * 8
     micro_batch = min(2, training.micro_batch_size)
@@ -260,7 +296,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _make_corpus(folder: Path) -> None:
-    """Prepare a corpus of documents of several lengths."""
+    """Generate and prepare a corpus of 32 documents of several lengths."""
     texts = folder / "texts"
     texts.mkdir()
     for number in range(32):
@@ -270,19 +306,24 @@ def _make_corpus(folder: Path) -> None:
 
 
 def _without_launcher() -> dict[str, str]:
-    """Return the environment without the variables that a launcher of this process has set."""
+    """Return this process's environment variables without those that a launcher sets."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in names}
 
 
 def _reason(stderr: str) -> str:
-    """Return the first user error that a rank printed, or else an exception, or else a line."""
+    """Return the most useful line that the ranks have printed to standard error.
+
+    It is the first line of these kinds that exists: a UserError's message, an exception of a rank,
+    an exception of torchrun, any line.
+    """
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in stderr.splitlines()]
     reported = [
         line.partition(": ")[2] for line in lines if re.match(r"error( \(rank \d+\))?: ", line)
     ]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    # torchrun raises ChildFailedError, whose text does not contain the error of a rank.
+    # Prefer other exceptions to torchrun's ChildFailedError, which does not contain the error of
+    # the rank.
     causes = [line for line in raised if "ChildFailedError" not in line]
     return (reported or causes or raised or lines or ["its ranks printed no error"])[0]
 

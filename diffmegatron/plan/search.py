@@ -1,4 +1,4 @@
-"""``plan --search``: find the layouts that fit a number of GPUs, fastest first."""
+"""``plan --search``: find the parallel layouts that fit into GPU memory, fastest first."""
 
 import json
 import math
@@ -21,28 +21,32 @@ from diffmegatron.plan.tables import duration, print_assumptions
 from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
 from diffmegatron.section import divisors
 
+# Number of layouts that are printed.
 SHOWN = 10
+# Sizes that the search tries.
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (1, 2, 4)
-# The search tries no longer pipelines.
+# Largest number of pipeline stages that the search tries.
 MOST_STAGES = 64
-# Shorter parts of a sequence per rank are not worth the communication.
+# Smallest number of tokens of a sequence on a context-parallel rank. With fewer tokens, context
+# parallelism is not worth its communication.
 SHORTEST_PART = 2048
 # If no layout fits, the search tries these multiples of the number of GPUs.
 MULTIPLES = (2, 4, 8, 16, 32)
 
+# Changed values of a recipe, by section and key.
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and time.
+    """A parallel layout with its estimated memory and time.
 
     Attributes:
-        overrides: overrides that give the recipe this layout on the command line.
+        overrides: command-line overrides that set this layout, such as ``parallel.tensor=2``.
         layout: the layout.
-        peak: peak of memory of the heaviest rank, in bytes.
+        peak: estimated peak memory of the rank that needs most, in bytes.
         time: estimated time.
     """
 
@@ -53,11 +57,18 @@ class Candidate:
 
 
 def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
-    """Return the fastest layout of each fitting tensor x context x pipeline, fastest first.
+    """Return the layouts that fit into GPU memory, fastest first.
+
+    For each combination of tensor, context and pipeline sizes, only the fastest layout is returned.
+
+    Args:
+        recipe: recipe of the run.
+        world_size: number of GPUs.
+        hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: no layout fits, with the nearest; no layout is valid; or the hardware is not in
-            ``ACCELERATORS``.
+        UserError: If no layout fits (the message describes the one that needs least memory), no
+            layout is valid, or the hardware is not in ``ACCELERATORS``.
     """
     check_ranks(world_size)
     check_hardware(hardware)
@@ -89,7 +100,7 @@ def print_search(
     hardware: str,
     console: Console,
 ) -> None:
-    """Print the fastest candidates: a table, the overrides to paste, the assumptions.
+    """Print the fastest candidates as a table, their overrides, and the assumptions of the times.
 
     Args:
         recipe: recipe of the candidates.
@@ -142,11 +153,22 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 def _fitting(
     recipe: Recipe, world_size: int, hardware: str, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
-    """Return the layouts that fit, and of the other layouts the one with the smallest peak."""
+    """Return the layouts that fit into memory, and the layout nearest to fitting.
+
+    Args:
+        recipe: recipe of the run.
+        world_size: number of GPUs.
+        hardware: name of a GPU in ``ACCELERATORS``.
+        available: usable memory of a GPU in bytes.
+
+    Returns:
+        Layouts that fit. Of those that do not fit, the peak memory in bytes and the recipe of the
+        one with the smallest peak; None if there is none.
+    """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None
     for layout in _layouts(recipe, world_size):
-        # A larger micro-batch needs more memory, so the first that does not fit ends the loop.
+        # Micro-batch sizes increase, and need more memory. So stop at the first that does not fit.
         for changes, changed in _valid(recipe, layout, world_size):
             peak = peak_memory(changed, world_size)
             if peak > available:
@@ -161,7 +183,13 @@ def _fitting(
 
 
 def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[Changes, Recipe]]:
-    """Yield a layout with each micro-batch size that the schema and the global batch allow."""
+    """Yield a layout with each valid micro-batch size, in increasing order.
+
+    A size is valid if the recipe's schema accepts it and the global batch can be divided.
+
+    Yields:
+        The changes of the recipe, and the changed recipe.
+    """
     merged = {name: getattr(recipe, name) for name in Recipe.model_fields}
     for size in MICRO_BATCHES:
         changes = layout | {"training": {"micro_batch_size": size}}
@@ -176,9 +204,10 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 
 
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
-    """Yield layouts that fill the ranks, as changes of the recipe's sections."""
+    """Yield the layouts for a number of ranks, as changes of the recipe."""
     layers = recipe.model.num_layers
-    # True is an error in layouts that cannot overlap; None overlaps in those that can.
+    # overlap_gradients: True is an error in layouts that cannot overlap. None means overlap in
+    # layouts that can, so it replaces True.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
@@ -201,9 +230,10 @@ def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
 
 
 def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield sizes of tensor, context and pipeline that divide the ranks and the network.
+    """Yield tensor, context and pipeline sizes.
 
-    Tensor parallelism stays within a node.
+    Their product divides the number of ranks. The network's heads, layers and sequences can be
+    divided by them. The tensor size divides the number of GPUs in a node.
     """
     layers, length = recipe.model.num_layers, recipe.training.seq_length
     for tensor in range(1, GPUS_PER_NODE + 1):
@@ -220,7 +250,7 @@ def _sizes(recipe: Recipe, world_size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
-    """Return ``section.key=value`` for every value that differs from the recipe."""
+    """Return an override ``section.key=value`` for each change that differs from the recipe."""
     return tuple(
         f"{section}.{key}={'null' if value is None else str(value).lower()}"
         for section, keys in changes.items()
@@ -236,7 +266,18 @@ def _failure(
     available: int,
     nearest: tuple[int, Recipe] | None,
 ) -> str:
-    """Return a sentence that names why no layout fits, and a number of GPUs that fits."""
+    """Return the error message for a search without result.
+
+    It contains the reason and, if possible, a number of GPUs on which a layout fits.
+
+    Args:
+        recipe: recipe of the run.
+        world_size: number of GPUs.
+        hardware: name of a GPU in ``ACCELERATORS``.
+        available: usable memory of a GPU in bytes.
+        nearest: peak memory in bytes and recipe of the layout nearest to fitting; None if no layout
+            is valid.
+    """
     if nearest is None:
         reason = _reason(recipe, world_size)
         return f"no layout fills {ranks_in_words(world_size)} with this recipe: {reason}"
@@ -255,7 +296,10 @@ def _failure(
 
 
 def _reason(recipe: Recipe, world_size: int) -> str:
-    """Return the error of the plainest layout on these ranks."""
+    """Return the error of the simplest layout, which has only data parallelism.
+
+    If it has no error, return a general reason why no layout is valid.
+    """
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:

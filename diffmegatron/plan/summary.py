@@ -30,17 +30,31 @@ DEFAULT_HARDWARE = "H100"
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of a recipe on a number of ranks.
+    """The plan of a recipe on a number of ranks.
+
+    The baseline is the Transformer with softmax attention with which the recipe's model is compared
+    (``model.baseline=true``).
 
     Attributes:
-        attention: kind of attention.
-        heads: the heads of that kind in words.
-        baseline_num_heads: heads of the Transformer that the recipe is compared with
-            (``model.baseline=true``).
-        baseline_parameters: its parameters.
-        baseline_flops_per_token: its FLOPs.
-        memory: memory of each pipeline stage.
-        traffic: bytes that a rank of the busiest stage sends per step.
+        run_dir: directory of the run.
+        attention: name of the attention variant.
+        heads: description of the variant's heads in words.
+        num_heads: number of heads.
+        num_kv_heads: number of key-value heads.
+        head_dim: channels of a head.
+        kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
+        baseline_num_heads: number of heads of the baseline.
+        baseline_parameters: number of parameters of the baseline.
+        baseline_flops_per_token: model FLOPs per token of the baseline.
+        layout: parallel layout.
+        parameters: numbers of parameters of the unsharded network.
+        trained_parameters: number of trained parameters.
+        steps: number of steps of the run.
+        tokens_per_step: number of tokens in a global batch.
+        flops_per_token: model FLOPs per token.
+        memory: memory of a rank in each pipeline stage.
+        traffic: bytes per step that a rank sends, in the stage that sends most.
+        time: estimated time of a step and of the run.
         assumptions: sentences about the assumptions of ``time``.
         warnings: sentences of :func:`diffmegatron.plan.advice.warnings`.
     """
@@ -69,7 +83,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
+        """Number of tokens of the whole run."""
         return self.steps * self.tokens_per_step
 
     @property
@@ -79,11 +93,14 @@ class Plan:
 
     @property
     def heaviest(self) -> StageMemory:
-        """The pipeline stage whose ranks need most memory."""
+        """Memory of the pipeline stage whose ranks need most."""
         return max(self.memory, key=lambda stage: stage.total)
 
     def to_json(self) -> str:
-        """Return all numbers as JSON: counts, FLOPs, bytes, seconds."""
+        """Return all attributes and computed totals as JSON.
+
+        Memory and traffic are in bytes, and the times of a step in seconds.
+        """
         values = asdict(self)
         values["parameters"] |= {
             "total": self.parameters.total,
@@ -102,13 +119,14 @@ def plan_recipe(
     """Return the plan of a recipe.
 
     Args:
-        recipe: the recipe.
-        world_size: number of ranks; by default the fewest that fill the layout.
+        recipe: recipe of the run.
+        world_size: number of ranks; None for the smallest number that fits the layout.
         hardware: name of a GPU in ``ACCELERATORS``.
 
     Raises:
-        UserError: the ranks do not fill the layout, the batch does not divide over them, the
-            vocabulary is too small for the tokenizer, or the hardware is not in ``ACCELERATORS``.
+        UserError: If ``world_size`` does not fit the layout, the global batch cannot be divided
+            over the data-parallel ranks, the vocabulary is too small for the tokenizer, or the
+            hardware is not in ``ACCELERATORS``.
     """
     model, training = recipe.model, recipe.training
     check_hardware(hardware)
@@ -147,7 +165,7 @@ def plan_recipe(
 
 
 def check_hardware(name: str) -> None:
-    """Refuse a GPU that is not in ``ACCELERATORS``."""
+    """Raise a UserError if ``name`` is not in ``ACCELERATORS``."""
     if name not in ACCELERATORS:
         raise UserError(
             f"hardware {clipped(name)!r} is unknown; give one of {', '.join(ACCELERATORS)}"
@@ -155,9 +173,10 @@ def check_hardware(name: str) -> None:
 
 
 def check_recipe_vocabulary(recipe: Recipe) -> None:
-    """Refuse an embedding that has no row for some of the tokenizer's ids, as ``train`` does.
+    """Raise a UserError if the model's vocabulary is too small for the tokenizer.
 
-    If the tokenizer's files are not on this machine, only ``train`` checks it.
+    ``diffmegatron train`` has the same check. If the tokenizer's files are not on this machine,
+    nothing is checked here.
     """
     try:
         used = vocabulary_size(recipe.data.tokenizer)

@@ -1,4 +1,4 @@
-"""Tables of a plan that fit 80 columns."""
+"""Tables of a plan for the terminal, at most 80 columns wide."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -12,8 +12,9 @@ from diffmegatron.plan.rank_layout import Layout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
-# Shorter runs on a GPU come from recipes that are sized for a CPU.
+# For a run on a GPU that is shorter than this, no time is printed. Its recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
+# Names in the table of the attributes of Traffic.
 TRAFFIC = {
     "tensor": "tensor parallel",
     "context": "context parallel",
@@ -22,7 +23,7 @@ TRAFFIC = {
     "weights": "ZeRO, weights",
 }
 
-# Parts of a plan that are not printed again if the previous stage has the same values.
+# Names of the parts of a plan that are not printed again if the previous stage has equal values.
 _NETWORK, _MEMORY, _TRAFFIC = "the network", "memory per rank", "what is sent"
 _ASSUMPTIONS = "assumptions"
 
@@ -33,7 +34,8 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
     Args:
         plan: the plan.
         console: output.
-        previous: plan of the stage that was printed before; equal parts are not printed again.
+        previous: plan of the previous stage, which was printed before; None for the first stage.
+            Parts of the plan that are equal to it are not printed again.
     """
     same = [] if previous is None else _same(plan, previous)
     if same and previous is not None:
@@ -64,7 +66,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
 
 
 def _same(plan: Plan, previous: Plan) -> list[str]:
-    """Return the parts of a plan that equal the previous plan's."""
+    """Return the names of the parts that are equal in two plans."""
     parts = {
         _NETWORK: lambda p: (p.attention, p.heads, p.parameters, p.trained_parameters),
         _MEMORY: lambda p: p.memory,
@@ -130,9 +132,10 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
-    """Return the parts of a stage's memory.
+    """Return the parts of a stage's memory as table rows: name and bytes.
 
-    The first four always exist. Each following one exists at another time of the step.
+    The first four parts exist during the whole step. The others are temporary, and do not all exist
+    at the same time.
     """
     return [
         ("weights", stage.weights),
@@ -150,7 +153,7 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
 
 
 def _optional(name: str, size: int) -> list[tuple[str, int]]:
-    """Return a row, or none where its size is 0."""
+    """Return a list of one table row, or an empty list if ``size`` is 0."""
     return [(name, size)] if size else []
 
 
@@ -162,20 +165,21 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _unit(total: int, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the unit of a table: the largest that is not larger than its total.
+    """Return the unit for the sizes in a table, and its number of bytes.
 
-    It is the smallest unit if all are larger, and the largest if the total is 0.
+    It is the largest unit that does not exceed the total, or the smallest unit if all exceed it.
+    For a total of 0 it is the largest unit.
 
     Args:
-        total: total of the table, in bytes.
-        units: bytes of each unit, from the largest down.
+        total: total of the table in bytes.
+        units: number of bytes by unit, in decreasing order.
     """
     fitting = [each for each in units.items() if each[1] <= total]
     return fitting[0] if fitting else [*units.items()][-1 if total else 0]
 
 
 def _figure(value: float) -> str:
-    """Return a number with two decimals, but never ``0.00`` for a nonzero value."""
+    """Return a number with two decimals, or ``<0.01`` if it would be rounded to ``0.00``."""
     return "<0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
@@ -217,7 +221,10 @@ def _table(
 
 
 def _product(layout: Layout) -> str:
-    """Return the layout as a product of tensor, data, and the other sizes above 1."""
+    """Return the layout as a product in words, such as ``tensor 2 x pipeline 4 x data 8``.
+
+    Context and pipeline sizes of 1 are left out.
+    """
     parts = [f"tensor {layout.tensor}"]
     if layout.context > 1:
         parts.append(f"context {layout.context} ({_words(layout.context_communication or '')})")
@@ -238,7 +245,7 @@ def _baseline(plan: Plan) -> str:
 
 
 def duration(days: float) -> str:
-    """Return a time in the unit that fits it: days, hours or seconds."""
+    """Return a duration, given in days, in words: in days, hours, seconds or microseconds."""
     if days >= 2:
         return f"{days:.1f} days"
     return f"{24 * days:.1f} hours" if 24 * days >= 0.05 else _seconds(_SECONDS_PER_DAY * days)

@@ -1,4 +1,9 @@
-"""Estimated time of a step: a roofline model with all of its assumptions in one class."""
+"""Estimate of the time of a training step by a roofline model.
+
+:class:`Assumptions` has all quantities that are not in the data sheets of the hardware. Functions
+of this module raise UserError if the number of ranks does not fit the layout, or if the global
+batch cannot be divided over the data-parallel ranks.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,23 +36,26 @@ from diffmegatron.plan.traffic import (
     stage_traffic,
 )
 
-# Links within a node are fast enough for tensor parallelism; the network between nodes is not.
+# Number of GPUs in a node. Tensor parallelism should stay within a node, because only the links
+# within a node are fast enough for it.
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Quantities that data sheets do not contain; shares refer to the data sheet's rates.
+    """Assumed efficiencies, bandwidths and latency, which data sheets do not contain.
+
+    Efficiencies are fractions of the values in the data sheets.
 
     Attributes:
-        matmul: share of peak FLOP/s that matrix products reach.
-        attention: share of peak FLOP/s that attention kernels reach.
-        memory: share of memory bandwidth that element-wise operations and the optimizer reach.
-        network: bytes/s per GPU between nodes, in each direction (400 Gb/s per GPU).
-        links: share of the links' and the network's rate that collectives reach.
-        latency: shortest time of a collective, in seconds.
-        host: bytes/s per GPU between the GPU and the host's memory; also the rate at which the
-            host's processors read and write this memory.
+        matmul: fraction of peak FLOP/s that matrix products reach.
+        attention: fraction of peak FLOP/s that attention kernels reach.
+        memory: fraction of memory bandwidth that element-wise operations and the optimizer reach.
+        network: bandwidth between nodes in bytes/s per GPU and direction (400 Gb/s).
+        links: fraction of the bandwidth of links and network that collectives reach.
+        latency: shortest time of a collective in seconds.
+        host: bandwidth in bytes/s per GPU between the GPU and host memory, and between the CPU and
+            host memory.
     """
 
     matmul: float = 0.6
@@ -61,7 +69,7 @@ class Assumptions:
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
         """Return the assumptions in words, one line each.
 
-        An assumption is marked as optimistic if a first run usually does not reach it.
+        An assumption is marked as "optimistic" if a first run is usually slower than it.
         """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
@@ -80,19 +88,19 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of a step, by cause.
+    """Estimated time of a step and its parts.
 
     Attributes:
         hardware: name of the GPU.
-        compute: seconds of computation on the busiest stage, including recomputation.
-        communication: seconds of communication that no computation hides.
-        idle: seconds of the pipeline's bubble.
-        optimizer: seconds of the update.
-        collectives: collectives per step on a rank of the stage that sends most.
-        bubble: idle time divided by the pipeline's working time.
-        utilization: model FLOPs utilization.
-        tokens_per_second: tokens per second of all ranks.
-        days: duration of the run.
+        compute: seconds per step of computation on the slowest stage, including recomputation.
+        communication: seconds per step of communication that does not overlap with computation.
+        idle: seconds per step that a stage waits in the pipeline's bubble.
+        optimizer: seconds per step of the optimizer's update.
+        collectives: number of collectives per step on a rank, in the stage that sends most.
+        bubble: idle time divided by the time that the pipeline works.
+        utilization: model FLOPs utilization (MFU), from 0 to 1.
+        tokens_per_second: tokens per second over all ranks.
+        days: duration of the run in days.
     """
 
     hardware: str
@@ -119,10 +127,14 @@ def estimate_time(
     accelerator: Accelerator,
     assumed: Assumptions,
 ) -> Estimate:
-    """Return the estimated time of a recipe on ``world_size`` GPUs.
+    """Return the estimated time of a recipe.
 
-    Raises:
-        UserError: the ranks do not fill the layout, or the batch does not divide over them.
+    Args:
+        recipe: recipe of the run.
+        world_size: number of GPUs.
+        hardware: name of the GPU.
+        accelerator: data-sheet values of the GPU.
+        assumed: assumptions of the estimate.
     """
     microbatches = recipe.num_microbatches(world_size)
     each = _compute(recipe, accelerator, assumed)
@@ -151,17 +163,21 @@ def estimate_time(
 
 
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
-    """Return idle over working time of a stage, (p - 1) / (m v) (Narayanan et al., 2104.04473)."""
+    """Return a stage's idle time in the pipeline's bubble divided by its working time.
+
+    It is (p - 1) / (m v) with p pipeline stages, m microbatches and v virtual stages per rank
+    (Narayanan et al., 2021, arXiv 2104.04473).
+    """
     parallel = recipe.parallel
     return (parallel.pipeline - 1) / (microbatches * parallel.virtual_pipeline)
 
 
 class Compute(NamedTuple):
-    """Seconds of a microbatch on the busiest stage.
+    """Seconds of computation for one microbatch on the slowest stage.
 
     Attributes:
-        total: forward and backward pass.
-        backward: part of ``total`` after the loss, including recomputation.
+        total: seconds of the forward and the backward pass.
+        backward: part of ``total`` in the backward pass, including recomputation.
         attention: part of ``total`` in attention kernels.
     """
 
@@ -176,7 +192,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     passes = forward_passes(recipe)
     layers = model.num_layers / parallel.pipeline
     layer_weights = (count_flops(model, 0).forward / 2 - _vocabulary(recipe)) / model.num_layers
-    # A loss in chunks computes its logits again in the backward pass.
+    # With training.loss_chunk, the backward pass computes the logits again.
     output_passes = 4 if training.loss_chunk else 3
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
@@ -194,9 +210,12 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
 
 
 def _attention_work(recipe: Recipe) -> tuple[float, float]:
-    """Return the multiply-adds of attention per visible pair, forward and backward.
+    """Return the multiply-adds of attention per visible pair of a query and a key.
 
-    They depend on the backend of each layer. The mean over the layers is returned.
+    They depend on the attention variant and its backend. The result is the mean over the layers.
+
+    Returns:
+        Multiply-adds of the forward pass, and of the backward pass.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
@@ -210,7 +229,7 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
 
 
 def _attention_in_words(recipe: Recipe, kind: Variant) -> str:
-    """Return a sentence with the backend that is assumed for a kind, and its multiply-adds."""
+    """Return a sentence with the assumed backend of an attention variant and its multiply-adds."""
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
     work = kind.work(name, deterministic=recipe.training.deterministic)
@@ -231,13 +250,15 @@ def _vocabulary(recipe: Recipe) -> int:
 
 
 def _elementwise_bytes(recipe: Recipe) -> float:
-    """Return the bytes read and written outside matrix products, per microbatch and stage.
+    """Return the bytes that element-wise operations read and write, per microbatch and stage.
 
-    Each layer reads and writes the residual stream about 12 times forward and 12 times backward,
-    and SwiGLU's three tensors twice. Tensors that attention saves beside its operands are written
-    in the forward pass and read in the backward pass. The loss reads the logits in the forward
-    pass, and overwrites them with their gradient in the backward pass. A loss in chunks computes
-    the logits twice.
+    - Each layer reads or writes the residual stream about 12 times in the forward pass and 12 times
+      in the backward pass, and SwiGLU's three tensors once in each pass.
+    - Tensors that the core attention saves, in addition to its operands, are written in the forward
+      pass and read in the backward pass.
+    - The loss reads the logits in the forward pass; in the backward pass it reads them and
+      overwrites them with their gradient. With ``training.loss_chunk``, the logits are computed
+      twice.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -263,12 +284,24 @@ def _communication(
     assumed: Assumptions,
     compute: Compute,
 ) -> tuple[float, float]:
-    """Return the seconds of communication per step that no computation hides, on one stage.
+    """Return the seconds per step of communication that does not overlap with computation.
 
-    The first number is the part within the pipeline's schedule, the second the part after it. Each
-    kind of traffic takes the time of its bytes and the latency of its collectives. In Megatron's
-    order of ranks, tensor parallelism is innermost, then context, data and pipeline. A group
-    therefore spans nodes if the product of its size and the sizes inside it exceeds a node.
+    The time of each kind of traffic is its bytes divided by the bandwidth, plus the latency of its
+    collectives. The bandwidth depends on whether a process group spans several nodes. Megatron
+    numbers the ranks in the order tensor, context, data, pipeline, with consecutive ranks in a
+    tensor-parallel group. So a group spans nodes if the product of its size and the sizes before it
+    in this order exceeds the number of GPUs in a node.
+
+    Args:
+        recipe: recipe of the run.
+        world_size: number of GPUs.
+        stage: number of the pipeline stage.
+        gpu: data-sheet values of the GPU.
+        assumed: assumptions of the estimate.
+        compute: computation of one microbatch.
+
+    Returns:
+        Seconds within the pipeline's schedule, and seconds after it.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -293,22 +326,26 @@ def _communication(
 
 
 def _last_share(recipe: Recipe) -> float:
-    """Return the share of gradients that is complete only at the end of the backward pass.
+    """Return the fraction of the gradients whose reduction cannot overlap with the backward pass.
 
-    It is the last bucket, which contains the embedding and can be larger than other buckets.
+    These are the gradients of the last bucket, which are complete only at the end of the backward
+    pass. It contains the embedding and can be larger than other buckets.
     """
     trained = sum(trained_parameters(recipe, 0))
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
-    """Return the seconds of the update, which memory bandwidth or the host's link limits."""
+    """Return the seconds of the optimizer's update.
+
+    The limit is the memory bandwidth, or with an offloaded optimizer the bandwidth to host memory.
+    """
     parameters = max(
         sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
     )
     partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
-    # Master weights and moments are read and written, and gradients are read by the norm, the
-    # clipping and the update.
+    # Master weights and two moments are read and written once. Gradients are read three times: for
+    # the norm, the clipping and the update.
     states = partition * (6 * FLOAT32 + 3 * FLOAT32)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition

@@ -1,10 +1,10 @@
-"""Bytes that a rank sends per step, by kind, counted for ring algorithms.
+"""Number of bytes that a rank sends per training step, by kind of communication.
 
-In an all-gather or reduce-scatter of n bytes over k ranks, each rank sends n (k - 1) / k bytes. In
-an all-reduce it sends twice as many.
+The bytes are counted for ring algorithms. In an all-gather or reduce-scatter of n bytes over k
+ranks, each rank sends n (k - 1) / k bytes. In an all-reduce it sends twice as many.
 
-Functions of this module raise UserError if the ranks do not fill the layout or the batch does not
-divide over them.
+Functions of this module raise UserError if the number of ranks does not fit the layout, or if the
+global batch cannot be divided over the data-parallel ranks.
 """
 
 import math
@@ -22,22 +22,24 @@ from diffmegatron.model.accounting.activations import (
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.model.accounting.zero_3 import count_gathers
 
-# Modules with weights of their own in a layer: four projections, two norms and the attention.
+# Number of modules in a layer that have weights: four projections, two norms and the attention.
 _MODULES_PER_LAYER = 7
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends per step, or the number of its collectives.
+    """Bytes that a rank sends per step, or number of its collectives per step.
+
+    The attributes are kinds of communication.
 
     Attributes:
-        tensor: all-reduces of the hidden state, or with sequence parallelism all-gathers and
-            reduce-scatters.
-        context: keys and values (ring, all-gather) or heads (ulysses).
-        pipeline: hidden states to the next stage, their gradients back, and the gradient of an
-            embedding that the first and the last stage share.
+        tensor: tensor parallelism: all-reduces of the hidden states, or with sequence parallelism
+            their all-gathers and reduce-scatters.
+        context: context parallelism: keys and values (ring and all-gather), or heads (ulysses).
+        pipeline: pipeline parallelism: hidden states to the next stage, their gradients to the
+            previous stage, and the gradient of a tied embedding on the first and the last stage.
         gradients: gradients that ZeRO reduces over data x context parallel ranks.
-        weights: weights that ZeRO gathers over the same ranks.
+        weights: weights that ZeRO gathers over data x context parallel ranks.
     """
 
     tensor: int
@@ -48,25 +50,25 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Sum over all kinds."""
+        """Sum over all kinds of communication."""
         return sum(asdict(self).values())
 
 
 def count_traffic(recipe: Recipe, world_size: int) -> Traffic:
-    """Return the traffic of a rank of the pipeline stage that sends most."""
+    """Return the bytes that a rank sends per step, in the pipeline stage that sends most."""
     return stage_traffic(recipe, world_size, busiest_stage(recipe, world_size))
 
 
 def busiest_stage(recipe: Recipe, world_size: int) -> int:
-    """Return the pipeline stage whose ranks send most."""
+    """Return the number of the pipeline stage whose ranks send most."""
     stages = recipe.parallel.pipeline
-    # All stages between the first and the last send the same.
+    # All stages between the first and the last send the same number of bytes, so try one of them.
     some = sorted({0, stages // 2, stages - 1})
     return max(some, key=lambda stage: stage_traffic(recipe, world_size, stage).total)
 
 
 def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
-    """Return the traffic of a rank of one pipeline stage."""
+    """Return the bytes that a rank of a pipeline stage sends per step."""
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     microbatches = recipe.num_microbatches(world_size)
     gradients, weights = _zero(recipe, stage, shards, microbatches)
@@ -80,20 +82,21 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
-    """Return the number of collectives that a rank of a stage calls per step.
+    """Return the number of collectives that a rank of a pipeline stage calls per step.
 
-    Messages of a pipeline count as collectives. ``gradients`` and ``weights`` are estimates that
-    assume full buckets. Reductions of single numbers are not counted.
+    Point-to-point messages of the pipeline count as collectives. ``gradients`` and ``weights`` are
+    estimates that assume full buckets. Reductions of single numbers are not counted.
     """
     parallel, model = recipe.parallel, recipe.model
     microbatches = recipe.num_microbatches(world_size)
     is_last = stage == parallel.pipeline - 1
     tensor = 0.0
     if parallel.tensor > 1:
-        # An all-reduce sends as many bytes as an all-gather and a reduce-scatter together.
+        # An all-reduce counts as two transfers in _hidden_states_sent, an all-gather or a
+        # reduce-scatter as one.
         per_collective = 1 if parallel.sequence_parallel else 2
         tensor = _hidden_states_sent(recipe, stage) / per_collective
-        # The cross-entropy reduces the largest logit, and the sums.
+        # The cross-entropy has two all-reduces: of the largest logits, and of the sums.
         tensor += 2 if is_last else 0
     layers = model.num_layers / parallel.pipeline
     again = 2 if recipe.recompute.granularity != "none" else 1
@@ -102,15 +105,16 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     if communication == "ring":
         context = layers * (again * (parallel.context - 1) + 2 * parallel.context - 1)
     elif communication is not None:
-        # Ulysses exchanges q, k and v in one collective and the outputs in another. The
-        # all-gather sends k and v in one. The gradients need as many.
+        # Ulysses has one all-to-all for q, k and v, and one for the outputs. All-gather has one
+        # collective for k and v. The backward pass has as many for the gradients.
         context = layers * (again + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
         buckets = -(-elements // REDUCE_BUCKET)
         gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
-        # There are two groups of parameters. ZeRO 3 gathers each module, forward and backward.
+        # ZeRO 1 and 2 gather the weights of two parameter groups. ZeRO 3 gathers the weights of
+        # each module in the forward and in the backward pass.
         weights = 2.0
         if parallel.zero_stage == 3:
             weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
@@ -125,28 +129,29 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
 
 
 def forward_passes(recipe: Recipe) -> int:
-    """Return how often a layer's forward pass runs per microbatch: twice if it is recomputed."""
+    """Return the number of forward passes of a layer per microbatch, 2 with full recomputation."""
     return 2 if recipe.recompute.granularity == "full" else 1
 
 
 def _hidden_state(recipe: Recipe) -> int:
-    """Return the bytes of a microbatch's hidden state on one context-parallel rank."""
+    """Return the bytes of a microbatch's hidden states on one context-parallel rank."""
     element = BYTES[recipe.training.precision]
     return element * recipe.model.hidden_size * local_tokens(recipe)
 
 
 def _tensor(recipe: Recipe, stage: int) -> float:
-    """Return the bytes per microbatch."""
+    """Return the bytes per microbatch that a rank sends for tensor parallelism."""
     size = recipe.parallel.tensor
     sent = _hidden_states_sent(recipe, stage) * _hidden_state(recipe) + _gates(recipe)
     return (size - 1) / size * sent
 
 
 def _gates(recipe: Recipe) -> float:
-    """Return the bytes per microbatch that attention's own products with hidden states send.
+    """Return the bytes per microbatch for attention's additional products with hidden states.
 
-    These products (such as V2's lambda) are outside Megatron's projections.
-    Sequence-parallel ranks gather the matrix, and exchange rows of the sequence for heads.
+    An example is the projection that computes the lambda of variant V2. These products are not in
+    Megatron's projections. Under sequence parallelism the ranks gather the product's matrix, and
+    an all-to-all changes the result from a shard of the sequence to a shard of the heads.
     """
     model, parallel = recipe.model, recipe.parallel
     if not parallel.sequence_parallel:
@@ -164,16 +169,19 @@ def _gates(recipe: Recipe) -> float:
 
 
 def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
-    """Return how often tensor-parallel ranks gather or scatter a microbatch's hidden state.
+    """Return the number of transfers of a microbatch's hidden states by tensor parallelism.
 
-    In the backward pass sequence parallelism gathers the inputs once more, also the input of the
-    output layer. A loss in chunks computes the logits again and gathers its input for that.
+    A transfer is an all-gather or a reduce-scatter over the tensor-parallel ranks. An all-reduce
+    counts as two. Under sequence parallelism, the backward pass gathers the inputs of the
+    column-parallel projections and of the output layer once more. With ``training.loss_chunk``, the
+    logits are computed again, and the output layer's input is gathered for this too.
     """
     parallel = recipe.parallel
     layers = recipe.model.num_layers // parallel.pipeline
     forward = 4
     backward = 6 if parallel.sequence_parallel else 4
-    # The embedding reduces in the forward pass, the output layer in the backward pass.
+    # The embedding has one all-reduce in the forward pass, and the output layer has one in the
+    # backward pass.
     edges = 2 if stage == 0 else 0
     if stage == parallel.pipeline - 1:
         edges += 2
@@ -183,7 +191,7 @@ def _hidden_states_sent(recipe: Recipe, stage: int) -> int:
 
 
 def _context(recipe: Recipe) -> float:
-    """Return the bytes per microbatch."""
+    """Return the bytes per microbatch that a rank sends for context parallelism."""
     model, parallel = recipe.model, recipe.parallel
     size, communication = parallel.context, context_communication(recipe)
     if communication is None:
@@ -195,7 +203,8 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # With softmax operations the heads are sent, and the kind combines them afterwards.
+            # The operation "softmax" sends the outputs of the single softmax maps, which the
+            # attention variant combines after the communication.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
@@ -203,24 +212,25 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # Gradients travel in float32 beside the keys and values, and return to their rank
-                # at the end.
+                # The float32 gradients of keys and values are sent around the ring too. They need
+                # one more message than the keys and values, to return to their rank.
                 backward += FLOAT32 * pair * size
         total += count * (again * forward + backward)
     return total / parallel.pipeline
 
 
 def _pipeline(recipe: Recipe, stage: int) -> float:
-    """Return the bytes per microbatch."""
+    """Return the bytes per microbatch that a rank sends to other pipeline stages."""
     parallel = recipe.parallel
     shards = parallel.tensor if parallel.sequence_parallel else 1
     return _messages(recipe, stage) * _hidden_state(recipe) / shards
 
 
 def _messages(recipe: Recipe, stage: int) -> int:
-    """Return the messages per microbatch: forward and backward for each virtual stage.
+    """Return the number of messages per microbatch that a rank sends to other pipeline stages.
 
-    The last virtual stage sends nothing forward, and the first sends nothing backward.
+    Each virtual stage sends hidden states forward and a gradient backward. But the last virtual
+    stage of the network sends nothing forward, and the first sends nothing backward.
     """
     parallel = recipe.parallel
     if parallel.pipeline == 1:
@@ -229,10 +239,10 @@ def _messages(recipe: Recipe, stage: int) -> int:
 
 
 def _tied(recipe: Recipe, stage: int) -> float:
-    """Return the bytes per step that reduce a tied embedding's gradient over its two stages.
+    """Return the bytes per step that a rank sends to reduce a tied embedding's gradient.
 
-    In an all-reduce of two ranks, each sends the gradient once. A pipeline requires ZeRO 1, which
-    reduces float32.
+    The all-reduce is over the first and the last pipeline stage. With two ranks, each sends the
+    gradient once. The gradient is float32, because a pipeline requires ZeRO 1.
     """
     model, parallel = recipe.model, recipe.parallel
     if not model.tied_embeddings or stage not in (0, parallel.pipeline - 1):
@@ -243,12 +253,22 @@ def _tied(recipe: Recipe, stage: int) -> float:
 
 
 def _zero(recipe: Recipe, stage: int, shards: int, microbatches: int) -> tuple[float, float]:
-    """Return the bytes of gradients that are reduced and of weights that are gathered.
+    """Return the bytes per step that a rank sends for ZeRO.
 
-    ZeRO 1 reduces float32 gradients once per step. ZeRO 2 and 3 reduce gradients in the run's
-    precision for every microbatch. ZeRO 1 and 2 gather the updated weights once, and ZeRO 3 gathers
-    weights before their use (:mod:`diffmegatron.model.accounting.zero_3`). ZeRO 3 reduces by a
-    reduce-scatter, the others by an all-reduce.
+    - ZeRO 1 reduces float32 gradients once per step by an all-reduce.
+    - ZeRO 2 and 3 reduce gradients in the run's precision in every microbatch, ZeRO 2 by an
+      all-reduce and ZeRO 3 by a reduce-scatter.
+    - ZeRO 1 and 2 gather the updated weights once per step.
+    - ZeRO 3 gathers weights before their use (:mod:`diffmegatron.model.accounting.zero_3`).
+
+    Args:
+        recipe: recipe of the run.
+        stage: number of the pipeline stage.
+        shards: number of data x context parallel ranks.
+        microbatches: number of microbatches per step.
+
+    Returns:
+        Bytes for gradients, and bytes for weights.
     """
     share = (shards - 1) / shards
     trained = sum(trained_parameters(recipe, stage))
