@@ -1,1 +1,1 @@
-"""Programs beside the package that are run by hand from a checkout."""
+"""Programs that are not part of the package and are run by hand from a checkout."""

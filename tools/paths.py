@@ -1,7 +1,7 @@
-"""Places in the repository that tools and tests read and write."""
+"""Paths in the repository that tools and tests read and write."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Measured numbers that README and docs quote.
+# Measured numbers, which the README and docs quote.
 RESULTS = ROOT / "docs" / "results"

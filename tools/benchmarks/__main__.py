@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
         named = f"{argv[0]!r} is not a benchmark" if argv else "the name of a benchmark is missing"
         print(f"error: {named}; give one of {', '.join(BENCHMARKS)}, or --list", file=sys.stderr)
         return 2
-    # This import is here because spawned processes import this module.
+    # Imported late because spawned processes import this module and must start fast.
     from diffmegatron.errors import UserError
 
     try:

@@ -1,8 +1,9 @@
 r"""Time differential attention backends and a plain Transformer's attention in one run.
 
-All forms have equal model size: h diff heads with values of width 2d, or 2h heads of width d. The
-repetitions of all forms alternate, so that a machine that slows down affects all of them. Writes
-NAME.json, NAME.md and NAME.png to docs/results/.
+A form is one implementation of attention: a backend or one of its variants. All forms have equal
+model size: h differential heads with values of width 2d, or 2h heads of width d. The repetitions of
+all forms alternate, so that a machine that slows down affects all of them. Writes NAME.json,
+NAME.md and NAME.png to docs/results/.
 
     python -m tools.benchmarks attention                       # on a GPU: bf16, 2K to 64K
     OMP_NUM_THREADS=1 python -m tools.benchmarks attention --device cpu --dtype float32 \\
@@ -33,11 +34,11 @@ from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
-# Torch's scaled_dot_product_attention; on a GPU in 16 bits its flash kernel.
+# Torch's scaled_dot_product_attention; on a GPU with a 16-bit dtype, its flash kernel.
 PLAIN = "transformer_sdpa"
 PLAIN_PYTORCH = ("reference", "blocked")
 
-# Forms to time with their multiply-adds: a Transformer's attention, and every backend's forms.
+# Forms to time, each with the function that returns its multiply-adds.
 FORMS = {
     PLAIN: SOFTMAX["sdpa"].work,
     "transformer_flash": SOFTMAX["flash_attn"].work,
@@ -79,18 +80,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
-    """Return the number of tokens that fill a GPU; None for one sequence of any length."""
+    """Return the number of tokens in every batch; None if each batch is a single sequence."""
     longest = max(arguments.lengths) if arguments.device == "cuda" else None
     return arguments.tokens or longest
 
 
 def batch_size(arguments: argparse.Namespace, length: int) -> int:
-    """Return the number of sequences per batch."""
+    """Return the number of sequences of this length per batch."""
     return max((tokens_per_batch(arguments) or length) // length, 1)
 
 
 def backends_to_time(arguments: argparse.Namespace) -> list[str]:
-    """Return the requested backends, or all; print why others are left out."""
+    """Return the requested backends that can run; print the reason for each that cannot."""
     on_gpu = arguments.device == "cuda"
     by_default = [name for name in DIFFERENTIAL if not (on_gpu and name in PLAIN_PYTORCH)]
     call = Call("differential", arguments.device, arguments.dtype, arguments.head_dim)
@@ -105,20 +106,25 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
 
 
 def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
-    """Differential attention of q1, k1, q2, k2, v, lambda by one form of the Triton kernels."""
+    """Compute differential attention with the Triton kernels.
+
+    Args:
+        one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
+        inputs: q1, k1, q2, k2, v, lambda.
+    """
     call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
     out: Tensor = DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
     return out
 
 
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the Transformer baseline's attention by one of torch's kernels, or raise."""
+    """Compute the Transformer baseline's attention with one of torch's kernels."""
     with sdpa_kernel(kernel):
         return softmax_attention(q, k, v)
 
 
 def build_forms(arguments: argparse.Namespace, backends: list[str], length: int) -> dict[str, Form]:
-    """Return each form's function and its inputs."""
+    """Return each form's function, and random inputs of a sequence length."""
     dtype = getattr(torch, arguments.dtype)
     batch = batch_size(arguments, length)
     heads, width = arguments.heads, arguments.head_dim
@@ -134,7 +140,7 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
     plain = [draw(2 * heads, width), draw(2 * kv_heads, width), draw(2 * kv_heads, width)]
     forms: dict[str, Form] = {PLAIN: (softmax_attention, plain)}
     if arguments.device == "cuda" and dtype != torch.float32:
-        # Torch's own choice of a kernel varies between versions.
+        # Name the kernels, because torch's own choice of a kernel varies between versions.
         forms[PLAIN] = (partial(attend_by, SDPBackend.FLASH_ATTENTION), plain)
         forms["transformer_cudnn"] = (partial(attend_by, SDPBackend.CUDNN_ATTENTION), plain)
         if util.find_spec("flash_attn"):
@@ -151,14 +157,15 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
 
 
 def run_once(form: Form, device: str) -> tuple[float, float, float]:
-    """Return forward seconds, backward seconds, and peak GiB without the inputs."""
+    """Return forward seconds, backward seconds, and the peak GiB in addition to the inputs."""
     function, inputs = form
     held = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
     forward, out = timed(partial(function, *inputs), device)
-    # Constant data would be faster: a GPU's matrix units then draw less power.
+    # Gradients are random because a GPU's matrix units draw less power, and are faster, with
+    # constant data.
     gradient = partial(torch.autograd.grad, out, inputs, torch.randn_like(out))
     backward, _ = timed(gradient, device)
     peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
@@ -176,7 +183,7 @@ def measure(
         for name in [name for name in forms if name not in failures]:
             try:
                 run = run_once(forms[name], arguments.device)
-            except Exception as error:  # Whatever a library raises, measure the other forms.
+            except Exception as error:  # A failure in a library must not stop the other forms.
                 failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(f"{name}: left out, {failures[name]}")
                 continue
@@ -196,7 +203,7 @@ def measure(
 
 
 def matmul_ceiling(arguments: argparse.Namespace) -> float:
-    """Return TFLOP/s of a large square matmul in the same dtype, as an upper bound."""
+    """Return the TFLOP/s of a large square matmul in the same dtype: a bound for attention."""
     size = 8192 if arguments.device == "cuda" else 1024
     dtype = getattr(torch, arguments.dtype)
     a, b = (torch.randn(size, size, device=arguments.device, dtype=dtype) for _ in range(2))
@@ -207,12 +214,20 @@ def matmul_ceiling(arguments: argparse.Namespace) -> float:
 def annotate(
     row: dict[str, float], name: str, length: int, arguments: argparse.Namespace, ceiling: float
 ) -> None:
-    """Add TFLOP/s by the form's work, the share of the matmul ceiling, and the bandwidth."""
+    """Add derived figures to a form's row: TFLOP/s, its share of the matmul ceiling, and GB/s.
+
+    Args:
+        row: measured seconds and memory of the form; the derived figures are added to it.
+        name: name of the form.
+        length: sequence length.
+        arguments: command line.
+        ceiling: TFLOP/s of a large matmul.
+    """
     batch = batch_size(arguments, length)
     pairs = batch * length * (length + 1) / 2
     heads, element = arguments.heads, getattr(torch, arguments.dtype).itemsize
     kv_heads = arguments.kv_heads or heads
-    # There are two maps of h heads each, or one map of 2h heads.
+    # Differential attention has two maps of h heads each, a Transformer one map of 2h heads.
     signal, noise = (2 * heads, 0) if name.startswith("transformer") else (heads, heads)
     work = FORMS[name](Sizes(element, arguments.head_dim, signal, noise, kv_heads, length))
     forward, backward = (2 * multiply_adds * pairs for multiply_adds in work)
@@ -226,13 +241,13 @@ def annotate(
 
 
 def transformer_seconds(rows: dict[str, dict[str, float]]) -> float:
-    """Return the seconds of the plain Transformer's fastest attention; NaN if none ran."""
+    """Return the seconds of the fastest form of a Transformer's attention; NaN if none ran."""
     transformers = (row["both_s"] for name, row in rows.items() if name.startswith("transformer"))
     return min(transformers, default=math.nan)
 
 
 def write_table(path: Path, report: dict) -> None:
-    """Write a Markdown table with ratios to the plain Transformer's fastest attention."""
+    """Write a Markdown table with ratios to the fastest form of a Transformer's attention."""
     lines = [
         f"# Attention, {report['settings']}",
         "",
@@ -256,7 +271,7 @@ def write_table(path: Path, report: dict) -> None:
 
 
 def write_plot(path: Path, report: dict) -> None:
-    """Plot forward plus backward time relative to the plain Transformer's fastest, by length."""
+    """Plot forward plus backward time by length, relative to the fastest Transformer form."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -308,7 +323,8 @@ def main(argv: Sequence[str]) -> None:
     }
     backends = backends_to_time(arguments)
     for length in arguments.lengths:
-        # Compile again for each length, as in training, instead of once for any length.
+        # Compile again for each length, as in training; otherwise torch would compile for any
+        # length.
         torch.compiler.reset()
         rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():

@@ -1,11 +1,12 @@
-"""Compare saving and loading with the disk's own speed, and measure the guard's cost per step.
+"""Compare saving and loading of checkpoints with the disk's own speed, and time the guard.
 
     python -m tools.benchmarks checkpoint --scratch DIR --out docs/results/checkpoint_cpu.json
     python -m tools.benchmarks checkpoint --scratch DIR --layers 1 --hidden 64 --repeats 1 # a trial
 
 All figures are from one run on one machine. Before every save, ``dd`` (with ``conv=fdatasync``)
 writes as many bytes as a checkpoint has to the same disk. Saves are measured without training, and
-while training continues.
+while training continues. The guard checks every step for loss spikes; its cost per step is measured
+too.
 """
 
 import argparse
@@ -122,11 +123,11 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
             saver = Saver(
                 store, engine, shards, recipe, parallel_state, LaunchEnvironment(), None, held
             )
-            # The first save allocates the buffers and shows the size.
+            # The first save is not timed: it allocates the buffers, and shows the size.
             first = saver.save_now(Position(0, engine.updates, loader.state(), guard.state()))
             size = int(first["ckpt/bytes"])
             training, alone, disk, slowed = [], [], [], []
-            # Cloud disks slow down after a burst, so run dd beside every save.
+            # Cloud disks slow down after a burst, so run dd before every save.
             for number in range(1, arguments.repeats + 1):
                 position = Position(2 * number, engine.updates, loader.state(), guard.state())
                 disk.append(dd(arguments.scratch, size))
@@ -163,13 +164,13 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
 
 
 def decide(guard: Guard, loss, norm, parallel_state) -> bool:  # type: ignore[no-untyped-def]
-    """Decide on a step as the trainer does."""
+    """Return whether the guard applies a step, decided on all ranks as the trainer does."""
     agreed = agree(loss, norm, stop=False, writing=False, parallel_state=parallel_state)
     return guard.decide(agreed.loss, agreed.gradient_norm).applied
 
 
 def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Return a step's seconds for the guard: the pass over the gradients, and the rest."""
+    """Return the seconds per step of the gradients' norms, and of agreement and decision."""
     passes, rests = [], []
     device = parallel_state.device
     for _ in range(7):
@@ -187,7 +188,13 @@ def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # t
 
 
 def save_figures(saves: list[dict[str, float]], disk: list[float], size: int) -> dict:
-    """Return figures of the saves, and of dd just before each."""
+    """Return times and rates of the saves, compared with those of ``dd`` before each save.
+
+    Args:
+        saves: metrics of each save, as the trainer logs them.
+        disk: bytes per second of ``dd`` before each save.
+        size: bytes of a checkpoint.
+    """
     totals = [save["ckpt/total_seconds"] for save in saves]
     stalls = [save["ckpt/stall_seconds"] for save in saves]
     return {

@@ -1,9 +1,10 @@
 r"""Time the attention of one pair of chunks, the unit of ring attention.
 
-Each backend that supports chunks is measured: its forward pass in `chunk_attention`, and its
-backward pass from the log-sum-exps of the whole row in `chunk_gradients`. A Transformer baseline of
-equal size is measured too. Repetitions alternate. Writes chunks_DEVICE_DTYPE_dD.json to
-docs/results/.
+A chunk is a range of consecutive positions; in a pair, the queries of one chunk attend to the keys
+of the same or an earlier chunk. Each backend that supports chunks is measured: its forward pass in
+`chunk_attention`, and its backward pass in `chunk_gradients`, which starts from the log-sum-exps
+over all keys. A Transformer baseline of equal size is measured too. The repetitions of all forms
+alternate. Writes chunks_DEVICE_DTYPE_dD.json to docs/results/.
 
     python -m tools.benchmarks chunks                       # on a GPU: bf16, chunks of 4096
     python -m tools.benchmarks chunks --device cpu --dtype float32 --chunk 1024 --heads 4 \
@@ -51,7 +52,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
-    """Draw queries, keys and values of one map with 2h heads, or two with h heads and 2d values."""
+    """Draw random queries, keys and values of ``count`` softmax maps.
+
+    One map has 2h heads with values of width d. Two maps have h heads each, and share values of
+    width 2d.
+    """
     heads = arguments.heads * 2 // count
 
     def draw(columns: int) -> Tensor:
@@ -64,7 +69,12 @@ def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
 
 
 def build_forms(arguments: argparse.Namespace, placed: dict) -> dict[str, Callable[[], object]]:
-    """Return the functions to time by name: the baseline, and each backend in each direction."""
+    """Return the functions to time: forward and backward pass of the baseline and each backend.
+
+    Args:
+        arguments: command line.
+        placed: keyword arguments of `chunk_attention` that give the positions of the two chunks.
+    """
     dtype, width = getattr(torch, arguments.dtype), arguments.head_dim
     forms: dict[str, Callable[[], object]] = {}
 
@@ -109,7 +119,7 @@ def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespac
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure causal and full pairs of chunks, then write the file."""
+    """Measure a chunk with itself (causal) and with an earlier chunk (full), and write the file."""
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
     meetings = {

@@ -1,18 +1,19 @@
-"""Extend a pretrained model by DEX, and compare it with controls and other initial values.
+"""Extend a pretrained model by DEX, and compare this with controls and other initial values.
 
     python -m tools.benchmarks compare_dex smollm2 texts --out docs/results/dex_smollm2.json
     python -m tools.benchmarks compare_dex smollm2 texts --part arms --steps 24
 
 MODEL is a Hugging Face folder that ``diffmegatron import`` reads. TEXTS are files or folders that
-``diffmegatron prepare`` reads. Every run is ``diffmegatron train`` of one recipe with overrides, on
-the same batches for the same seed. Finished runs are kept, so the command can be interrupted and
-repeated. Besides OUT.json it writes OUT.md and OUT.png.
+``diffmegatron prepare`` reads. Every run is ``diffmegatron train`` of one recipe with overrides.
+Runs with the same seed train on the same batches. Finished runs are kept, so the command can be
+interrupted and repeated. Besides OUT.json it writes OUT.md and OUT.png.
 
-The part ``arms`` compares the trained parameters: DEX with heads selected by entropy or by
-gradient, its keys, values and output projections without the DEX term, LoRA with as many
-parameters, and all parameters. The part ``starts`` compares initial values of the DEX term over
-seeds. The part ``throughput`` times the arms alternately in short runs, and the exported DEX model
-against the original; it needs a quiet machine. Other parts in OUT.json are kept.
+An arm is one choice of the parameters to train. The part ``arms`` compares these arms: DEX with
+heads selected by entropy or by gradient; the same key, value and output projections without the DEX
+term (the control); LoRA with as many parameters; and all parameters. The part ``starts`` compares
+initial values of the DEX term over several seeds. The part ``throughput`` times the arms
+alternately in short runs, and the exported DEX model against the original; it needs a machine
+without other work. Parts in OUT.json that are not run are kept.
 """
 
 import argparse
@@ -61,7 +62,8 @@ optimizer:
 PLAIN = ["model.baseline=true"]
 ALL = [*PLAIN, "optimizer.trainable=null"]
 THIRTY = ["optimizer.lr_multipliers={{'*.dex_projection': 30, '*.lambda_learn': 30}}"]
-# Text in the table, and overrides. LoRA of rank 66 trains as much of SmolLM2-135M as DEX does.
+# For each arm its label in tables, and its overrides of the recipe. LoRA of rank 66 trains as many
+# parameters of SmolLM2-135M as DEX does.
 ARMS: dict[str, tuple[str, list[str]]] = {
     "control": ("W_K, W_V, W_O without the term", PLAIN),
     "dex-entropy": ("DEX, heads by entropy", []),
@@ -141,14 +143,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def diffmegatron(*arguments: object) -> None:
-    """Run a command of diffmegatron with this Python, or exit with its error."""
+    """Run a command of diffmegatron with this Python; exit if it fails."""
     command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
     if (status := subprocess.run(command, check=False).returncode) != 0:
         sys.exit(f"compare_dex: {' '.join(command[2:])!r} failed with exit status {status}")
 
 
 def prepare(model: Path, texts: list[Path], work: Path) -> None:
-    """Import the model, tokenize the texts and select heads by both methods, once."""
+    """Import the model, tokenize the texts and select heads by both methods, if not yet done."""
     if not (work / "model").exists():
         diffmegatron("import", model, work / "model")
     if not (work / "texts.json").exists():
@@ -170,7 +172,17 @@ def compare(
     seeds: range,
     held_out: int = 16,
 ) -> Iterator[dict[str, Any]]:
-    """Run the arms seed by seed, and yield the results so far after each run."""
+    """Run all arms with each seed, and yield the results so far after each run.
+
+    Args:
+        work: folder of the runs.
+        part: name of the part, used in the names of its recipe and runs.
+        arms: label and overrides of each arm by name.
+        steps: optimizer steps of each run.
+        batch: sequences per step.
+        seeds: values of ``training.seed``.
+        held_out: number of sequences for the held-out loss.
+    """
     recipe = work / f"{part}.yaml"
     values = {"steps": steps, "length": LENGTH, "batch": batch, "held_out": held_out // batch}
     recipe.write_text(RECIPE.format(work=work, **values))
@@ -187,7 +199,12 @@ def compare(
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Read a finished run's held-out loss before and after, lambda, and tokens per second."""
+    """Read figures of a finished run from its metrics.
+
+    Returns:
+        The held-out loss in nats before and after training, the mean of the layers' lambda after
+        training (None without lambda), and the median tokens per second.
+    """
     from diffmegatron.training.monitoring.metrics import read_metrics
 
     entries = list(read_metrics(run_dir))
@@ -204,7 +221,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def inference(model: Path, work: Path, steps: int) -> dict[str, float]:
-    """Return tokens per second of the exported DEX model relative to the original model."""
+    """Return tokens per second of the exported DEX model relative to the original, by phase."""
     run_dir = work / "runs" / f"throughput-dex-entropy-{steps}-1"
     if not (export := run_dir / "hf").exists():
         diffmegatron("export", run_dir, export)
@@ -230,13 +247,13 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def gains(part: dict[str, Any], name: str) -> list[float]:
-    """Return how far each seed's held-out loss is below the control's, in nats."""
+    """Return, for each seed, how far an arm's held-out loss is below the control's, in nats."""
     control = {run["seed"]: run["loss_after"] for run in part["arms"]["control"]["runs"]}
     return [control[run["seed"]] - run["loss_after"] for run in part["arms"][name]["runs"]]
 
 
 def table(part: dict[str, Any]) -> str:
-    """Return a part as a Markdown table, with means and spreads of paired gains over seeds."""
+    """Return a part as a Markdown table; the gain over the control has its standard deviation."""
     lines = [
         f"{part['tokens']:,} tokens in {part['steps']} steps; "
         f"{len(part['arms']['control']['runs'])} seeds. Held-out loss in nats.\n",
@@ -260,7 +277,10 @@ def table(part: dict[str, Any]) -> str:
 
 
 def speeds(part: dict[str, Any], inference: dict[str, float]) -> str:
-    """Return training speeds relative to full fine-tuning, and the export's, as text."""
+    """Return a Markdown table of training speeds relative to the arm that trains everything.
+
+    A last line has the exported model's speed relative to the original model (``inference``).
+    """
     arms = part["arms"]
     rates = {name: [run["tokens_per_second"] for run in arms[name]["runs"]] for name in arms}
     lines = [

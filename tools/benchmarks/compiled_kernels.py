@@ -1,8 +1,8 @@
 """Compile the Triton kernels for a GPU that is not present, and analyze the machine code.
 
-A replacement of the CUDA driver reports the GPU's compute capability and records the launches.
-Everything before the launch is real: the calls of `kernels.triton`, Triton's specialization on
-their arguments, and ptxas.
+A stand-in for Triton's CUDA driver reports the GPU's compute capability and does nothing at a
+launch. Everything before the launch is real: the calls of `kernels.triton`, Triton's specialization
+on their arguments, and ptxas.
 """
 
 import re
@@ -41,8 +41,9 @@ class Usage(NamedTuple):
     """Resources of a kernel compiled by ptxas.
 
     Attributes:
-        stack: bytes of stack, for registers that did not fit.
-        spills: stack accesses between the first and the last matrix product, thus within loops.
+        stack: bytes of stack per thread, which holds spilled registers.
+        spills: number of stack instructions between the first and the last matrix product. Because
+            of their place they are within loops.
         shared: bytes of shared memory.
         products: multiply-adds of all matrix products, each loop counted once.
         cycles: estimated cycles of Hopper's tensor cores for these products (`_cycles`).
@@ -77,7 +78,7 @@ class StandInDriver(DriverBase):
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Do nothing: C++ launchers are not used."""
+        """Return the type unchanged, because C++ launchers are not used."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
@@ -92,7 +93,7 @@ class StandInDriver(DriverBase):
         """Return the default stream."""
         return 0
 
-    # Triton's driver class declares the next two as abstract. Compiling calls neither of them.
+    # Triton's driver class declares the next two methods as abstract. Compiling calls neither.
 
     def get_active_torch_device(self) -> None:
         """Raise NotImplementedError: no torch device belongs to this GPU."""
@@ -138,12 +139,12 @@ def compile_launches(
         capability: compute capability of the GPU, a key of `SHARED_LIMIT`.
         dtype: dtype of queries, keys and values.
         head_dim: width of a head, d.
-        one_pass: form of the backward pass.
+        one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
         variant: "plain", with the headwise "norm", with "documents", "grouped" (one map per call),
             or "softmax" (one map, values as wide as queries).
 
     Returns:
-        Compiled kernels; the names lack "_kernel".
+        Compiled kernels by name, without the ending "_kernel".
     """
     length, heads = 512, 12
     target = triton_blocks.target_of(dtype, divmod(capability, 10))
@@ -213,7 +214,7 @@ def usage_of(kernel: Any) -> Usage:
 
 
 def _is_serialized(kernel: Any) -> bool:
-    """Return whether ptxas warns of serialization, by running it again with Triton's options."""
+    """Run ptxas again with Triton's options, and return whether it warns of serialization."""
     arch = kernel.metadata.target.arch
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
@@ -226,22 +227,25 @@ def _is_serialized(kernel: Any) -> bool:
 
 
 def _multiply_adds(instruction: str, warps: int) -> int:
-    """Return the multiply-adds of all warps of an instruction; 0 for other instructions."""
+    """Return the multiply-adds of an instruction, over all warps; 0 unless it is a product."""
     shape = re.fullmatch(r"HGMMA\.(\d+)x(\d+)x(\d+)|HMMA\.(\d\d)(\d)(\d+)", instruction)
     if shape is None:
         return 0
     rows, columns, depth = (int(size) for size in shape.groups() if size is not None)
-    # A warpgroup has four warps.
+    # HGMMA is an instruction of a warpgroup (four warps), HMMA of one warp.
     return rows * columns * depth * (warps // 4 if instruction.startswith("HGMMA") else warps)
 
 
 def _cycles(instruction: str, operands: str) -> float:
-    """Estimate the cycles of an instruction issued by four warps in 16 bits.
+    """Estimate the cycles of an instruction that four warps issue, with 16-bit operands.
 
-    A warpgroup's wgmma is 64 x n x 16. Its arithmetic takes n / 2 cycles, at 2048 multiply-adds per
-    cycle and SM. Operands come from shared memory at 128 bytes per cycle: 16 x n elements of one
-    take n / 4 cycles, and 64 x 16 of the other take 16, unless they are in registers. Products of
-    one warp, as in blocks of fewer than 64 rows, are assumed to be half as fast.
+    A warpgroup's wgmma multiplies 64 x 16 by 16 x n elements. Its arithmetic takes n / 2 cycles, at
+    2048 multiply-adds per cycle and SM. Its operands are read from shared memory at 128 bytes per
+    cycle. This takes n / 4 cycles for the 16 x n elements, and 16 cycles for the 64 x 16 elements
+    unless they are in registers. The estimate is the larger of the two times.
+
+    Products of single warps (HMMA), as in blocks of fewer than 64 rows, are assumed to be half as
+    fast.
     """
     shape = re.fullmatch(r"HGMMA\.64x(\d+)x16", instruction)
     if shape is None:

@@ -1,12 +1,12 @@
 """Compare a training step on a CPU with a plain loop over transformers' DiffLlama.
 
-Both train the same network of 4 layers and hidden size 256 on the same random tokens, in one
-process and one thread, in float32: forward, backward, clipping by the norm, AdamW. The step of this
-project includes the ZeRO engine, norms of every gradient, agreement of the ranks and guard. The
-plain loop is `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW, plain or fused.
-The three alternate. A ratio is the median over repetitions, above 1 if this project's step is
-faster. The measured time is the CPU time of the process, because other processes disturb it less
-than wall time; on an idle machine the two are equal.
+Both train a network of 4 layers and hidden size 256 on the same random tokens, in one process and
+one thread, in float32: forward, backward, clipping by the norm, AdamW. This project's step also
+includes the ZeRO engine, the norm of every gradient, the agreement of the ranks, and the guard. The
+plain loop is `model(labels=...)`, `backward`, `clip_grad_norm_` and torch's AdamW, either plain or
+fused. The three kinds of step alternate. A ratio is the median over the repetitions, above 1 if
+this project's step is faster. Times are CPU times of the process, because other processes disturb
+them less than wall time; on an idle machine the two are equal.
 
     OMP_NUM_THREADS=1 python -m tools.benchmarks cpu_step
 """
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
-    """Return median tokens per second of each step at one length, and the median ratios."""
+    """Return each kind of step's median tokens per second at one length, and the median ratios."""
     recipe = small_recipe(length, vocabulary)
     with (
         process_groups(recipe.parallel, recipe.training.seed) as parallel_state,
@@ -93,12 +93,17 @@ def measure(length: int, vocabulary: int, seconds: float) -> dict[str, Any]:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Return the median of theirs/ours, above 1 if ours is faster."""
+    """Return the median of theirs / ours over paired times; above 1 if ours is faster."""
     return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
 
 
 def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Return the CPU seconds of each alternating step, after three warm-up steps."""
+    """Run the steps alternately, and return the CPU seconds of each run by name.
+
+    Args:
+        steps: functions to time by name; each has three warm-up runs before.
+        seconds: CPU seconds to spend in total.
+    """
     taken: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for _ in range(3):
@@ -140,7 +145,7 @@ def small_recipe(length: int, vocabulary: int) -> Recipe:
 
 
 def random_batch(length: int, vocabulary: int) -> Batch:
-    """Return one row of random tokens, all of which count."""
+    """Return one sequence of random tokens, all of which count in the loss."""
     tokens = torch.randint(
         0, vocabulary, (1, length + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -156,7 +161,7 @@ def random_batch(length: int, vocabulary: int) -> Batch:
 def our_step(
     engine: ZeroEngine, batch: Batch, recipe: Recipe, parallel_state: ParallelState
 ) -> Step:
-    """Return the trainer's step without its loader; the step returns the loss."""
+    """Return a function that runs the trainer's step on a batch and returns the loss."""
     guard = Guard(recipe.guard)
 
     def step() -> float:
@@ -173,7 +178,7 @@ def our_step(
 
 
 def plain_step(batch: Batch, recipe: Recipe, *, fused: bool) -> Step:
-    """Return a step of DiffLlama as in `transformers`; the step returns the loss."""
+    """Return a function that runs the plain step of `transformers`' DiffLlama, with its loss."""
     optimizer_config = recipe.optimizer
     model = AutoModelForCausalLM.from_config(to_hf_config(recipe, 0, torch.float32))
     optimizer = torch.optim.AdamW(

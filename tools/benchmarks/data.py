@@ -8,13 +8,15 @@ r"""Measure the data path; each PART prints its result and writes docs/results/N
     python -m tools.benchmarks data startup --scratch DIR --tokens 1e9 1e10    # default: up to 1e12
     python -m tools.benchmarks data upsampling --scratch DIR
 
-The part tokenise compares prepare with a bare loop over tiktoken. The part parts measures wall time
-of several processes, and needs cores that nothing else uses. The part loader compares the loader
-with Megatron's GPTDataset and BlendedDataset on the same files. The part upsampling counts drawn
-tokens. The part startup writes real indexes over sparse token files; its trillion tokens take 9 GB
-of DIR and 12 GiB of memory. Corpora are generated in a new folder in DIR, which is removed at the
-end. Rates that compare single processes are per second of CPU time, so that other work on the
-machine does not count; wall time is reported too.
+The part "tokenise" compares `prepare` with a bare loop over tiktoken. The part "parts" measures the
+wall time of several processes, and needs cores that nothing else uses. The part "loader" compares
+the loader with Megatron's GPTDataset and BlendedDataset on the same files. The part "startup"
+writes real indexes over sparse token files; its trillion tokens take 9 GB of DIR and 12 GiB of
+memory. The part "upsampling" counts the sampled tokens of each source.
+
+Corpora are generated in a new folder in DIR, which is removed at the end. Rates that compare single
+processes are per second of CPU time, so that other work on the machine does not count; wall time is
+reported too.
 """
 
 import argparse
@@ -61,7 +63,7 @@ Result = TypeVar("Result")
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of the machine that figures depend on, without its name."""
+    """Return the properties of the machine that influence the measurements, without its name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     packages = ("numpy", "torch", "tiktoken", "megatron-core", "pyarrow")
@@ -76,14 +78,15 @@ def machine() -> dict[str, Any]:
 
 
 def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return MB/s of prepare and of a bare loop over tiktoken, by size and workers."""
+    """Return the MB/s of prepare and of a bare loop over tiktoken, by text size and workers."""
     tokenizer = options.tokenizer
-    load_tokenizer(tokenizer)  # Fail before gigabytes are written.
+    load_tokenizer(tokenizer)  # A wrong name must fail before gigabytes are written.
     corpora = {}
     for megabytes in options.megabytes:
         corpora[megabytes] = folder / f"text{megabytes}.jsonl"
         write_text_corpus(corpora[megabytes], megabytes)
-    # With a few megabytes, the start of each process takes a tenth of the time.
+    # Not the smallest text: with a few megabytes, the start of each process takes a tenth of the
+    # time.
     compared = sorted(corpora)[len(corpora) // 2]
     path = corpora[compared]
     rounds = [
@@ -112,7 +115,7 @@ def tokenise(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return MB/s of processes that prepare one part each with one worker, and merge seconds."""
+    """Return the MB/s of several processes that prepare one part each, and the merge seconds."""
     load_tokenizer(options.tokenizer)
     path = folder / "text.jsonl"
     write_text_corpus(path, options.megabytes)
@@ -134,7 +137,7 @@ def parts(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return tokens/s and start-up time of one process, alternating with Megatron's loader."""
+    """Return tokens/s and start-up time of the loader and of Megatron's, in one process each."""
     asked = options.tokens * 8 // 15  # 80 of 150 million, so that no document is read twice.
     if asked < max(options.seq_lengths):
         raise UserError(
@@ -161,7 +164,7 @@ def loader(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds to the first sample, building and opening the index, by corpus size."""
+    """Return the seconds to the first sample, with a new and an existing index, by corpus size."""
     results = []
     for tokens in options.tokens:
         corpus = folder / str(tokens)
@@ -185,7 +188,7 @@ def startup(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def upsampling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return token shares of three sources of different lengths, with and without up-sampling."""
+    """Return the shares of sources with different document lengths, by mode of up-sampling."""
     for number, name in enumerate(ASKED_SHARES):
         lengths = web_lengths(options.tokens // 10, number, MEDIAN_LENGTHS[name])
         write_corpus(folder / name, lengths, sparse=True)
@@ -290,8 +293,8 @@ def main(argv: Sequence[str]) -> None:
     path = RESULTS / f"{options.name}.json"
     for directory in (path.parent, options.scratch):
         directory.mkdir(parents=True, exist_ok=True)
-    # For the child processes. With more threads torch would spin while it waits for work, which
-    # counts as CPU time.
+    # These variables are for the child processes. With more threads, torch would spin while it
+    # waits for work, which counts as CPU time.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     described = machine()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:

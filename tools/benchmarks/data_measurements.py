@@ -1,4 +1,7 @@
-"""Measurements of single processes for the benchmark ``data``, and generated corpora."""
+"""The measurements of the benchmark ``data``, and the generators of its corpora.
+
+Each measurement runs in a process of its own.
+"""
 
 import json
 import multiprocessing
@@ -35,7 +38,7 @@ ASKED_SHARES = {"web": 0.67, "code": 0.045, "books": 0.285}
 
 
 def write_text_corpus(path: Path, megabytes: int) -> None:
-    """Write the standard library's sources as JSON lines, repeated up to the size."""
+    """Write the sources of Python's standard library as JSON lines, repeated up to the size."""
     folder = Path(os.__file__).parent
     texts = [file.read_text(errors="ignore") for file in sorted(folder.glob("*.py"))]
     repeats = -(-megabytes * 1_000_000 // sum(len(text.encode()) for text in texts))
@@ -45,14 +48,14 @@ def write_text_corpus(path: Path, megabytes: int) -> None:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
-    """Write a corpus of the tokenizer ``bytes`` with random tokens, or with a sparse token file.
+    """Write a prepared corpus of the tokenizer ``bytes``, with random tokens or without content.
 
     Tokens take four bytes each, as for a large vocabulary.
 
     Args:
         prefix: path prefix of the files, in a folder that is created if needed.
         lengths: number of tokens of each document, int32 ``[documents]``.
-        sparse: whether the token file is sparse, and takes no space on the disk.
+        sparse: whether the token file is sparse: it has no content and takes no space on the disk.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer("bytes")
@@ -82,7 +85,13 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
 
 
 def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
-    """Return log-normal lengths with the long tail of web text, about ``tokens`` in sum."""
+    """Return log-normal document lengths, int32, with the long tail of web text.
+
+    Args:
+        tokens: approximate sum of the lengths.
+        seed: seed of the random numbers.
+        median: median length in tokens.
+    """
     generator = np.random.default_rng(seed)
     mean = median * np.exp(1.3**2 / 2)
     drawn = generator.lognormal(np.log(median), 1.3, int(tokens / mean))
@@ -90,7 +99,7 @@ def web_lengths(tokens: int, seed: int, median: float = 600.0) -> np.ndarray:
 
 
 def corpus_tokens(folder: Path) -> int:
-    """Return the number of tokens of all corpora of :func:`write_corpus` in a folder."""
+    """Return the number of tokens in all corpora that :func:`write_corpus` wrote to a folder."""
     return sum(file.stat().st_size // 4 for file in folder.glob("*.bin"))
 
 
@@ -98,7 +107,7 @@ def corpus_tokens(folder: Path) -> int:
 
 
 def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
-    """Measure tiktoken alone, on texts that are already decoded in memory."""
+    """Measure the rate of tiktoken alone, on texts that are already in memory."""
     texts = [json.loads(line)["text"] for line in path.open()]
     chosen = load_tokenizer(tokenizer)
     if not isinstance(chosen, TiktokenTokenizer):
@@ -114,7 +123,7 @@ def bare_loop(path: Path, tokenizer: str) -> dict[str, float]:
 
 
 def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
-    """Measure ``prepare``, with peak memory of this process and of its largest worker."""
+    """Measure the rate of ``prepare``, and the peak memory of this process and its workers."""
     loaded(tokenizer).encode("warm")
     output = path.with_name(f"out{workers}")
     wall, cpu = time.perf_counter(), time.process_time()
@@ -135,7 +144,10 @@ def prepared(path: Path, tokenizer: str, workers: int) -> dict[str, float]:
 
 
 def in_parts(path: Path, tokenizer: str, processes: int, output: Path) -> dict[str, float]:
-    """Measure one process per part, all at once, and the merge, without process start-up."""
+    """Measure processes that prepare one part each at the same time, and then the merge.
+
+    The start-up of the processes is not included.
+    """
     context = multiprocessing.get_context("spawn")
     all_ready = context.Barrier(processes)
     with ProcessPoolExecutor(
@@ -162,7 +174,7 @@ def _ready(tokenizer: str, all_ready: Barrier) -> None:
 
 
 def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple[float, float]:
-    """Prepare a part, and return its start and end by the clock that processes share."""
+    """Prepare a part, and return its start and end on the clock that all processes share."""
     started = time.monotonic()
     prepare([path], output, tokenizer, part=part, show_progress=False)
     return started, time.monotonic()
@@ -172,7 +184,10 @@ def _prepare_part(path: Path, output: Path, tokenizer: str, part: Part) -> tuple
 
 
 def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Measure start-up with an existing index, and batches of one without the reader thread."""
+    """Measure start-up, and the rate of reading batches of one sample without the loader's thread.
+
+    The first call for a folder also builds the index.
+    """
     from diffmegatron.data.loader import Loader
     from diffmegatron.data.sampling.samples import open_samples
 
@@ -197,7 +212,10 @@ def our_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
 
 
 def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, float]:
-    """Measure the same with BlendedMegatronDatasetBuilder and an existing cache."""
+    """Measure the same as :func:`our_loader` with Megatron's ``BlendedMegatronDatasetBuilder``.
+
+    The first call for a folder and length also builds Megatron's cache.
+    """
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -206,7 +224,8 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
     from torch.utils.data import default_collate
 
     class _Tokenizer:
-        # The tokenizer bytes has no padding; the id after its last one masks nothing.
+        # The tokenizer bytes has no padding token. As pad, use the id after its last one, which no
+        # text contains, so that Megatron masks nothing.
         vocab_size, eod, eos, pad, unique_identifiers = 257, 256, 256, 257, {"name": "bytes"}
 
     torch.distributed.init_process_group(
@@ -216,7 +235,7 @@ def megatron_loader(folder: Path, seq_length: int, samples: int) -> dict[str, fl
         random_seed=1234,
         sequence_length=seq_length,
         blend=([str(folder / "one"), str(folder / "two")], [0.7, 0.3]),
-        split="1,0,0",  # A split without documents would never be built to its end.
+        split="1,0,0",  # Megatron would never finish building a split without documents.
         path_to_cache=str(folder / f"megatron{seq_length}"),
         tokenizer=_Tokenizer(),
         reset_position_ids=False,
@@ -252,7 +271,7 @@ def _rates(startup: float, tokens: int, wall: float, cpu: float) -> dict[str, fl
 
 
 def start(prefix: Path) -> dict[str, float]:
-    """Open the corpus and read the first sample."""
+    """Measure the time and peak memory of opening a corpus and reading the first sample."""
     from diffmegatron.data.sampling.samples import open_samples
 
     wall = time.perf_counter()
@@ -265,7 +284,13 @@ def start(prefix: Path) -> dict[str, float]:
 
 
 def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
-    """Count how many of ``sampled`` tokens come from each source, and from long documents."""
+    """Sample tokens, and return the shares of each source and of long documents.
+
+    Args:
+        folder: folder of the corpora in ``ASKED_SHARES``.
+        mode: value of ``data.upsampling.mode``.
+        sampled: number of tokens to sample.
+    """
     from diffmegatron.data.sampling.samples import open_samples
 
     config = DataConfig(
@@ -293,6 +318,9 @@ def shares(folder: Path, mode: str, sampled: int) -> dict[str, Any]:
 
 
 def peak_memory() -> float:
-    """Return the peak memory in MiB with mapped files; getrusage would include the parent's."""
+    """Return the peak memory of this process in MiB, including mapped files.
+
+    ``getrusage`` would include the memory of the parent process.
+    """
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 1024

@@ -1,14 +1,14 @@
-"""Time a model's answers to the requests of suites, one at a time, in batches, and by lm-eval.
+"""Time a model on the requests of suites: one at a time, in batches, and with lm-eval.
 
     python -m tools.benchmarks evaluation smollm2 --data-dir sets --data text.jsonl --haystack books
 
-Each PART takes a few items of a suite. Their requests are answered with every number of
---batch-tokens; 1 is one text at a time. The likelihoods are also computed by lm-eval's own class
-for transformers. CPU seconds include only this process, so that other work on the machine does not
-count; run it with OMP_NUM_THREADS=1. A forward pass is one call of the network without its
-projection. Writes docs/results/evaluation_batches.json, or --name.
+Each of --parts takes a few items of a suite. Their requests are answered once for every value of
+--batch-tokens; the value 1 means one text at a time. Likelihoods are also computed with lm-eval's
+own class for transformers. CPU seconds include only this process, so that other work on the machine
+does not count; run it with OMP_NUM_THREADS=1. A forward pass is one call of the network's layers,
+without the projection to the vocabulary. Writes docs/results/evaluation_batches.json, or --name.
 
-On a GPU, for the seconds that docs/evaluation.md estimates:
+On a GPU, to check the seconds that docs/evaluation.md estimates:
 
     python -m tools.benchmarks evaluation MODEL --data-dir sets --data text.jsonl --haystack books
         --items 250 --batch-tokens 1 8192 65536 --name evaluation_batches_gpu
@@ -45,7 +45,7 @@ PARTS = {
 
 
 class _Collector:
-    """A model without a network, which keeps the requests that it receives.
+    """A stand-in for a model, which records the requests that a suite sends to it.
 
     Attributes:
         target: model or checkpoint that the requests are for.
@@ -56,7 +56,7 @@ class _Collector:
         self.target, self.requests = target, list[Request]()
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Record requests, and yield an answer of the right type for each."""
+        """Record the requests, and yield the number and a meaningless answer of each."""
         self.requests += requests
         yield from ((number, _any_answer(request)) for number, request in enumerate(requests))
 
@@ -74,7 +74,7 @@ def _any_path(labels: LabelTree) -> list[int]:
 
 
 def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[dict, list[Any]]:
-    """Return time and number of forward passes of a function, and what it returns."""
+    """Call a function; return its times and number of forward passes, and its result."""
     passes = 0
 
     def count(module: torch.nn.Module, _: Any) -> None:
@@ -94,7 +94,7 @@ def _measured(device: torch.device, answer: Callable[[], list[Any]]) -> tuple[di
 
 
 def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], size: int) -> dict:
-    """Return the time of the same likelihoods with lm-eval's class for transformers."""
+    """Return the time that lm-eval's class for transformers needs for the same likelihoods."""
     from lm_eval.models.huggingface import HFLM
 
     device = "cuda" if computing.is_gpu else "cpu"
@@ -113,7 +113,12 @@ def _by_lm_eval(target: Target, computing: Computing, requests: list[Scoring], s
 
 
 def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
-    """Return the differences between two lists of answers to the same requests."""
+    """Compare two lists of answers to the same requests.
+
+    Returns:
+        The largest difference of a token's log-likelihood in nats, and the number of generated
+        texts that differ.
+    """
     nats, texts = 0.0, 0
     for a, b in zip(one, other, strict=True):
         if a and isinstance(a, list) and isinstance(a[0], Scored):
@@ -144,7 +149,7 @@ def main(argv: Sequence[str]) -> None:
         settings = [each.format(items=given.items) for each in PARTS[name]]
         (suite,) = make_suites([name], options, settings, lambda: 2048)
         collector = _Collector(target)
-        # The collector has the two members of a model that suites with requests use.
+        # The collector has the only two members of a model that these suites use.
         list(suite.scores(collector, suite.items(target)))  # type: ignore[arg-type]
         requests = collector.requests
         parts[name] = {"settings": settings, "requests": len(requests), "batch_tokens": {}}

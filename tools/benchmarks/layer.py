@@ -1,15 +1,17 @@
 """Time whole layers of several kinds of attention: forward and backward tokens/s, peak memory.
 
-A stack of a few layers of the recipe's shape is built with the recipe's attention or the requested
-kinds, and with a Transformer baseline of equal size. The repetitions alternate, so that a machine
-that slows down affects all of them. Embedding and output layer are timed too, as in a training
-step, with one vocabulary for all. Two depths give the time per layer, and thus an estimate of the
-ratio at the recipe's full depth. Writes NAME.json and NAME.md to docs/results/.
+Networks with a few layers of the recipe's shape are built: one with the recipe's attention or with
+each requested kind, and one Transformer baseline of equal size. The repetitions of all networks
+alternate, so that a machine that slows down affects all of them. Embedding and output layer are
+timed too, as in a training step, with one vocabulary for all. Two depths give the time per layer,
+and thus an estimate of the ratio at the recipe's full depth. Writes NAME.json and NAME.md to
+docs/results/.
 
-    # on a GPU: the 3B shape at 4K, in batches that keep it busy
+    # on a GPU: the 3B shape with sequences of 4K, in batches that keep the GPU busy
     python -m tools.benchmarks layer training.attention_backend=triton training.micro_batch_size=4
     python -m tools.benchmarks layer --attention diff_v1 --attention diff_v2 --attention grouped
-    python -m tools.benchmarks layer --small                 # a CPU: narrower, 1K, float32
+    # on a CPU: a narrower network with sequences of 1K in float32
+    python -m tools.benchmarks layer --small
 """
 
 import argparse
@@ -91,7 +93,7 @@ def recipes(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def measure(models: dict[str, Recipe], layers: int, repetitions: int) -> dict[str, dict]:
-    """Return median seconds of forward plus backward and peak memory of each model at one depth."""
+    """Return each model's median seconds of forward plus backward, and peak bytes, at one depth."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     memory: dict[str, int | None] = {}
     training = models[BASELINE].training
@@ -139,7 +141,7 @@ def prepare(recipe: Recipe, parallel_state: ParallelState):  # type: ignore[no-u
 
 
 def peak_memory(step, parallel_state: ParallelState) -> int | None:  # type: ignore[no-untyped-def]
-    """Return a step's peak bytes on the device; None on a CPU, which has no such counter."""
+    """Return the device's peak bytes during a step; None on a CPU, which has no such counter."""
     step()
     if parallel_state.device.type != "cuda":
         return None

@@ -1,14 +1,14 @@
 """Count the operations of a layer and of the loss, and the bytes that they read and write.
 
-One layer of the recipe's shape runs forward and backward on torch's meta device, which computes
-nothing, for the recipe's attention and for a Transformer of equal size. Every aten operation except
-views counts as one, because each launches a kernel on a GPU. Its bytes are the sizes of its input
-and output tensors. The attention kernels are not counted. RMSNorm, SwiGLU, the subtraction of V2's
-noise heads and the cross-entropy are each one kernel on a GPU, and count as one operation.
+A layer of the recipe's shape runs forward and backward on torch's meta device, which computes
+nothing. This is done for several kinds of attention and for a Transformer of equal size. Every aten
+operation except views counts as one operation, because it launches a kernel on a GPU. Its bytes are
+the sizes of its input and output tensors. The attention kernels are not counted. RMSNorm, SwiGLU,
+the subtraction of DIFF V2's noise heads and the cross-entropy are each one kernel on a GPU, and
+count as one operation each.
 
-Writes NAME.json with every operation, and NAME.md with sums by part of the layer, to
-docs/results/. The last column is the Transformer with Megatron-core's own rotary embedding
-and loss.
+Writes NAME.json with every operation, and NAME.md with sums by part of the layer, to docs/results/.
+The last column is the Transformer with Megatron-core's own rotary embedding and loss.
 
     python -m tools.benchmarks layer_operations
     python -m tools.benchmarks layer_operations --attention diff_v1 --attention grouped
@@ -45,7 +45,7 @@ BASELINE = "Transformer"
 MEGATRON = "Transformer, Megatron-core's own"
 ALL, LOSS = "layer", "loss of the network"
 Count = Callable[[Sequence[Tensor]], None]
-# Part of a layer by the name of the module.
+# Name in the report of the part of a layer that each module belongs to.
 PARTS = {
     "input_layernorm": "norms",
     "pre_mlp_layernorm": "norms",
@@ -106,8 +106,9 @@ def main(argv: Sequence[str]) -> None:
 class Work(TorchDispatchMode):
     """Dispatch mode that counts operations and bytes by pass, part of the layer and operation.
 
-    An operation of the backward pass belongs to the part that created its graph node; nodes are
-    numbered in the order of the forward pass.
+    An operation of the backward pass belongs to the part whose forward pass created its graph node.
+    Autograd numbers the nodes in the order of the forward pass, so this part is found by the
+    number.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class Work(TorchDispatchMode):
         self._parts: list[tuple[int, str | None]] = [(0, None)]
 
     def enter(self, part: str | None) -> None:
-        """Set the part of the operations that follow; None if they do not count."""
+        """Set the part that the following operations belong to; None if they do not count."""
         self._parts.append((torch._C._autograd._get_sequence_nr(), part))
 
     def __torch_dispatch__(
@@ -153,11 +154,11 @@ class Work(TorchDispatchMode):
 
 
 def count_layer(recipe: Recipe, instead: AbstractContextManager[object] | None = None) -> Work:
-    """Count the work of the loss and of one inner layer, forward and backward.
+    """Count the operations of the loss and of one inner layer, forward and backward.
 
     Args:
         recipe: recipe of the layer.
-        instead: context in which other functions replace the project's own.
+        instead: context manager that replaces functions of this project by others to count.
     """
     model = recipe.model.model_copy(update={"num_layers": 3})
     training = recipe.training.model_copy(update={"attention_backend": "blocked"})
@@ -201,7 +202,7 @@ def _name_parts(layer: torch.nn.Module, work: Work) -> None:
 
 @contextmanager
 def _stand_ins(work: Work) -> Iterator[None]:
-    """Replace functions that have their own kernel on a GPU and none on the meta device."""
+    """Replace functions that run as one kernel on a GPU, but cannot do so on the meta device."""
 
     def attention(*inputs: Tensor, **_: object) -> Tensor:
         query, *_, value = (x for x in inputs if x.dim() == 4)
@@ -257,7 +258,11 @@ def _stand_in(count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Ten
 
 
 class _OneKernel(torch.autograd.Function):
-    """Operation that reads its inputs and writes its result, and the reverse in backward."""
+    """An operation that counts as one kernel in each pass.
+
+    The forward pass reads the inputs and writes the result. The backward pass reads the result's
+    gradient and the inputs, and writes the inputs' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: Count | None, shape: Sequence[int], *inputs: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Time to the first step of a small run on a CPU by phase, and the time of `--help`.
+"""Measure the phases from the start of a small run to its first step on a CPU, and `--help`.
 
 Each measurement is a new process. It imports torch, Megatron-core, the modules of a run and
-DeepSpeed, builds `configs/quickstart.yaml` and takes one step. The mode "train" imports as `train`
-does; "plain" imports without `parallel/engine_imports.py`. The two modes alternate. The measured
-time is the CPU time of the process, because other processes disturb it less than wall time; on an
-idle machine the two are equal. Figures are medians over repetitions; the ratio is "train" to
-"plain".
+DeepSpeed, builds the network of `configs/quickstart.yaml` and takes one step. The mode "train"
+imports as `diffmegatron train` does; "plain" imports without `parallel/engine_imports.py`, which
+makes imports faster. The two modes alternate. Times are CPU times of the process, because other
+processes disturb them less than wall time; on an idle machine the two are equal. Figures are
+medians over the repetitions. The ratio is that of the total times, "train" over "plain".
 
     OMP_NUM_THREADS=1 python -m tools.benchmarks startup
 """

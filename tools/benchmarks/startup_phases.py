@@ -15,13 +15,17 @@ from diffmegatron.training.hook import Hook
 
 
 class Phases(Hook):
-    """CPU seconds between marks; as a hook it marks the network and the first step."""
+    """CPU seconds of each phase. As a hook of a run, it also records the run's phases.
+
+    Attributes:
+        seconds: CPU seconds by name of the phase, in order.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """Record the CPU time since the last mark as a phase."""
+        """End a phase: record the CPU time since the last call under its name."""
         self.seconds[phase] = time.process_time() - sum(self.seconds.values())
 
     def before_training(self, run: object) -> None:  # noqa: D102
@@ -32,7 +36,12 @@ class Phases(Hook):
 
 
 def start(mode: str, folder: str) -> None:
-    """Print the phases as a line of JSON; the mode is "train" or "plain"."""
+    """Start a run of one step, and print the seconds of its phases as a line of JSON.
+
+    Args:
+        mode: "train" or "plain" (see the benchmark ``startup``).
+        folder: folder with a prepared corpus.
+    """
     phases = Phases()
     corpus, run_dir = f"{folder}/corpus", Path(folder, "run")
     shutil.rmtree(run_dir, ignore_errors=True)

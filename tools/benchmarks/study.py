@@ -1,4 +1,4 @@
-"""Run a study: many training runs from one file, their figures, a table and a picture.
+"""Run a study: many training runs from one file, their measures, a table and a picture.
 
     python -m tools.benchmarks study tools/benchmarks/studies/language_modelling.yaml --jobs 2
 
@@ -56,10 +56,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
-    """Return the cells of some arms; None selects all.
+    """Return the cells (arms at each size) of the named arms; None selects all arms.
 
     Raises:
-        UserError: If the study does not have an arm.
+        UserError: If the study does not have a named arm.
     """
     for arm in arms or ():
         if arm not in study.arms:
@@ -68,7 +68,7 @@ def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:
 
 
 def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, jobs: int) -> None:
-    """Finish every planned run, ``jobs`` at once, and add the line of each as it ends.
+    """Finish every planned run, ``jobs`` at once, and add the result line of each when it ends.
 
     Raises:
         UserError: If runs failed, after the others have finished.
@@ -107,9 +107,9 @@ def run_all(study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines, j
 def missing_runs(
     study: Study, cells: Sequence[Cell], runner: Runner, lines: Lines
 ) -> list[PlannedRun]:
-    """Return the planned runs that are not finished, most urgent first.
+    """Return the planned runs that are not finished, in the order in which to run them.
 
-    A run that another study has finished counts as finished, and its line is added here.
+    A run that another study has finished counts as finished; its result line is added to ``lines``.
     """
     while True:
         losses = {name: line["measures"][HELD_OUT] for name, line in lines.by_run.items()}

@@ -24,7 +24,7 @@ from diffmegatron.data.tokenizers import END_OF_TEXT
 from diffmegatron.evaluation.text import read_texts
 from tools.benchmarks.command_line import make_parser
 
-# Maximum length of a piece; a longer paragraph stays whole.
+# Maximum number of characters in a piece; a longer paragraph is not split.
 _CHARACTERS = 8_000
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Split a document into pieces of whole paragraphs."""
+    """Split a document between paragraphs into pieces of up to ``_CHARACTERS`` characters."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > _CHARACTERS:
@@ -67,7 +67,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def is_held_out(piece: str, share: float) -> bool:
-    """Return whether a piece is held out, by its content only."""
+    """Return whether a piece is held out, which depends only on its content."""
     digest = hashlib.sha256(piece.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

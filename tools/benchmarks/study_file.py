@@ -38,11 +38,11 @@ _Value = Annotated[float, Field(gt=0)]
 
 
 class Choice(Section):
-    """A key whose value is chosen for every arm at every size.
+    """A key, such as the learning rate, whose best value is chosen for every arm at every size.
 
     The value with the lowest ``valid/loss`` is chosen, from runs with a seed that is not reported.
-    If it is at an end of the grid, the grid is extended there by the ratio of its last two values,
-    until the best value is inside.
+    If it is the first or last value of the grid, the grid is extended at this end, by the ratio of
+    its last two values there, until the best value is inside.
     """
 
     key: str
@@ -60,12 +60,12 @@ _How = Literal["difference", "ratio"]
 
 
 class Along(Section):
-    """Measures of reported runs at several steps of their training.
+    """Measures of reported runs at several steps during training.
 
     Attributes:
         every: steps between two checkpoints that are kept and evaluated.
         evaluate: arguments of ``diffmegatron evaluate``, without targets and ``--out``.
-        compared: comparison of each measure that the report has, by difference or by ratio.
+        compared: measures in the report, and whether arms are compared by difference or by ratio.
     """
 
     every: Size
@@ -79,14 +79,15 @@ class Study(Section):
     Attributes:
         title: heading of the report.
         recipe: path of the recipe that all runs share, relative to the study's file.
-        arms: overrides of the recipe by the name of an arm.
-        sizes: overrides by the name of a size, applied before the arm's; empty for one size.
+        arms: overrides of the recipe for each arm, by the arm's name.
+        sizes: overrides of the recipe for each size, by the size's name. They are applied before
+            the overrides of the arm. Empty for a study with one size.
         seeds: ``training.seed`` of the reported runs.
         choice: key whose value is chosen per arm and size; None if the recipe has all values.
         evaluate: arguments of ``diffmegatron evaluate`` for reported runs, without target and
             ``--out``.
-        baseline: arm that all others are compared with, at equal size and seed.
-        compared: comparison of each measure, by difference or by ratio.
+        baseline: name of the arm that all others are compared with, at equal size and seed.
+        compared: measures in the report, and whether arms are compared by difference or by ratio.
         along: measures during training; None for measures of the final weights alone.
     """
 
@@ -124,7 +125,13 @@ class Study(Section):
 
 @dataclass(frozen=True)
 class Cell:
-    """An arm at a size; ``size`` is empty if the study has one size."""
+    """An arm at one size.
+
+    Attributes:
+        size: name of the size; empty if the study has only one size.
+        arm: name of the arm.
+        overrides: overrides of the recipe, as KEY=VALUE.
+    """
 
     size: str
     arm: str
@@ -138,8 +145,9 @@ class PlannedRun:
     Attributes:
         cell: arm and size of the run.
         seed: ``training.seed``.
-        chosen: override of the chosen key; empty if the study has no choice.
-        is_reported: whether the run is in tables, or only serves the choice of a value.
+        chosen: override, as KEY=VALUE, with a value of ``Study.choice``; empty without a choice.
+        is_reported: whether the run is in the report's tables. Other runs only serve the choice of
+            a value.
     """
 
     cell: Cell
@@ -149,13 +157,13 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder and of its line, unique within a study."""
+        """Name of the run's folder and of its result line, unique within a study."""
         parts = (self.cell.size, self.cell.arm, self.chosen, f"seed{self.seed}")
         return "-".join(part for part in parts if part)
 
     @property
     def overrides(self) -> list[str]:
-        """Arguments of ``train`` after the recipe, except ``run_dir``."""
+        """Overrides of the recipe for this run, except ``run_dir``."""
         chosen = [self.chosen] if self.chosen else []
         return [*self.cell.overrides, *chosen, f"training.seed={self.seed}"]
 
@@ -179,15 +187,16 @@ def load_study(path: Path) -> Study:
 def wanted_runs(
     study: Study, cells: Sequence[Cell], valid_losses: Mapping[str, float]
 ) -> list[PlannedRun]:
-    """Return all runs that are known to be needed, also finished ones, most urgent first.
+    """Return all runs that are known so far, including finished ones, in the order to run them.
 
-    Runs of the choice come first. Reported runs follow by seed, so that an interrupted study has
-    the same seeds for every arm; the reported runs of a cell are known after its choice.
+    The runs that choose a value come first. The reported runs of a cell are known only after its
+    value is chosen. They are ordered by seed, so that an interrupted study has the same seeds for
+    every arm.
 
     Args:
-        study: study of the runs.
+        study: the study.
         cells: cells to run.
-        valid_losses: ``valid/loss`` of finished runs by name.
+        valid_losses: ``valid/loss`` of the finished runs by name.
     """
     chosen: dict[Cell, str] = {}
     wanted: list[PlannedRun] = []
@@ -208,7 +217,11 @@ def wanted_runs(
 
 
 def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -> list[PlannedRun]:
-    """Return the runs of a cell's grid by increasing value, extended by finished runs' results."""
+    """Return the runs that choose a cell's value, by increasing value.
+
+    If all runs of the grid have finished and the best value is at an end, the grid is extended
+    there.
+    """
     grid = list(choice.grid)
     while True:
         runs = [PlannedRun(cell, choice.seed, f"{choice.key}={v:g}", False) for v in grid]
@@ -225,14 +238,14 @@ def choice_runs(choice: Choice, cell: Cell, valid_losses: Mapping[str, float]) -
 
 
 def chosen_value(runs: Sequence[PlannedRun], valid_losses: Mapping[str, float]) -> str | None:
-    """Return the override with the lowest loss; None while runs of the grid are missing."""
+    """Return the override with the lowest loss; None if some of the runs have not finished."""
     if any(run.name not in valid_losses for run in runs):
         return None
     return min(runs, key=lambda run: valid_losses[run.name]).chosen
 
 
 def _written(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield overrides in the command line's form; JSON is YAML on one line."""
+    """Yield overrides as KEY=VALUE. Values are written as JSON, which is YAML on one line."""
     for key, value in overrides.items():
         text = (
             value

@@ -1,10 +1,10 @@
-"""Write a corpus of multi-query associative recall, determined by the arguments.
+"""Generate a corpus of multi-query associative recall; equal arguments give equal files.
 
     python -m tools.benchmarks study_recall runs/studies/recall
 
-The task is that of Arora et al., Zoology (2023). A document states D pairs of a key and a value,
-then repeats the pairs in another order. Keys differ within a document; values may repeat. Both are
-drawn uniformly, and so is D from ``--pairs``. OUT gets
+The task is that of Arora et al., Zoology (2023). A document lists D pairs of a key and a value, and
+then the same pairs in another order. Keys differ within a document; values may repeat. Keys and
+values are drawn uniformly, and D is drawn uniformly from ``--pairs``. OUT gets
 
     tokenizer/        one token for each key and each value
     train.jsonl       documents as prompt (the pairs) and response (the pairs again)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def draw(random: Random, pairs: int, keys: int) -> Pair:
-    """Return the stated pairs of a document, and the same pairs in another order, as text."""
+    """Return two texts: the random pairs of a document, and the same pairs in another order."""
     stated = [
         (f"k{key}", f"v{random.randrange(keys)}") for key in random.sample(range(keys), pairs)
     ]

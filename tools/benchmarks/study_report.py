@@ -1,4 +1,4 @@
-"""The report of a study from its lines: ``NAME.md``, ``NAME.png`` and ``NAME_along.png``."""
+"""The report of a study, from its result lines: NAME.md, NAME.png and NAME_along.png."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ _NOTE = (
     "the seeds' ratios. Runs that choose a value are of another seed and are in no mean."
 )
 _SIGNS = {"difference": "+", "ratio": ""}
-# Value of a comparison between equal arms.
+# Result of a comparison between equal arms.
 _EQUAL = {"difference": 0, "ratio": 1}
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
@@ -35,18 +35,18 @@ _COLUMNS = 3
 
 Lines = Sequence[Line]
 BySeed = Mapping[int, float]
-# Color, dashes and marker by arm.
+# Color, dashes and marker of each arm in plots, by the arm's name.
 Styles = Mapping[str, tuple[tuple[float, ...], str, str]]
 
 
 def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
     """Write ``PATH.md``, ``PATH.png`` and ``PATH_along.png`` from the lines of finished runs.
 
-    The last one has the measures during training, if the study has any.
+    ``PATH_along.png`` shows the measures during training; it is written only if there are any.
 
     Args:
-        study: study of the runs.
-        by_run: lines by the name of their run; unfinished runs may be missing.
+        study: the study.
+        by_run: result lines by the name of the run; unfinished runs may be missing.
         path: path without suffix.
     """
     reported: dict[Cell, Lines] = {
@@ -72,7 +72,7 @@ def write_report(study: Study, by_run: Mapping[str, Line], path: Path) -> None:
 
 
 def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
-    """Return the lines of an arm at a size, by seed."""
+    """Return the result lines of a cell (an arm at a size), sorted by seed."""
     lines = [
         each for each in by_run.values() if (each["size"], each["arm"]) == (cell.size, cell.arm)
     ]
@@ -82,8 +82,8 @@ def of_cell(by_run: Mapping[str, Line], cell: Cell) -> list[Line]:
 def seeds_interval(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per seed, with its 95% interval by Student's t.
 
-    A bootstrap, as ``diffmegatron evaluate`` uses over items, would be far too narrow for a few
-    seeds. One value has no interval (None).
+    A bootstrap interval, which ``diffmegatron evaluate`` uses over items, would be far too narrow
+    for a few seeds. A single value has no interval (None).
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
@@ -93,9 +93,9 @@ def seeds_interval(values: Sequence[float]) -> Estimate:
 
 
 def compare(values: BySeed, baseline: BySeed, how: str) -> Estimate | None:
-    """Compare an arm with the baseline on the seeds of both, by difference or ratio.
+    """Compare an arm with the baseline on their common seeds; return None without such a seed.
 
-    The interval of a ratio is computed from the logarithms. Returns None without a common seed.
+    ``how`` is "difference" or "ratio". The interval of a ratio is computed from the logarithms.
     """
     pairs = [(values[seed], baseline[seed]) for seed in values if seed in baseline]
     if not pairs:
@@ -108,14 +108,14 @@ def compare(values: BySeed, baseline: BySeed, how: str) -> Estimate | None:
 
 
 def values_by_seed(lines: Lines, measure: str) -> dict[int, float]:
-    """Return a measure by seed, of the runs that have it."""
+    """Return the values of a measure by seed, from the runs that have the measure."""
     return {
         line["seed"]: line["measures"][measure] for line in lines if measure in line["measures"]
     }
 
 
 def runs_table(reported: Mapping[Cell, Lines]) -> Table:
-    """Return the sizes, numbers of parameters and settings of each arm's runs."""
+    """Return a table with kind, finished seeds, sizes and chosen value of each cell's runs."""
     rows = []
     for cell, lines in reported.items():
         first = lines[0] if lines else {}
@@ -135,7 +135,7 @@ _COUNTS = ("parameters", "parameters without embeddings", "tokens")
 
 
 def measure_table(study: Study, reported: Mapping[Cell, Lines], measure: str) -> Table:
-    """Return the means of a measure, and every arm compared with the baseline of its size."""
+    """Return a table of each cell's mean of a measure, and its comparison with the baseline."""
     how = study.compared[measure]
     rows = []
     for cell, lines in reported.items():
@@ -148,7 +148,7 @@ def measure_table(study: Study, reported: Mapping[Cell, Lines], measure: str) ->
 
 
 def baseline_of(study: Study, cell: Cell) -> Cell:
-    """Return the baseline at the size of a cell."""
+    """Return the cell of the baseline arm at the same size."""
     (found,) = (
         each for each in study.cells if (each.size, each.arm) == (cell.size, study.baseline)
     )
@@ -158,7 +158,7 @@ def baseline_of(study: Study, cell: Cell) -> Cell:
 def to_baseline(
     study: Study, reported: Mapping[Cell, Lines], cell: Cell, measure: str
 ) -> Estimate | None:
-    """Compare an arm with the baseline of its size; None for the baseline itself."""
+    """Compare a cell with the baseline of its size; return None for the baseline itself."""
     if cell.arm == study.baseline:
         return None
     baseline = reported[baseline_of(study, cell)]
@@ -169,7 +169,7 @@ def to_baseline(
 def along_parts(
     study: Study, along: Along, reported: Mapping[Cell, Lines], path: Path
 ) -> Iterator[str]:
-    """Yield the sections on measures during training, and draw their picture."""
+    """Yield the report's sections on measures during training, and write their picture."""
     with_points = {
         cell: [line for line in lines if "along" in line] for cell, lines in reported.items()
     }
@@ -185,7 +185,7 @@ def along_parts(
 
 
 def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], measure: str) -> Table:
-    """Return each arm's mean of a measure by tokens, and its comparison with the baseline."""
+    """Return a table of each cell's mean of a measure by trained tokens, and its comparison."""
     how = along.compared[measure]
     points = {cell: points_along(lines, measure) for cell, lines in reported.items()}
     tokens = sorted({each for of_arm in points.values() for each in of_arm})
@@ -208,7 +208,7 @@ def along_table(study: Study, along: Along, reported: Mapping[Cell, Lines], meas
 
 
 def points_along(lines: Lines, measure: str) -> dict[float, dict[int, float]]:
-    """Return a measure by tokens and seed."""
+    """Return the values of a measure during training, by number of tokens, then by seed."""
     found: dict[float, dict[int, float]] = defaultdict(dict)
     for line in lines:
         for tokens, measures in line["along"]["points"]:
@@ -230,7 +230,7 @@ def shown_estimate(found: Estimate, sign: str = "") -> str:
 
 
 def choice_table(study: Study, by_run: Mapping[str, Line]) -> Table:
-    """Return ``valid/loss`` at every value tried; each arm's lowest is bold."""
+    """Return a table of ``valid/loss`` for every value tried; the lowest of each cell is bold."""
     assert study.choice is not None
     losses = {
         cell: {
@@ -359,7 +359,10 @@ def draw_curves(
 
 
 def loss_points(lines: Lines) -> dict[float, list[float]]:
-    """Return the held-out losses of all runs at each evaluation after step 0 that all have."""
+    """Return the held-out losses of all runs, by number of trained tokens.
+
+    Only evaluations after step 0 that all runs have are included.
+    """
     curves = [dict(map(tuple, line["held out"])) for line in lines]
     common = set.intersection(*map(set, curves))
     return {tokens: [curve[tokens] for curve in curves] for tokens in common if tokens}
@@ -368,7 +371,7 @@ def loss_points(lines: Lines) -> dict[float, list[float]]:
 def draw_comparison(
     axes: Axes, study: Study, reported: Mapping[Cell, Lines], measure: str, styles: Styles
 ) -> None:
-    """Plot each arm relative to the baseline of its size, with the interval over seeds."""
+    """Plot each cell's comparison with the baseline of its size, with its interval over seeds."""
     how = study.compared[measure]
     found = {cell: to_baseline(study, reported, cell, measure) for cell in reversed([*reported])}
     compared = {cell: estimate for cell, estimate in found.items() if estimate is not None}
@@ -382,7 +385,7 @@ def draw_comparison(
     axes.set_ylim(-0.5, max(len(compared), 1) - 0.5)
     unit = ", nats per token" if how == "difference" and measure.endswith("/loss") else ""
     axes.set(title=measure, xlabel=f"{how} to {study.baseline}{unit} (95% over seeds)")
-    # More labels of small numbers would overlap.
+    # More tick labels would overlap if they are long, as for small numbers.
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.3)
 

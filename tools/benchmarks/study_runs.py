@@ -1,4 +1,4 @@
-"""The runs of a study: training and evaluation in separate processes, and a line for each."""
+"""The runs of a study: training and evaluation in child processes, and a result line for each."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from diffmegatron.training.fault_tolerance.safeguards import run_lock
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
 from tools.benchmarks.study_file import Along, PlannedRun, Study
 
-# Packages that a run's numbers depend on.
+# Packages whose versions a run's numbers depend on.
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
 _EXIT_STOPPED = 75
 
@@ -39,14 +39,14 @@ class StoppedError(Exception):
 class Lines:
     """The result file of a study: one line of JSON per finished run, sorted by the run's name.
 
-    The file is always replaced as a whole, so it never has a partial line.
+    The file is replaced atomically, so it never has a partial line.
 
     Args:
         path: path of the file, which may be missing.
 
     Attributes:
-        by_run: lines by the name of their run.
-        of_others: lines of the other studies in the same folder.
+        by_run: lines by the name of the run.
+        of_others: lines of other studies, from the other result files in the same folder.
 
     Raises:
         UserError: If a file cannot be read.
@@ -59,7 +59,7 @@ class Lines:
         self.of_others = [line for other in others for line in read_lines(other)]
 
     def add(self, line: Line) -> None:
-        """Add the line of a run, replacing an earlier one."""
+        """Add the line of a run, or replace its earlier line."""
         self.by_run[line["run"]] = line
         lines = [json.dumps(each) + "\n" for _, each in sorted(self.by_run.items())]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ def read_lines(path: Path) -> list[Line]:
 
 
 class Runner:
-    """Trains and evaluates the runs of a study, several at once from several threads.
+    """Trainer and evaluator of a study's runs, whose methods several threads may call at once.
 
     Args:
-        study: study of the runs.
-        recipe: path of its recipe.
+        study: the study.
+        recipe: path of the study's recipe.
         work: folder of the runs, their logs and evaluations.
     """
 
@@ -95,10 +95,10 @@ class Runner:
         self._is_stopping = False
 
     def is_finished(self, run: PlannedRun, line: Line | None) -> bool:
-        """Return whether a line has all values that the study needs of a run.
+        """Return whether a run's line has all measures that the study needs.
 
         Raises:
-            UserError: If the line is of a run with other settings or another corpus.
+            UserError: If the line is from a run with other settings or another corpus.
         """
         if line is None:
             return False
@@ -110,11 +110,11 @@ class Runner:
         return self._has_evaluation(run, line)
 
     def borrow(self, run: PlannedRun, lines: Sequence[Line]) -> Line | None:
-        """Return another study's line of the same run, renamed for this study.
+        """Find a run with the same settings in other studies; return its line, or None.
 
         Args:
             run: run that is not finished.
-            lines: lines of other studies.
+            lines: lines of other studies. The line is returned with the names of this study.
         """
         settings = self._settings(run)
         for line in lines:
@@ -123,18 +123,18 @@ class Runner:
         return None
 
     def finish(self, run: PlannedRun) -> Line:
-        """Train and evaluate a run, or resume it.
+        """Train and evaluate a run, resuming it if it was interrupted; return its line.
 
         Raises:
             UserError: If a command failed; the error names its log.
             StoppedError: If a command received a signal.
         """
         run_dir = self._work / run.name
-        # A killed study may leave a process that still trains, so wait for its lock.
+        # A killed study may leave a process that still trains this run, so wait for its lock.
         with run_lock(run_dir, inf):
             pass
         along = self._along(run)
-        # This changes no number of the run, so that it is not among the settings of its line.
+        # Keeping more checkpoints changes no result, so the settings in the line do not include it.
         kept = [f"checkpoint.keep_every={along.every}"] if along else []
         self._call(run, "train", self._recipe, *run.overrides, *kept, f"run_dir={run_dir}")
         line = self._line(run, run_dir)
@@ -146,7 +146,7 @@ class Runner:
         return line
 
     def stop(self) -> None:
-        """Stop all processes after running ones have saved, and start no more."""
+        """Signal all running processes to save and stop, and start no new ones."""
         with self._lock:
             self._is_stopping = True
             for process in self._processes:
@@ -155,8 +155,8 @@ class Runner:
     def _call(self, run: PlannedRun, *arguments: object) -> None:
         """Run a command of ``diffmegatron`` with its output in the run's log."""
         command = [sys.executable, "-m", "diffmegatron", *map(str, arguments)]
-        # More threads than cores wait for each other, and the number of threads changes the last
-        # digits.
+        # One thread each, because more threads than cores wait for each other. The number is fixed
+        # because it changes the last digits of the results.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         log = self._work / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -182,14 +182,19 @@ class Runner:
     def _evaluate(
         self, run: PlannedRun, targets: Sequence[Path], arguments: Sequence[str], folder: str
     ) -> dict[str, dict[str, float]]:
-        """Return the measures of each target, by the last part of its path."""
+        """Evaluate targets, and return the measures of each by the last component of its path."""
         out = self._work / folder / run.name
         self._call(run, "evaluate", *targets, *arguments, "--out", out)
         results = json.loads(read_bytes(out / "results.json"))
         return {path.name: suite_measures(results, path.name) for path in targets}
 
     def _evaluate_along(self, run: PlannedRun, run_dir: Path, along: Along) -> Line:
-        """Return the arguments and, for each checkpoint, the number of tokens and the measures."""
+        """Evaluate the checkpoints of a run.
+
+        Returns:
+            The arguments of the evaluation (``evaluate``), and the number of tokens and the
+            measures of each checkpoint (``points``).
+        """
         training = self._load(run).training
         steps = range(along.every, training.steps + 1, along.every)
         store = CheckpointStore(run_dir)
@@ -213,7 +218,7 @@ class Runner:
         return load_recipe(self._recipe, [*run.overrides, f"run_dir={self._work / run.name}"])
 
     def _has_evaluation(self, run: PlannedRun, line: Line) -> bool:
-        """Return whether a line has the measures of the study's suites, or the study has none."""
+        """Return whether a line has the measures of all suites that the study evaluates."""
         wanted, along = self._evaluation(run), self._along(run)
         has_along = along is None or line.get("along", {}).get("evaluate") == list(along.evaluate)
         return has_along and (not wanted or line["evaluate"] == wanted)
@@ -225,9 +230,10 @@ class Runner:
         return self._study.along if run.is_reported else None
 
     def _settings(self, run: PlannedRun) -> str:
-        """Return a hash of a run's recipe and corpora, without their paths.
+        """Return a hash of a run's recipe and of the content of its corpora, without paths.
 
-        Keys with default values are left out, so that new keys of recipes do not change it.
+        Keys with default values are left out, so that a new key of recipes does not change the
+        hash.
         """
         recipe = self._load(run)
         values = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"run_dir"})
@@ -258,7 +264,7 @@ class Runner:
 
 
 def describe_run(run: PlannedRun) -> Line:
-    """Return a run's place in the study: arm, size, seed, chosen value."""
+    """Return the part of a run's line that identifies it: arm, size, seed, chosen value."""
     return {
         "run": run.name,
         "size": run.cell.size,
@@ -271,7 +277,7 @@ def describe_run(run: PlannedRun) -> Line:
 
 
 def suite_measures(results: dict[str, Any], target: str) -> dict[str, float]:
-    """Return the measures of a target of ``results.json`` as ``SUITE: MEASURE``."""
+    """Return the measures of one target in ``results.json``, under keys ``SUITE: MEASURE``."""
     found = {}
     for suite, outcome in results["suites"].items():
         for measure, each in outcome["measures"].items():
@@ -284,7 +290,7 @@ def suite_measures(results: dict[str, Any], target: str) -> dict[str, float]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return versions and hardware, which the last digits and the speed of a run depend on."""
+    """Return versions and hardware, which influence the last digits and the speed of a run."""
     versions = {name: metadata.version(name) for name in _PACKAGES}
     cpu = next(
         (

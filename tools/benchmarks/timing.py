@@ -9,17 +9,18 @@ from typing import TypeVar
 
 import torch
 
-# About a millisecond on a GPU, which is longer than launching any of the timed calls takes.
+# About a millisecond on a GPU, which is longer than the CPU needs to launch any timed call.
 HEAD_START_CYCLES = 2_000_000
 
 Result = TypeVar("Result")
 
 
 def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
-    """Return (seconds, result) of one call; on "cuda" by the device's own clock.
+    """Return (seconds, result) of one call; on "cuda" the time between two events on the GPU.
 
-    In training the CPU launches kernels ahead of the GPU. To get the same effect, the GPU waits
-    while the call is launched. Otherwise pauses between short kernels would be included.
+    In training the CPU launches kernels ahead of the GPU. To get the same effect here, the GPU
+    waits while the CPU launches the call. Otherwise the time would include pauses between short
+    kernels.
     """
     if device != "cuda":
         start = time.perf_counter()
@@ -36,7 +37,7 @@ def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
 
 
 def describe_machine(device: str) -> dict[str, str | int]:
-    """Return the properties of the machine that figures on "cuda" or "cpu" depend on."""
+    """Return the properties of the machine that influence measurements on "cuda" or "cpu"."""
     packages = {
         name: metadata.version(name)
         for name in ("torch", "triton", "flash-attn", "flex-head-fa")

@@ -2,10 +2,10 @@
 
 For one kernel at a time, every combination of rows M, keys N, warps, stages and loop-invariant code
 motion is compiled. Combinations are dropped if they do not compile, need more shared memory than
-the chip has, or serialize wgmma. On a GPU the others are timed alternately with the default, and
-their results are compared with it. Without a GPU, the list has the compiler's figures and an
-estimate of Hopper's tensor-core cycles. The best combinations come first. Writes NAME.json to
-docs/results/. Better choices belong into `triton/block_sizes.py`.
+the chip has, or serialize wgmma. On a GPU the other combinations are timed alternately with the
+default block sizes, and their results are compared with the default's. Without a GPU, the list has
+the compiler's figures and an estimate of Hopper's tensor-core cycles. The best combinations come
+first. Writes NAME.json to docs/results/. Enter better choices in `triton/block_sizes.py`.
 
     python -m tools.benchmarks tune_attention --head-dim 64 --kernels dkdv_one_pass
     python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json --best 8
@@ -38,11 +38,12 @@ from tools.benchmarks.timing import describe_machine, timed
 from tools.paths import RESULTS
 
 KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")
-# Multiply-adds per pair in units of d, and the number of loops in the machine code that have all of
-# them: one with masks and one without, or a single one.
+# COUNTS: multiply-adds of a kernel per pair of a query and a key, in units of d. LOOPS: how often
+# the machine code contains these products. Some kernels have a loop with masks and another without.
 COUNTS = dict(zip(KERNELS, (6, 8, 10, 6), strict=True))
 LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
-# Chips whose machine code has the sizes of matrix instructions, unlike Blackwell's (10.x).
+# Compute capabilities whose machine code shows the sizes of matrix instructions. Blackwell's (10.x)
+# does not.
 COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
@@ -96,7 +97,7 @@ def this_capability() -> int | None:
 
 @contextmanager
 def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
-    """Run the kernel with these block sizes inside."""
+    """Make the kernel use these block sizes within the context."""
     function = f"{kernel.removesuffix('_one_pass')}_blocks"
     with mock.patch.object(launch, function, lambda *_: blocks):
         yield
@@ -119,7 +120,7 @@ def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usag
 
 
 def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[Tensor]]:
-    """Return a function that runs the pass with this kernel, and returns its results."""
+    """Return a function that runs the forward or backward pass with this kernel."""
     torch.manual_seed(0)
     width, length = arguments.head_dim, arguments.length
     inputs = [
@@ -140,7 +141,11 @@ def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[
 
 
 def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return median milliseconds of these and the default blocks, and the results' difference."""
+    """Time block sizes alternately with the default ones, and compare the results.
+
+    Returns:
+        Median milliseconds, their ratio to the default's, and the largest relative error.
+    """
     run = build_pass(kernel, arguments)
     choices = {"default": nullcontext, "trial": partial(chosen, kernel, blocks)}
     seconds: dict[str, list[float]] = {name: [] for name in choices}
@@ -161,7 +166,7 @@ def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict
 
 
 def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
-    """Return the largest error of any result, relative to its largest magnitude."""
+    """Return the largest error of any tensor, relative to the tensor's largest magnitude."""
     return max(
         float((a.detach().float() - b.detach().float()).abs().max() / b.detach().abs().max())
         for a, b in zip(found, right, strict=True)
@@ -169,7 +174,7 @@ def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
-    """Return all combinations of the command line, or the best of an earlier list."""
+    """Return all combinations of the command line's values, or the best of an earlier list."""
     if arguments.listed is not None:
         rows = json.loads(arguments.listed.read_text())["kernels"].get(kernel, [])
         return [Blocks(*(row[name] for name in Blocks._fields)) for row in rows[: arguments.best]]
@@ -179,7 +184,7 @@ def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
 
 
 def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
-    """Return one row per combination that can run, best first."""
+    """Return a row of figures for each combination that can run, best first."""
     rows = []
     for blocks in candidates(kernel, arguments):
         usage = compiled(kernel, blocks, arguments)
@@ -206,10 +211,11 @@ def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:
 
 
 def _badness(row: dict) -> tuple:
-    """Return a sort key: relative time if measured, else estimated quality of the machine code.
+    """Return a sort key: the relative time if measured, otherwise an estimate from the code.
 
-    The latter compares many spills, overlap, cycles and spills. With fewer than three stages a
-    block's loads are waited for as soon as they are issued.
+    The estimate ranks by these criteria in order: at most 50 spills in loops; at least three
+    stages; fewer estimated cycles; fewer spills. With fewer than three stages, loads do not overlap
+    with computation, because a kernel waits for a block's loads as soon as it has issued them.
     """
     if "ratio_to_default" in row:
         return (0, row["ratio_to_default"])

@@ -1,8 +1,8 @@
 """Faults that need no run under torchrun, each tried many times, for ``faults.py --long``.
 
-A trial damages a fresh copy of valid files and reads them again. It is survived if the reader
-returns the original content or raises a UserError of one sentence. Where damage must be detected,
-only the error counts.
+A trial damages a fresh copy of valid files and reads them again. A fault counts as survived if the
+reader returns the original content or raises a UserError of one sentence. For faults that must be
+detected, only the error counts.
 """
 
 import gzip
@@ -65,7 +65,7 @@ class Class(NamedTuple):
     Attributes:
         name: name in the report.
         tried: number of trials.
-        trial: one trial; returns whether it was survived.
+        trial: function that runs one trial, and returns whether the fault was survived.
     """
 
     name: str
@@ -82,7 +82,8 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
         seed: seed of the faults.
 
     Returns:
-        For each class the numbers of tried and survived faults, and the first unexpected exception.
+        For each class, the numbers of tried and of survived faults, and the first exception that is
+        not a UserError, if any.
     """
     good = folder / "good"
     make_good(good, recipe)
@@ -103,7 +104,10 @@ def run_trials(folder: Path, recipe: str, seed: int) -> dict[str, dict[str, obje
 
 
 def make_good(folder: Path, recipe: str) -> None:
-    """Write a checkpoint of two ranks, a corpus, its unfinished work, a cache and a recipe."""
+    """Write the valid files: a checkpoint of two ranks, a corpus, a cache and a recipe.
+
+    It also writes the files of a preparation that was interrupted.
+    """
     folder.mkdir()
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "in.jsonl").write_bytes(JSONL)
@@ -132,7 +136,7 @@ def run_prepare(folder: Path, name: str = "out", source: str = "in.jsonl") -> st
 
 
 def open_cache(folder: Path) -> list[int]:
-    """Return the array of a cache, which is built if it is missing."""
+    """Return the array of a cache, and build the cache if it is missing."""
     arrays, _ = Cache(folder / "cache").open(("key",), lambda: ({"ends": np.arange(500)}, {}))
     return [int(value) for value in arrays["ends"]]
 
@@ -184,7 +188,7 @@ def any_file(copy: Path, pick: random.Random) -> Path:
 
 
 def contents(copy: Path) -> object:
-    """Return the whole content of a checkpoint as text with every digit."""
+    """Return the complete content of a checkpoint as text with every digit."""
     opened = open_checkpoint(checkpoint(copy))
     values = [
         opened.tensors.whole(kind, name).tolist()
@@ -195,7 +199,7 @@ def contents(copy: Path) -> object:
 
 
 def refuses(damage: Callable[[Path, random.Random], None]) -> Trial:
-    """Return a trial after whose damage the checkpoint must not open."""
+    """Return a trial that damages a checkpoint; opening the checkpoint must raise a UserError."""
 
     def trial(copy: Path, pick: random.Random) -> bool:
         damage(copy, pick)
@@ -205,7 +209,7 @@ def refuses(damage: Callable[[Path, random.Random], None]) -> Trial:
 
 
 def flipped_manifest(copy: Path, pick: random.Random) -> bool:
-    """Flip a bit of the manifest; a bit of white space may go undetected."""
+    """Flip a bit of the manifest; damage to white space may go undetected."""
     expected = contents(copy)
     flip(checkpoint(copy) / MANIFEST, pick)
     return is_equal_or_refused(lambda: contents(copy), expected)
@@ -227,7 +231,10 @@ def put_not_finite(copy: Path, pick: random.Random) -> None:
 
 
 def overlap(copy: Path, pick: random.Random) -> None:
-    """Move the offset of a rank's piece, so that pieces overlap or have a gap; sign it."""
+    """Change the offset of a rank's piece, so that pieces overlap or leave a gap.
+
+    The manifest is updated, so that only the check of the pieces can detect the damage.
+    """
     path = checkpoint(copy) / rank_file(pick.randrange(2))
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -242,7 +249,7 @@ def overlap(copy: Path, pick: random.Random) -> None:
 
 
 def sign(copy: Path) -> None:
-    """Write a manifest that matches the present files of a checkpoint."""
+    """Write a new manifest that matches the damaged files of a checkpoint."""
     files = sorted(path for path in checkpoint(copy).iterdir() if path.name != MANIFEST)
     entries = tuple(describe_file(path) for path in files)
     write_manifest(checkpoint(copy), Manifest(STEP, entries))
@@ -252,7 +259,7 @@ def sign(copy: Path) -> None:
 
 
 def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
-    """Return a trial of an archive with a flipped bit or without its end."""
+    """Return a trial that prepares an archive with a flipped bit or without its end."""
 
     def trial(copy: Path, pick: random.Random) -> bool:
         name = f"in.jsonl.{suffix}"
@@ -291,14 +298,17 @@ def odd_name(copy: Path, pick: random.Random) -> bool:
 
 
 def two_at_once(copy: Path, pick: random.Random) -> bool:
-    """Prepare while another process holds the lock, which is refused, and again after it ended."""
+    """Prepare while the lock is held, which must be refused, and again after its release."""
     with FileLock(copy / "new.lock", "the prefix", "wait"):
         refused = is_refused(lambda: run_prepare(copy, "new"))
     return refused and run_prepare(copy, "new") == check_hashes(copy / "out").content
 
 
 def damaged_work(copy: Path, pick: random.Random) -> bool:
-    """Resume damaged work, which gives the same tokens or an error; ``--restart`` repairs it."""
+    """Damage an interrupted preparation and resume it.
+
+    This must give the same tokens or an error, and ``--restart`` must repair the preparation.
+    """
     path = pick.choice([path for path in (copy / "work.partial").iterdir() if path.stat().st_size])
     pick.choice([flip, cut])(path, pick)
     expected = check_hashes(copy / "out").content
@@ -308,7 +318,10 @@ def damaged_work(copy: Path, pick: random.Random) -> bool:
 
 
 def damaged_corpus(copy: Path, pick: random.Random) -> bool:
-    """Damage tokens or index; the hashes detect it, and opening gives arrays or an error."""
+    """Damage the tokens or the index of a corpus.
+
+    The hashes must detect the damage. Opening the corpus must give arrays or a UserError.
+    """
     pick.choice([flip, cut])(copy / f"out{pick.choice(['.bin', '.idx'])}", pick)
 
     def read() -> None:
@@ -320,7 +333,7 @@ def damaged_corpus(copy: Path, pick: random.Random) -> bool:
 
 
 def damaged_cache(copy: Path, pick: random.Random) -> bool:
-    """Damage a file of the cache, which is then rebuilt."""
+    """Damage a file of the cache; the next reader must rebuild the cache."""
     path = pick.choice([path for path in copy.glob("cache/*/*") if path.is_file()])
     pick.choice([flip, cut, lambda path, _: become_fifo(path)])(path, pick)
     return open_cache(copy) == list(range(500))
@@ -330,7 +343,7 @@ def damaged_cache(copy: Path, pick: random.Random) -> bool:
 
 
 def random_override(copy: Path, pick: random.Random) -> bool:
-    """Load a recipe with a random override or a flipped bit."""
+    """Load a recipe with a random override or a flipped bit, which must work or be refused."""
     path = copy / "recipe.yaml"
     keys = ["model.num_layers", "training.steps", "optimizer.lr", "parallel.tensor", "data.sources"]
     if pick.random() < 0.5:
@@ -343,7 +356,7 @@ def random_override(copy: Path, pick: random.Random) -> bool:
 
 
 def full_disk(copy: Path, pick: random.Random) -> bool:
-    """Write metrics through a full disk; every step is recorded exactly once."""
+    """Write metrics while the disk is full for some steps; each step must be recorded once."""
     run_dir = copy / "full"
     run_dir.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

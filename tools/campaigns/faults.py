@@ -1,14 +1,15 @@
-"""Kill a run many times, let torchrun restart it, and compare its end with an undisturbed run.
+"""Kill a run many times, let torchrun restart it, and compare its result with an undisturbed run.
 
     python -m tools.campaigns.faults --kills 50 --stops 1 --out fault_campaign.json
     python -m tools.campaigns.faults --kills 1 --steps 120       # a trial
     python -m tools.campaigns.faults --kills 0 --long --out fault_trials.json
 
-Two ranks train a tiny model under ``torchrun --max-restarts``. A random rank gets SIGKILL (or, with
-``--stops``, SIGSTOP, which only the watchdog can end) at a random time, while starting, or in a
-phase of a save. The report compares the final weights and Adam's moments of both runs to the bit,
-and names every listed checkpoint that failed to verify. ``--long`` adds the classes of
-``fault_trials.py``, each tried many times. With ``--kills 0`` and no stops nothing is launched.
+Two ranks train a tiny model under ``torchrun --max-restarts``. Again and again a random rank gets
+SIGKILL at a random time, while it starts, or in a phase of a save. With ``--stops`` it sometimes
+gets SIGSTOP instead, so that the run hangs until the watchdog ends it. The report tells whether the
+final weights, Adam's moments and losses of both runs are equal to the bit, and lists every
+checkpoint that failed to verify. ``--long`` adds the classes of faults in ``fault_trials.py``, each
+tried many times. With ``--kills 0`` and no stops, no run is launched.
 """
 
 import argparse
@@ -35,9 +36,10 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 from tools.campaigns.fault_trials import run_trials
 from tools.paths import ROOT
 
-# The phases of a save that its directory shows, in order.
+# The phases of a save, in order, as `save_phase` recognizes them by the files on the disk.
 SAVE_PHASES = ("directory made", "ranks writing", "small files", "manifest written", "removal")
-# Time to wait for a phase that may be too short to be seen. After it any phase is accepted.
+# Seconds to wait for a certain phase, which may be too short to be observed. After that time any
+# phase of a save is accepted.
 PATIENCE_SECONDS = 10
 
 RECIPE = """
@@ -54,7 +56,7 @@ watchdog: {{startup_seconds: {startup}, step_seconds: {step}}}
 
 
 def main() -> None:
-    """Run the campaign and write its report; exit status 1 if a promise is broken."""
+    """Run the campaign and write its report; exit with status 1 unless every fault was survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,8 +100,8 @@ def machine() -> str:
 def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> None:
     """Add the numbers of tried and survived faults to a report, by class.
 
-    The faults under torchrun are classes too. A run that ended with the same bits has survived all
-    of its faults; otherwise all of them count as not survived.
+    The kills and stops under torchrun are also reported as classes. If the disturbed run ended with
+    the same bits as the undisturbed run, it has survived all of them; otherwise none of them.
     """
     logging.disable(logging.WARNING)  # every damaged cache and file of metrics logs a line
     started, kept = time.monotonic(), report["kept_its_promise"]
@@ -115,7 +117,7 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
 
 
 def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
-    """Run both trainings, and return the report."""
+    """Train without faults, then with faults, and return the report."""
     corpus = folder / "corpus"
     prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
     for name in ("undisturbed", "disturbed"):
@@ -125,7 +127,7 @@ def campaign(folder: Path, arguments: argparse.Namespace) -> dict:
         raise SystemExit("the undisturbed run failed; see its output above")
     started = time.monotonic()
     faults = arguments.kills + arguments.stops
-    # A start may fail by itself on a busy machine, before its ranks have met.
+    # On a busy machine a start may fail without a fault, before the ranks have connected.
     disturbed = launch(folder / "disturbed.yaml", restarts=2 * faults + 5)
     done, unreadable = disturb(disturbed, folder / "disturbed", arguments)
     status = disturbed.wait()
@@ -167,7 +169,7 @@ def launch(file: Path, restarts: int) -> subprocess.Popen:
     command += ["-m", "diffmegatron", "train", str(file)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # How long torchrun waits for a stopped rank before it kills it.
+        # Seconds that torchrun waits for a rank to end before it kills the rank.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }
     return subprocess.Popen(command, env=environment, stdout=sys.stderr)
@@ -186,7 +188,7 @@ def disturb(
     pick.shuffle(kinds)
     store, done, problems = CheckpointStore(run_dir), [], []
     for kind in kinds:
-        # A stop while starting would wait for the watchdog's long limit.
+        # SIGSTOP while starting would hang the run until the watchdog's long start-up limit.
         moments = ["at random"] if kind == "stop" else ["at random", "while starting", "in a save"]
         moment = pick.choices(moments, weights=[4, 2, 4][: len(moments)])[0]
         if moment == "in a save":
@@ -209,7 +211,13 @@ def disturb(
 def wait_for_ranks(
     agent: subprocess.Popen, run_dir: Path, moment: str, pick: random.Random
 ) -> list[int]:
-    """Wait for a moment of the run.
+    """Wait for the moment of a fault.
+
+    Args:
+        agent: torchrun's process.
+        run_dir: folder of the run.
+        moment: "at random" (after a new step), "while starting", or one of ``SAVE_PHASES``.
+        pick: source of random delays.
 
     Returns:
         The process ids of both ranks; empty if the run has ended.
@@ -233,7 +241,7 @@ def wait_for_ranks(
 
 
 def save_phase(store: CheckpointStore) -> str | None:
-    """Return the phase of the unfinished save, as its directory shows it; None without a save."""
+    """Return the phase of the current save, derived from its files; None without a save."""
     try:
         names = [path.name for path in store.directory.iterdir()]
         if any(name.endswith(".removed") for name in names):
@@ -242,7 +250,7 @@ def save_phase(store: CheckpointStore) -> str | None:
         if unfinished is None:
             return None
         files = {path.name for path in (store.directory / unfinished).iterdir()}
-    except FileNotFoundError:  # the save has advanced in the meantime
+    except FileNotFoundError:  # the save has renamed or removed files in the meantime
         return None
     if MANIFEST in files:
         return "manifest written"
@@ -252,28 +260,31 @@ def save_phase(store: CheckpointStore) -> str | None:
 
 
 def stepped_since(run_dir: Path, moment: float) -> bool:
-    """Return whether a step was done after a moment; a restart only copies older entries."""
+    """Return whether the run has trained a step since a time.
+
+    A restart copies the entries of earlier steps, but these keep their old times.
+    """
     return any(entry["time"] > moment for entry in read_metrics(run_dir)[-1:])
 
 
 def children(parent: int) -> list[int]:
-    """Return the ids of the processes that a process has started."""
+    """Return the ids of a process's child processes."""
     listed = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
 def damage(store: CheckpointStore, step: int) -> str | None:
-    """Return the error of a checkpoint that the store lists; None if it is valid."""
+    """Return the error of a damaged checkpoint; None if it is valid or no longer exists."""
     try:
         open_checkpoint(store.path(step))
     except ValueError as error:
-        # Retention may have removed it since it was listed.
+        # The run's retention policy may have removed the checkpoint since it was listed.
         return str(error) if store.path(step).exists() else None
     return None
 
 
 def same_end(one: Path, other: Path) -> bool:
-    """Return whether two runs have the same final bits and the same losses."""
+    """Return whether two runs have the same final weights, moments and losses, to the bit."""
     newest = [CheckpointStore(run).latest() for run in (one, other)]
     ends = [open_checkpoint(path).tensors for path in newest if path is not None]
     curves = [

@@ -1,14 +1,15 @@
-"""Train through a month's troubles on a real Slurm, and compare the end with an undisturbed run.
+"""Train through a month's troubles on a real Slurm, and compare the result with another run.
 
     python -m tools.campaigns.slurm --out docs/results/slurm_campaign.json
     python -m tools.campaigns.slurm --troubles crash hang       # a trial
 
-Slurm must be installed. It runs on this machine only, with four nodes (``slurm_cluster.py``). Two
-nodes train a tiny model with two ranks each, which ``diffmegatron launch`` submits. The first run
-passes through the troubles of ``slurm_troubles.py`` in a random order, on a tmpfs of its own, which
-needs root. The second run trains as many steps undisturbed. The report compares the final weights,
-Adam's moments and all losses of both runs to the bit. A table beside it lists the attempts and
-their ends. The same command with the same ``--folder`` resumes an interrupted campaign.
+Slurm must be installed. It runs on this machine only, with four nodes (``slurm_cluster.py``).
+``diffmegatron launch`` submits the training of a tiny model on two nodes with two ranks each. The
+first run suffers the troubles of ``slurm_troubles.py`` in a random order. Its run_dir is on a small
+tmpfs, and mounting this needs root. The second run trains as many steps undisturbed. The report
+tells whether the final weights, Adam's moments and all losses of both runs are equal to the bit. A
+table lists the attempts (starts of the job) and why they ended. The same command with the same
+``--folder`` resumes an interrupted campaign.
 """
 
 import argparse
@@ -34,10 +35,10 @@ from tools.campaigns.slurm_cluster import Cluster, missing
 from tools.campaigns.slurm_troubles import SETTINGS, TROUBLES, Month
 from tools.paths import ROOT
 
-# Enough for the checks before the run, which write 64 MiB from each rank at once, and for three
-# checkpoints.
+# Size of the run's disk: enough for the preflight checks, in which all ranks write 64 MiB at once,
+# and for three checkpoints.
 DISK_MIB = 400
-# More steps than the month has, and the number of steps after the month.
+# MANY_STEPS: more steps than the disturbed run can reach. LAST_STEPS: steps after its last trouble.
 MANY_STEPS, LAST_STEPS = 1_000_000, 20
 RECIPE = """
 run_dir: {run_dir}
@@ -62,7 +63,7 @@ CLUSTER = {
 
 
 def main() -> None:
-    """Run the campaign and write its report; exit status 1 if a promise is broken."""
+    """Run the campaign and write its report; exit with status 1 if a result is not as promised."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +84,7 @@ def main() -> None:
     if reason := missing():
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-") as temporary:
-        Path(temporary).chmod(0o755)  # munge's clients read it
+        Path(temporary).chmod(0o755)  # munge's clients must be able to read this folder
         folder = arguments.folder or Path(temporary) / "campaign"
         folder.mkdir(parents=True, exist_ok=True)
         disk = mounted(folder.absolute() / "disk")
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def mounted(path: Path) -> Path:
-    """Mount a small tmpfs at a path, and return the path."""
+    """Mount a small tmpfs at a path if it is not mounted yet, and return the path."""
     path.mkdir(exist_ok=True)
     if not path.is_mount():
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)]
@@ -111,7 +112,7 @@ def mounted(path: Path) -> Path:
 
 
 def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> dict:
-    """Run both trainings, and return the report."""
+    """Train with troubles, then undisturbed, and return the report."""
     corpus, pick = folder / "corpus", random.Random(arguments.seed)
     if not corpus.with_suffix(".json").exists():  # a resumed campaign keeps its corpus
         prepare([ROOT / "diffmegatron"], corpus, "bytes", pattern="*.py", show_progress=False)
@@ -155,9 +156,10 @@ def campaign(folder: Path, cluster: Cluster, arguments: argparse.Namespace) -> d
 
 
 def shortened(month: Month) -> int:
-    """Stop the run, write its last step into its recipe, and return that step.
+    """Stop the run, set its final number of steps in its recipe, and return this number.
 
-    The number of steps of a month is unknown before its end.
+    The number is ``LAST_STEPS`` more than the run has trained. It cannot be set before, because
+    nobody knows how many steps the run trains during the troubles.
     """
     if not month.is_queued():
         month.launch()
@@ -178,7 +180,7 @@ def say(text: str) -> None:
 
 
 def settled(month: Month) -> None:
-    """Wait until the attempts that were hit have ended, or their job has left the queue."""
+    """Wait until the attempts that the last trouble hit have ended, or the job left the queue."""
     month.until(
         lambda: month.ended() >= max(month.hit) or not month.is_queued(),
         f"attempts {month.hit} have ended",
@@ -201,13 +203,19 @@ def has_finished(month: Month) -> bool:
 
 
 def reported(alone: Month, disturbed: Month, troubles: list[dict]) -> dict:
-    """Return the report: the comparison of both runs, and each attempt with its trouble."""
+    """Return the report: the comparison of both runs, and each attempt with its trouble.
+
+    Args:
+        alone: undisturbed run.
+        disturbed: run with troubles.
+        troubles: entries of ``done.jsonl``: each trouble with the attempts that it hit.
+    """
     attempts = Ledger(disturbed.run_dir).attempts()
     rows, expected = [], True
     for attempt in attempts:
         trouble = next((each for each in troubles if attempt.number in each["attempts"]), None)
-        # An attempt without a trouble of its own ended with a node that an earlier trouble hit, or
-        # because this program was interrupted.
+        # An attempt that no trouble has hit ended because an earlier trouble affected its node, or
+        # because this program was interrupted. Any cause except a mistake is then expected.
         kind, causes, how = "", {*Cause} - {Cause.MISTAKE}, ""
         if trouble is not None:
             function = next(each for each in TROUBLES if each.__name__ == trouble["trouble"])
@@ -248,7 +256,7 @@ def _row(attempt: Attempt) -> dict:
 
 
 def table(report: dict) -> str:
-    """Return the ledger as a Markdown table, with nodes by their last number."""
+    """Return the attempts as a Markdown table; nodes are shown by their address's last number."""
     lines = [
         "| attempt | job | nodes | what happened | cause in the ledger | steps | saved | s |",
         "|--:|--:|---|---|---|---|--:|--:|",

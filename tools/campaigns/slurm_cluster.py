@@ -1,8 +1,8 @@
 """A real Slurm on this machine only: munged, slurmctld and one slurmd per node, on loopback.
 
-It needs neither root nor systemd, and leaves nothing behind. The nodes are named 127.0.0.1,
-127.0.0.2, ..., which resolve on every machine. The number of CPUs is invented, and no process is
-bound to a CPU.
+It needs neither root nor systemd, and removes all its processes at the end. The nodes are named
+127.0.0.1, 127.0.0.2, ..., which resolve on every machine. The number of CPUs in its configuration
+is fictitious, and no process is bound to a CPU.
 """
 
 import os
@@ -18,9 +18,10 @@ from typing import Self
 from tests.ports import reserved_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-# Debian keeps daemons in folders that are not on every user's PATH.
+# Debian installs daemons in folders that are not on every user's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-# Seconds from SIGTERM to SIGKILL, and the least between a requeue and the next start.
+# KILL_WAIT: seconds from SIGTERM to SIGKILL. REQUEUE_DELAY: minimum seconds between a requeue and
+# the next start of a job.
 KILL_WAIT, REQUEUE_DELAY = 2, 5
 
 CONFIGURATION = """
@@ -63,16 +64,16 @@ NODE = (
 
 
 def missing() -> str:
-    """Return why no cluster can start here; empty if one can."""
+    """Return why no cluster can start on this machine; "" if nothing is missing."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
     return f"Slurm is not installed: no {', '.join(absent)}" if absent else ""
 
 
 class Cluster:
-    """A context in which Slurm runs.
+    """Context manager that runs Slurm.
 
     Args:
-        folder: folder for all files of Slurm; a short path, because it has a socket.
+        folder: folder for all files of Slurm. Its path must be short, because it contains a socket.
         nodes: number of nodes.
         settings: additional lines of ``slurm.conf``.
     """
@@ -89,7 +90,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         munge = self._folder / "munge"
-        with self._stack:  # ends the started daemons if a later one fails
+        with self._stack:  # ends the daemons that have started if a later one fails
             self._configure()
             self._start(
                 "munged",
@@ -121,7 +122,7 @@ class Cluster:
         self._daemons[node] = self._start("slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Kill the daemon, job steps and processes of a node, like a power cut."""
+        """Kill a node's daemon, job steps and their processes, like a power cut."""
         self._daemons[node].kill()
         name = f"SLURMD_NODENAME={node}".encode()
         for process in self._of_jobs():
@@ -131,7 +132,7 @@ class Cluster:
                     os.kill(process, signal.SIGKILL)
 
     def call(self, *command: str) -> str:
-        """Return the output of one of Slurm's commands."""
+        """Run one of Slurm's commands and return its output."""
         result = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=20
         )
@@ -152,7 +153,7 @@ class Cluster:
         return self.job(number)
 
     def until(self, what: str, holds, seconds: float = 60.0) -> None:
-        """Wait until ``holds()``; fail with ``what`` and the daemons' logs after ``seconds``."""
+        """Wait until ``holds()`` is true; after ``seconds``, fail with ``what`` and all logs."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"not so after {seconds:g} s: {what}\n{self.logs()}"
@@ -180,7 +181,8 @@ class Cluster:
         for number in range(8):  # gres/gpu requires existing files
             (self._folder / f"gpu/{number}").touch()
         (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu/[0-7]\n")
-        # slurmd loads a plugin for cgroups even if nothing uses them. "disabled" came with 23.11.
+        # slurmd loads a plugin for cgroups even if nothing uses cgroups. Slurm 23.11 introduced the
+        # plugin "disabled".
         release = self._release()
         plugin = "disabled" if release >= (23, 11) else "cgroup/v1"
         (self._folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
@@ -226,10 +228,10 @@ class Cluster:
                 os.kill(process, signal.SIGKILL)
 
     def _of_steps(self) -> list[int]:
-        """Return the processes of job steps' daemons.
+        """Return the process ids of this cluster's slurmstepd daemons, which run the job steps.
 
-        They wait for the controller even if it has ended. They overwrite their environment, but
-        each has its node's log open.
+        They do not end with slurmctld, but wait for it forever. They cannot be found by their
+        environment, which they overwrite, but each has the log of its node open.
         """
         found = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -241,7 +243,7 @@ class Cluster:
         return found
 
     def _of_jobs(self) -> list[int]:
-        """Return the processes of jobs, whose environment names this cluster and a job."""
+        """Return the process ids of jobs. Their environment names this cluster and a job."""
         ours = f"SLURM_CONF={self._folder}/slurm.conf".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -252,7 +254,7 @@ class Cluster:
 
 
 def _environment(process: int) -> list[bytes]:
-    """Return the variables with which a process began; empty if it has ended."""
+    """Return the initial environment of a process as NAME=VALUE; empty if it has ended."""
     try:
         return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -260,9 +262,10 @@ def _environment(process: int) -> list[bytes]:
 
 
 def _kill_step_of(process: int) -> None:
-    """Kill the parent of a process if it is a job step's daemon.
+    """Kill the parent of a process if the parent is a slurmstepd daemon.
 
-    The environment of such a daemon does not name the node.
+    These daemons are found through their children, because their own environment does not name the
+    node.
     """
     parent = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
     if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):

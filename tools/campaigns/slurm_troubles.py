@@ -1,7 +1,8 @@
-"""The troubles of a month on a cluster, caused to a job on a real Slurm (``slurm.py``).
+"""The troubles of a month on a cluster, inflicted on a job on a real Slurm (``slurm.py``).
 
-Each trouble waits for its moment in the newest attempt, and returns a description. Afterwards it
-repairs what an operator would repair: a node, a disk or a recipe.
+A trouble is a function that waits for a suitable moment in the newest attempt, causes a failure and
+returns its description. Before it returns, it repairs what an operator would repair: a node, a disk
+or a recipe. An attempt is one start of the job.
 """
 
 import os
@@ -22,20 +23,21 @@ from diffmegatron.attempts.ledger import Attempt, Ledger
 from diffmegatron.training.monitoring.metrics import newest_entries
 from tools.campaigns.slurm_cluster import Cluster
 
-# Lines of slurm.conf for a second partition, which preempts jobs of the first.
+# Lines of slurm.conf for a second partition, whose jobs preempt those of the first partition.
 SETTINGS = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-# Bytes that fit the small files of an attempt, but not one rank's file of a checkpoint.
+# Free bytes that are enough for the small files of an attempt, but not for a rank's file of a
+# checkpoint.
 _LEFT_FREE = 256 << 10
 _WAIT_SECONDS = 1800.0
 
 
 class OverTooSoonError(Exception):
-    """Raised if the run has finished, or its job has left the queue, before the next trouble."""
+    """The run has finished, or its job has left the queue, before the next trouble."""
 
 
 @dataclass
@@ -50,8 +52,9 @@ class Month:
         pick: source of random moments, ranks and nodes.
         log: function that is called with a line of text for each event.
         job: Slurm's number of the newest job; empty before the first launch.
-        launched: time of the newest launch in seconds since 1970; earlier attempts have ended.
-        hit: numbers of the attempts that the newest trouble ends.
+        launched: time of the newest launch, in seconds since 1970. Attempts that began earlier have
+            ended.
+        hit: numbers of the attempts that the newest trouble has ended or will end.
     """
 
     cluster: Cluster
@@ -98,7 +101,7 @@ class Month:
         return attempts[-1] if attempts else None
 
     def ended(self) -> int:
-        """Return the number of the newest attempt that has ended according to the ledger, or 0."""
+        """Return the number of the newest attempt that the ledger records as ended, or 0."""
         return max((a.number for a in Ledger(self.run_dir).attempts() if a.ended), default=0)
 
     def over(self) -> int:
@@ -106,7 +109,7 @@ class Month:
         return max(self.ended(), *self.hit, 0)
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = _WAIT_SECONDS) -> None:
-        """Wait until ``holds()``; raise TimeoutError with ``what`` after ``seconds``."""
+        """Wait until ``holds()`` is true; after ``seconds``, raise TimeoutError with ``what``."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
@@ -139,7 +142,7 @@ class Month:
         while True:
             attempt = self.begun(after)
             if attempt.ended is not None:
-                after = attempt.number  # it ended before these steps
+                after = attempt.number  # it ended too early, so wait for the next attempt
                 continue
             beat = read_heartbeat(Ledger(self.run_dir).folder(attempt.number))
             if beat is not None and self.step(attempt.began) >= beat.first_step + steps:
@@ -147,12 +150,12 @@ class Month:
             time.sleep(0.1)
 
     def step(self, since: float) -> int:
-        """Return the newest step in the metrics since a moment, or -1."""
+        """Return the newest step in the metrics after the time ``since``, or -1."""
         entries = [entry for entry in newest_entries(self.run_dir) if "train/loss" in entry]
         return int(entries[-1]["step"]) if entries and entries[-1]["time"] > since else -1
 
     def ranks(self, attempt: Attempt) -> dict[int, int]:
-        """Wait until all ranks have started, and return their process ids by rank."""
+        """Wait until all ranks have started; return their process ids by rank."""
         found: dict[int, int] = {}
         ours = f"{ATTEMPT}={Ledger(self.run_dir).folder(attempt.number)}".encode()
 
@@ -170,11 +173,11 @@ class Month:
         return found
 
     def call(self, *command: str) -> str:
-        """Return the output of one of Slurm's commands."""
+        """Run one of Slurm's commands and return its output."""
         return self.cluster.call(*command)
 
     def limit_soon(self) -> None:
-        """Limit the job to one or two more minutes; restore its limit after it is requeued."""
+        """End the job by a time limit in one to two minutes, then restore the original limit."""
         before = self.cluster.job(self.job)
         parts = [int(part) for part in re.split("[-:]", before["RunTime"])]
         minutes = (parts[-3] * 3600 + parts[-2] * 60 + parts[-1]) // 60 + 2
@@ -218,7 +221,7 @@ def time_limit_unsaved(month: Month, after: int) -> str:
 
 
 def preempted(month: Month, after: int) -> str:
-    """Preempt the job by one of another partition, with time to save."""
+    """Preempt the job by a job of another partition, with time to save."""
     month.trained(after)
     _preempt(month, 120)
     return "preempted, with a GraceTime of 120 s"
@@ -239,7 +242,7 @@ def _preempt(month: Month, grace: int) -> None:
 
 
 def node_dies(month: Month, after: int) -> str:
-    """Kill all processes of a node; Slurm notices after 30 seconds without an answer."""
+    """Kill all processes of a node; Slurm notices this after 30 seconds without an answer."""
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.cluster.kill_node(node)
     month.until(lambda: "down" in _state(month, node), f"Slurm sees that {node} is down")
@@ -249,11 +252,11 @@ def node_dies(month: Month, after: int) -> str:
 
 
 def node_set_down(month: Month, after: int) -> str:
-    """Set a node down as its administrator does."""
+    """Set a node's state to DOWN, as an administrator does."""
     node = month.pick.choice(month.trained(after).facts.nodes)
     month.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
     time.sleep(5)
-    if "down" in _state(month, node):  # otherwise its daemon has registered it again
+    if "down" in _state(month, node):  # otherwise slurmd has already registered the node again
         month.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
     return f"an administrator sets {node} down"
 
@@ -272,12 +275,12 @@ def crash(month: Month, after: int) -> str:
 
 
 def crash_in_start(month: Month, after: int) -> str:
-    """Kill a rank while it starts: in the checks or during its imports."""
+    """Kill a rank while it starts: in the preflight checks or during its imports."""
     attempt = month.begun(after)
     rank = month.pick.randrange(attempt.facts.ranks)
     time.sleep(month.pick.uniform(0, 4))
     while True:
-        with suppress(ProcessLookupError):  # between the checks and the training
+        with suppress(ProcessLookupError):  # the rank's process of the checks has just ended
             os.kill(month.ranks(attempt)[rank], signal.SIGKILL)
             return f"SIGKILL to rank {rank} while it starts"
 
@@ -291,7 +294,7 @@ def hang(month: Month, after: int) -> str:
 
 
 def full_disk(month: Month, after: int) -> str:
-    """Fill the disk so that no save succeeds, signal a stop, and launch before there is space."""
+    """Fill the disk so that no save succeeds, stop the job, and launch it without disk space."""
     attempt = month.trained(after)
     filler = month.disk() / "of_somebody_else"
 
@@ -304,7 +307,7 @@ def full_disk(month: Month, after: int) -> str:
     month.until(lambda: has_ended_without_space() or time.monotonic() > deadline, "saves fail")
     month.call("scancel", "--signal=USR1", month.job)
     month.until(has_ended_without_space, "the job has ended")
-    # A launch needs space for its small files.
+    # Free some space, because a launch needs it for small files.
     os.truncate(filler, filler.stat().st_size - _LEFT_FREE)
     month.launch()
     month.also_hit(attempt.number)
@@ -314,7 +317,7 @@ def full_disk(month: Month, after: int) -> str:
 
 
 def _fill(filler: Path, left_free: int) -> None:
-    """Extend a file until its disk has ``left_free`` bytes."""
+    """Extend a file until its disk has only ``left_free`` free bytes."""
     free = shutil.disk_usage(filler.parent).free
     if free > left_free:
         with filler.open("ab") as file, suppress(OSError):
@@ -322,7 +325,7 @@ def _fill(filler: Path, left_free: int) -> None:
 
 
 def mistake(month: Month, after: int) -> str:
-    """Edit the recipe of a running job wrongly, and stop the job."""
+    """Edit the recipe of a running job so that its next attempt must fail, and stop the job."""
     attempt = month.trained(after)
     right = month.recipe.read_text()
     month.recipe.write_text(month.pick.choice(MISTAKES)(right))
@@ -347,7 +350,8 @@ def cancelled(month: Month, after: int) -> str:
     return "scancel; launched again"
 
 
-# For each trouble its kind, the causes that the ledger may record, and its number in a month.
+# For each trouble: its kind, the causes that the ledger may record for the attempts, and how often
+# it happens in a month.
 TROUBLES: dict[Callable[[Month, int], str], tuple[str, set[str], int]] = {
     time_limit: ("time limit", {"stopped", "lost"}, 5),
     time_limit_in_start: ("time limit", {"stopped", "lost"}, 1),

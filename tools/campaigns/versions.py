@@ -1,14 +1,15 @@
-"""Try the tests that depend on versions with other versions of Python and of libraries.
+"""Run the tests that depend on versions with other versions of Python and of libraries.
 
     python -m tools.campaigns.versions --python python3.12 torch==2.15.0
     python -m tools.campaigns.versions --oldest         # the oldest that pyproject.toml admits
     python -m tools.campaigns.versions --table          # only write the table of docs/install.md
 
-A run builds an environment in a temporary folder with uv: from constraints.txt, with the named pins
-in place of its own, or from the oldest packages that pyproject.toml admits. It runs the tests of
-``make test-versions`` there, and records what was installed and how many tests passed in
-docs/results/versions.json and docs/install.md. It takes minutes, and gigabytes of disk where
-the index has no build of torch without CUDA.
+The command builds an environment in a temporary folder with uv. It installs the versions in
+constraints.txt, in which the requirements on the command line replace the versions of the same
+packages; or, with --oldest, the oldest versions that pyproject.toml admits. It runs the tests of
+``make test-versions`` there, and records the installed versions and the number of passed tests in
+docs/results/versions.json and docs/install.md. It takes minutes, and gigabytes of disk if the
+package index has only builds of torch with CUDA.
 """
 
 import argparse
@@ -29,7 +30,7 @@ ROWS = RESULTS / "versions.json"
 PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 LIBRARIES = ("torch", "triton", "megatron-core", "deepspeed", "transformers", "numpy", "pydantic")
-# Each torch has a Triton and CUDA libraries of its own.
+# Packages of which each release of torch needs certain versions.
 OF_TORCH = re.compile(r"triton|nvidia-|cuda-")
 
 
@@ -39,14 +40,14 @@ def package(requirement: str) -> str:
 
 
 def constraints(pins: list[str]) -> str:
-    """Return constraints.txt with ``pins`` in place of its own pins of the same packages."""
+    """Return the text of constraints.txt, with ``pins`` instead of its lines on these packages."""
     named = {package(pin) for pin in pins}
     kept = [
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if package(line) not in named
         and not ("torch" in named and OF_TORCH.match(line))
-        # The versions of these that transformers requires change with its version.
+        # Each version of transformers requires certain versions of these packages.
         and not ("transformers" in named and package(line) in ("huggingface-hub", "tokenizers"))
     ]
     return "\n".join([*kept, *pins]) + "\n"
@@ -64,7 +65,7 @@ def lower_bounds(python: str) -> str:
 
 
 def counts(output: str) -> dict[str, int]:
-    """Return the numbers of passed, failed, broken and skipped tests, from pytest's last line."""
+    """Return the numbers of passed, failed, erroneous and skipped tests from pytest's last line."""
     return {
         word: int(found.group(1)) if (found := re.search(rf"(\d+) {word}", output)) else 0
         for word in ("passed", "failed", "error", "skipped")
@@ -86,7 +87,7 @@ def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
     install = ["uv", "pip", "install", "--quiet", "--python", installed_python]
     packages = ["--constraint", own_constraints, "--editable", f"{ROOT}[dev]"]
     subprocess.run([*install, *packages], check=True)
-    # Make would install again if the environment were older than pyproject.toml.
+    # Without this file, make would install the packages again.
     (environment / ".installed").touch()
     tests = subprocess.run(
         ["make", "test-versions", f"VENV={environment}"],
