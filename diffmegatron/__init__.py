@@ -72,7 +72,7 @@ _LIBRARY_WARNINGS = (
 if not sys.warnoptions:
     for _message, _module in _LIBRARY_WARNINGS:
         warnings.filterwarnings("ignore", _message, module=_module)
-    # Importing DeepSpeed makes torch look for a CUDA compiler. Without a GPU, torch logs a line.
+    # When DeepSpeed is imported, torch looks for a CUDA compiler, and logs a line without a GPU.
     logging.getLogger("torch.utils.cpp_extension").addFilter(
         lambda record: "No CUDA runtime is found" not in record.getMessage()
     )

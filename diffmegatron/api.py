@@ -68,8 +68,8 @@ def export(
     Args:
         checkpoint: a checkpoint directory, or a ``run_dir`` whose newest checkpoint is exported.
         out: directory to create.
-        verify: whether to load the written files and compare their logits with the training
-            network's.
+        verify: whether to load the written files and compare their logits with those of the
+            training network.
 
     Returns:
         The largest difference of logits (``absolute`` and ``relative``), the accepted ``tolerance``

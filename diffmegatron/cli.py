@@ -155,7 +155,7 @@ def prepare(
 ) -> None:
     """Tokenise a corpus into the files that training reads.
 
-    The same command resumes an interrupted run.
+    To resume an interrupted preparation, run the same command again.
     """
     from diffmegatron.data.prepare.parts import Part
     from diffmegatron.data.prepare.prepare import prepare as prepare_corpus

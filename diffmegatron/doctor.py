@@ -149,7 +149,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _layer_host() -> tuple[Finding, tuple[str, ...]]:
-    """Return the library that implements the layers, and any problem with Transformer Engine.
+    """Return the library of the transformer layers, and any problem with Transformer Engine.
 
     Returns:
         The chosen library with the reason; and one sentence if Transformer Engine is installed but

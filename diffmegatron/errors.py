@@ -4,8 +4,8 @@
 class UserError(ValueError):
     """A mistake in the user's input, such as a recipe, a path, a file or a layout.
 
-    The message is one sentence that names the thing, its value and a correct value. The command
-    line prints it without a traceback and exits with ``exit_status``.
+    The message is one sentence that names what is wrong, its value and a correct value. The command
+    line prints the message without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2
@@ -14,7 +14,8 @@ class UserError(ValueError):
 class MachineError(UserError):
     """A temporary failure, such as a missing rank; the same command may succeed later.
 
-    Launch scripts restart a job that ended with this exit status (EX_UNAVAILABLE of sysexits.h).
+    Launch scripts restart a job that ended with this ``exit_status`` (EX_UNAVAILABLE of
+    sysexits.h).
     """
 
     exit_status = 69
@@ -23,7 +24,7 @@ class MachineError(UserError):
 class UnfitNodeError(MachineError):
     """A failure of this machine only; the other machines can run the job.
 
-    The exit status is EX_OSERR of sysexits.h.
+    The ``exit_status`` is EX_OSERR of sysexits.h.
     """
 
     exit_status = 71

@@ -1,7 +1,8 @@
-"""A file lock that the kernel releases when the process that holds it ends.
+"""File lock that the kernel releases when the process that holds the lock ends.
 
-The package filelock takes the same lock (flock). It does not name the process that holds the lock,
-leaves its file behind, and raises an error where the file system does not support locks.
+This module replaces the package filelock, which uses the same system call (flock). That package
+does not report which process holds a lock, leaves its lock file behind, and raises an error if the
+file system does not support locks.
 """
 
 import fcntl
@@ -65,7 +66,7 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # The folder is not empty, or the file was removed with it.
+        with suppress(OSError):  # The folder is not empty, or somebody has removed the folder.
             # If the folder was moved, the file at this path may be the lock of another process.
             if self._is_in_place():
                 self._path.unlink()

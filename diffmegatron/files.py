@@ -193,13 +193,13 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the folder that was opened.
 
-        If the file system fails with another error, such as EIO, the answer is unknown; True is
-        returned.
+        The result is False only if the folder was certainly moved, removed or replaced. An
+        unrelated error of the file system, such as EIO, gives True.
         """
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
         except OSError as error:
-            # A file server raises ESTALE if it has removed one of the two folders.
+            # NFS raises ESTALE if the opened folder or the folder at the path was removed.
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 

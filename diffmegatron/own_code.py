@@ -64,7 +64,7 @@ def absolute(name: str) -> str:
 
 
 def import_code(name: str) -> None:
-    """Import a Python file or a module that is not imported yet.
+    """Import a Python file or a module, unless it is already imported.
 
     Args:
         name: result of :func:`absolute`; a name that ends with ``.py`` or contains a slash is a

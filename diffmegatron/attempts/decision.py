@@ -68,9 +68,9 @@ def decide(
        so failures after the save do not matter. A rank with status 75 that had nothing to save has
        the same effect, but only if no other rank crashed.
     3. If a rank failed the preflight checks of its node, the cause is a fault of this node.
-    4. If the job was killed and some ranks recorded no end, the attempt is lost. The recorded
-       failures are ignored, because ranks fail when their peers are killed, except a rank that a
-       signal killed: it is a fault by rule 5.
+    4. If the job was killed and some ranks recorded no end, the attempt is lost, unless a signal
+       killed one of the recorded ranks. A rank that failed without a signal is ignored here,
+       because ranks fail when their peers are killed.
     5. If any other rank failed, or recorded no end, the cause is a fault.
     6. If a stop signal ended ranks before they could save, the attempt was stopped.
     7. Otherwise all ranks ended with status 0, and the job is finished.
@@ -89,7 +89,8 @@ def decide(
     stopped = _select(ends, lambda end: end.status == EXIT_STOPPED)
     saved = _select(stopped, lambda end: not end.reason.endswith(NOT_BEGUN))
     crashed = _select(ends, lambda end: end.status > _SIGNAL and end.status not in _STOP_STATUSES)
-    # When a rank crashes, srun stops the other ranks, including ranks that have nothing to save.
+    # A rank that was stopped before it had anything to save counts only if no rank crashed, because
+    # after a crash srun stops all other ranks.
     if saved or (stopped and not crashed):
         reasons = sorted({end.reason for end in stopped.values() if end.reason})
         return Decision(Cause.STOPPED, reasons[0] if reasons else "stopped by a signal, and saved")

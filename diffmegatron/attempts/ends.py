@@ -110,7 +110,9 @@ class RankRecord:
         return cls(Path(folder), int(rank)) if folder and rank.isdecimal() else cls()
 
     def set_step(self, step: int, run_dir: str) -> None:
-        """Record that the run has reached a step; rank 0 writes at most every five seconds.
+        """Record that the run has reached a step.
+
+        Rank 0 writes a heartbeat with this step, but at most one heartbeat every five seconds.
 
         Args:
             step: number of the step.

@@ -1,8 +1,8 @@
 """Ledger of a job: one entry for each attempt (one start of the job) in ``run_dir/attempts``.
 
 The entry ``NNNN.json`` is written when attempt NNNN begins, and again when it ends. ``NNNN/`` is
-the attempt's directory, in which every rank records how it ended. The entry at the end is computed
-from files only. If the job was killed, the next attempt can therefore write it.
+the attempt's directory, in which every rank records how it ended. The second version of an entry is
+computed from files only. If the job was killed, the next attempt can therefore write it.
 """
 
 import logging

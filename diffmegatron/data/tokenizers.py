@@ -340,7 +340,11 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Parse the lines ``base64(token) rank`` of a ``.tiktoken`` file to token -> rank."""
+    """Return the rank of each token, from the lines ``base64(token) rank`` of a ``.tiktoken`` file.
+
+    Raises:
+        UserError: the file has another form.
+    """
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

@@ -19,7 +19,8 @@ _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 def _check_is_text(value: object) -> object:
     """Return text unchanged; refuse a number or boolean that YAML has parsed.
 
-    The spelling in the file, such as 010, on or 1e3, is lost after parsing, so it must be quoted.
+    The parsed value has lost its spelling in the file, such as 010, on or 1e3. Such a value must be
+    quoted in the file.
     """
     if isinstance(value, bool | int | float):
         kind = "boolean" if isinstance(value, bool) else "number"

@@ -137,13 +137,13 @@ def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
     Args:
         seconds: duration of each phase in seconds; changed in place.
         phase: name of the phase.
-        arguments: arguments of Python.
+        arguments: command-line arguments of the Python interpreter.
 
     Raises:
         UserError: the phase failed.
     """
     started = announce(phase)
-    # By default each of the two ranks starts one thread per core, and the threads slow each other.
+    # By default each of the two ranks would start one thread per core, too many for the machine.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *arguments], env=environment, check=False)
     if result.returncode:

@@ -88,11 +88,11 @@ def _has_begun(recipe: Recipe) -> bool:
 
 
 def _passes(recipe: Recipe) -> dict[str, float]:
-    """Return the path of each data source -> lower bound on its number of epochs.
+    """Return a lower bound on the number of epochs over each data source, by its path.
 
-    The bound divides the tokens to train by all tokens of the source, as counted in its manifest.
-    Fewer tokens are available in fact, because documents are held out, and packing and length
-    up-sampling skip tokens.
+    The bound is the number of tokens to train from the source, divided by the number of all its
+    tokens according to its manifest. Fewer tokens are available in fact, because documents are held
+    out, and packing and length up-sampling omit tokens.
     """
     weights = {source.path: source.weight for source in recipe.data.sources}
     if recipe.data.upsampling.mode == "global" and len(weights) > 1:

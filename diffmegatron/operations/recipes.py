@@ -17,9 +17,10 @@ _BASE, _CLUSTERS = "base", "clusters"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the title of each group of files -> names that can be copied.
+    """Return the names of all recipes and other files that can be copied, by group.
 
-    The name of a recipe is its path in ``configs/`` without ``.yaml``.
+    The key of a group is its title. The name of a recipe is its path in ``configs/`` without
+    ``.yaml``.
     """
     paths = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
     by_folder: dict[str, list[str]] = {_BASE: [], _CLUSTERS: [], "": []}

@@ -104,7 +104,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _container_command(container: Container | None) -> list[str]:
-    """Return the prefix of a command that runs this command inside the container."""
+    """Return the words to put before a command so that it runs inside the container."""
     if container is None or container.kind != "apptainer":
         return []
     mounts = [f"--bind={mount}" for mount in container.mounts]

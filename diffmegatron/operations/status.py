@@ -44,8 +44,8 @@ class Status:
         values: name of each metric -> its newest value.
         checkpoint: newest checkpoint of the run or stage; None: no checkpoint.
         job: Slurm ID of a job that may be queued or running; None: no such job.
-        attempts: entries of the ledger, oldest first; empty: the run was started without a job
-            script.
+        attempts: entries of the ledger, oldest first; empty: no attempt has begun yet, or the run
+            was started without a job script.
         suspects: host name -> number of recent attempts in which the host caused a fault or was
             slow.
         stragglers: hosts whose ranks are slow in the newest attempt.

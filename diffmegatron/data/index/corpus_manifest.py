@@ -27,7 +27,14 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
-    """Tokenizer of a corpus; tokenizers with equal ``sha256`` are interchangeable."""
+    """Record of the tokenizer of a corpus.
+
+    Attributes:
+        name: name or path of the tokenizer.
+        sha256: hash of the tokenizer; tokenizers with equal hashes are interchangeable.
+        vocab_size: highest id plus one, including special tokens.
+        end_of_document: id of the token that ends every document.
+    """
 
     name: str
     sha256: str
@@ -162,7 +169,7 @@ class Manifest(Section):
 
     @property
     def is_fine_tuning(self) -> bool:
-        """True if documents are sequences of prompts and responses, for supervised fine-tuning."""
+        """True if documents consist of prompts and responses, for supervised fine-tuning."""
         return self.settings["layout"] != "text"
 
     @property

@@ -62,7 +62,7 @@ class Corpus:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """True if documents alternate prompts and responses, for supervised fine-tuning.
+        """True if documents consist of prompts and responses, for supervised fine-tuning.
 
         Only responses contribute to the loss.
         """

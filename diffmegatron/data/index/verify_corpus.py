@@ -21,7 +21,7 @@ from diffmegatron.files import file_size, shown
 
 
 def data_files(manifest: Manifest) -> tuple[str, ...]:
-    """Return what is appended to PREFIX for each data file, such as ``.bin``; the index is last."""
+    """Return the suffix of each data file, to append to PREFIX; the index ``.idx`` is last."""
     parts = tuple(f".parts/{part.path}" for part in manifest.parts)
     return (*(parts or (".bin",)), ".idx")
 

@@ -33,7 +33,8 @@ _ARCHIVES = (".gz", ".zst")
 # Errors that the libraries raise for a damaged or truncated file.
 _READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 _READ_BYTES = 1 << 20
-# Number of compressed bytes per call. One call can return up to 32,768 times as many bytes.
+# Number of compressed bytes per call of the decompressor, which can return up to 32,768 times as
+# many bytes.
 _ZSTD_BYTES = 1 << 12
 
 
@@ -42,7 +43,7 @@ class Record(NamedTuple):
 
     Attributes:
         line: number of the line or row, counted from 1. If only a range of the file is read, the
-            first line of the range is line 1. For a plain-text file, which is one document, 1.
+            first line of the range is line 1. A plain-text file is one document, at line 1.
         payload: JSONL: bytes of the line; plain text: bytes of the file; Parquet: values of the
             row by column, with strings as bytes.
         problem: reason why the document cannot be read, with an empty payload; None: no problem.
@@ -237,9 +238,9 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield each row as Python values, or a text why it cannot be converted.
+    """Yield each row as Python values, or the reason why the row cannot be converted.
 
-    Examples are invalid UTF-8 in a nested value, and a date beyond the range of Python.
+    Two reasons are invalid UTF-8 in a nested value, and a date beyond the range of Python.
     """
     try:
         yield from batch.to_pylist()

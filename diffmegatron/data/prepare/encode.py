@@ -90,7 +90,7 @@ class EncodedBatch:
 
 @lru_cache(maxsize=4)
 def loaded(tokenizer: str) -> Tokenizer:
-    """Return the tokenizer with a name or path; it is loaded once per process."""
+    """Return a tokenizer by its name or path; each tokenizer is loaded once per process."""
     return load_tokenizer(tokenizer)
 
 
@@ -131,7 +131,7 @@ def encode_batch(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
 
 @lru_cache(maxsize=4)
 def template(tokenizer: str) -> ChatTemplate:
-    """Return the chat template of a tokenizer (name or path); it is loaded once per process."""
+    """Return the chat template of a tokenizer, given by name or path; loaded once per process."""
     return ChatTemplate(loaded(tokenizer))
 
 

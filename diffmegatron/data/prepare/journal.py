@@ -35,7 +35,7 @@ class Commit(BaseModel, Generic[State]):
     """Last commit of a journal.
 
     Attributes:
-        state: state that the user of the journal passed to :meth:`Journal.commit`.
+        state: state that the caller passed to :meth:`Journal.commit`.
         files: name of each file -> its state at the commit.
     """
 
@@ -63,9 +63,9 @@ def last_commit(folder: Path, schema: type[State]) -> Commit[State] | None:
 class Journal:
     """Folder of append-only files, with a file that records the last commit.
 
-    When a journal is opened, the committed bytes of every file are compared with their hash, and
-    the file is truncated to them. Data that was appended after the last commit is lost. As a
-    context, the journal closes its files at the end.
+    When a journal is opened, the committed bytes of every file are compared with their hash. Bytes
+    that were appended after the last commit are removed. As a context, the journal closes its files
+    at the end.
 
     Args:
         folder: folder of the journal, created if it is missing.

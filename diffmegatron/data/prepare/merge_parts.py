@@ -43,8 +43,11 @@ def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
     The manifest is written last. If a merge is killed, the next merge starts from the beginning.
 
     Args:
-        prefix: prefix given to ``prepare``.
+        prefix: prefix passed to ``prepare --part``.
         show_progress: whether to show a progress line on standard error.
+
+    Returns:
+        The manifest of the merged corpus.
 
     Raises:
         UserError: a part is missing, unfinished or damaged, the parts have different settings or

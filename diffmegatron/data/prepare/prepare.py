@@ -214,10 +214,15 @@ def _verified(prefix: Path) -> Manifest:
 
 
 def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
-    """Open the journal in ``folder`` at its last commit.
+    """Open the journal in ``folder`` at its last commit, or begin a new journal.
 
-    If the journal belongs to another preparation or is damaged, it is dropped with ``restart`` and
-    refused otherwise. A new journal is then begun.
+    A journal that is damaged, or that contains documents of another preparation, is an error
+    without ``restart``, and is replaced by a new journal with ``restart``.
+
+    Args:
+        folder: folder of the journal.
+        identity: inputs and settings of this preparation.
+        restart: whether to replace a journal that cannot be resumed.
     """
     try:
         commit = last_commit(folder, State)

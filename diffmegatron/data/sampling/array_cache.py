@@ -33,7 +33,7 @@ _CONTENTS = "contents.json"
 _ADVICE = "set data.cache_dir to a folder that all ranks can write"
 
 Arrays = tuple[dict[str, np.ndarray], Mapping[str, Any]]
-"""Name of each array -> its values, and a small JSON-serializable summary."""
+"""Arrays by name, and a small JSON-serializable summary."""
 
 
 class ArrayRecord(Section):
@@ -55,7 +55,7 @@ class Contents(Section):
 
     Attributes:
         key: text of the key of the entry.
-        arrays: name of each array -> its record.
+        arrays: record of each array, by its name.
         summary: summary that was built with the arrays.
     """
 

@@ -8,8 +8,8 @@ fits.
 
 import numpy as np
 
-# Number of documents that are packed together. It limits the memory, and is so large that hardly
-# more padding is needed than without it.
+# Number of documents that are packed together. The limit bounds the memory, and is so large that it
+# hardly increases the padding.
 _DOCUMENTS_AT_A_TIME = 1 << 22
 
 

@@ -156,7 +156,7 @@ class Samples:
 
     Attributes:
         config: section ``data`` of the recipe.
-        sources: content hash of each source -> its samples.
+        sources: samples of each source, by its content hash.
         history: weights of the sources in the course of the run.
         settings: other settings on which the order depends. A checkpoint stores them.
     """
@@ -201,9 +201,9 @@ class Samples:
                 )
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """Return the path of each source -> number of epochs in the first ``num_samples`` samples.
+        """Return the number of epochs over each source in the first ``num_samples`` samples.
 
-        The number of epochs may be a fraction.
+        The keys are the paths of the sources. A number of epochs may be a fraction.
         """
         counts = self.history.counts(num_samples)
         return {
@@ -309,7 +309,7 @@ def _selection(config: DataConfig, seed: int, split: Split) -> Selection:
 def _open_sources(
     config: DataConfig, seq_length: int, selection: Selection
 ) -> dict[str, SourceSamples]:
-    """Return the content hash of each source -> its samples, in the order of the recipe."""
+    """Return the samples of each source, by its content hash, in the order of the recipe."""
     tokenizer = load_tokenizer(config.tokenizer)
     sources: dict[str, SourceSamples] = {}
     for source in config.sources:

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Infinite series of blocks of one source, numbered from 0."""
+    """Infinite series of blocks (sequences) of one source, numbered from 0."""
 
     def epoch(self, index: int) -> int:
         """Return the epoch in which block ``index`` begins."""
