@@ -66,8 +66,8 @@ def ring_attention(
         `[b, s, h, e]` in the dtype of v: the output of the only map, or `out1 - lambda out2`.
     """
     maps = QKV.of(*heads)
-    # Keys and values are sent as one tensor `pair` [s, b, kv heads, channels]. Its channels are
-    # those of a head's key or two keys, and then those of its value.
+    # Keys and values are sent as one tensor `pair` [s, b, kv heads, channels]. The channels of a kv
+    # head are those of its key (of the keys of both maps), followed by those of its value.
     pair = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
     ring = replace(ring, documents=cu_seqlens)
     out: Tensor = _RingAttention.apply(ring, lambda_, pair, *maps.queries)
@@ -191,7 +191,7 @@ def _both_halves(
 
 
 def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values) for every rank, starting with this rank.
+    """Yield each rank with its keys and values, starting with this rank.
 
     The keys and values of the next rank are received while the caller uses the present ones.
     """

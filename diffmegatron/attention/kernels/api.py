@@ -52,6 +52,9 @@ def diff_attention(
     `n // (h / h_kv)`, and so does its noise head. The output of a query row without visible keys is
     zero. Under autocast q, k and v are cast to autocast's dtype.
 
+    In the shapes b is the batch size, s the number of queries, t the number of keys, h the number
+    of heads of the first map, h_kv the number of kv heads, and d the width of a query.
+
     Args:
         q1: `[b, s, h, d]`, floating point.
         q2: `[b, s, h / r, d]`, same dtype and device; r = 1 if every signal head has its own noise

@@ -17,7 +17,7 @@ Backward = Callable[..., Gradients]
 def first_order(backward: Backward) -> Backward:
     """Decorate the backward of an autograd Function that has no second derivative.
 
-    The Function must save its inputs, and this decorator belongs under ``staticmethod``. A second
+    The Function must save its inputs. Apply this decorator below ``staticmethod``. A second
     derivative then raises an error. torch's `once_differentiable` attaches its error to the
     gradients only, and only if the incoming gradient requires a gradient. `autograd.grad` with
     respect to the inputs does not reach that error, and silently omits the second derivative. Here

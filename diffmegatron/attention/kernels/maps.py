@@ -4,6 +4,10 @@ A *map* is softmax(Q K^T). Differential attention has two maps. The second map m
 heads. Then r consecutive signal heads of the first map share a noise head: signal head n has noise
 head n // r.
 
+In the shapes b is the batch size, s the number of queries, t the number of keys, h the number of
+heads of the first map, h_kv the number of kv heads, d the width of a query, and e the width of a
+value.
+
 A softmax over all keys is a weighted mean of the softmaxes over chunks of the keys, with the
 weights exp(lse_chunk - lse_all). Here lse is the log-sum-exp of the scores. Context parallelism
 computes attention chunk by chunk, and merges the results exactly.

@@ -2,9 +2,9 @@
 
 One block holds both score matrices of a few query rows and all of their visible keys. Both maps P1
 and P2 are normalised and subtracted before the product with V. The forward pass therefore needs 4d
-multiply-adds per (query, key) pair and the backward pass 10d. A Transformer of equal size needs as
-many, because both maps share dP = dO V^T, and dV = (P1 - lambda P2)^T dO is one product. Here dO is
-the gradient of the output.
+multiply-adds per (query, key) pair, as many as a Transformer of equal size. So does the backward
+pass with 10d: both maps share dP = dO V^T, where dO is the gradient of the output, and dV = (P1 -
+lambda P2)^T dO is one product.
 
 Only the inputs are saved, and the backward pass computes the maps again. With the scores S_i of map
 P_i and D_i = rowsum(P_i * dP):

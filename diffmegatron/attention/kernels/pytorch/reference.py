@@ -41,9 +41,8 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
     """Return the contribution of a chunk to the gradients (`api.chunk_gradients`) by autograd.
 
-    Autograd differentiates the weights exp(scores - lse). Here lse, the log-sum-exp over all keys,
-    is a constant. Its own dependence on the scores contributes the delta D, which is therefore
-    subtracted.
+    Autograd differentiates the weights exp(scores - lse), and treats lse, the log-sum-exp over all
+    keys, as a constant. The code subtracts the delta D to account for the gradient through lse.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)
@@ -75,9 +74,9 @@ def _attention_map(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores `[b, h, s, t]`, and a mask `[s, 1]` that is True for rows without visible keys.
 
-    Scores of hidden pairs are -inf. Only rows without visible keys keep their finite scores,
-    because the softmax of a row of -inf would have NaN gradients. The caller sets the weights of
-    such rows to zero.
+    Scores of hidden pairs are -inf, but rows without visible keys have finite scores, because the
+    softmax of a row of -inf would have NaN gradients. The caller sets the weights of such rows to
+    zero.
     """
     scores = torch.einsum("bshd,bthd->bhst", q, _repeat_kv(k, q.shape[2])) * call.scale
     mask = call.mask
