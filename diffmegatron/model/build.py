@@ -175,8 +175,8 @@ def _check_backend(recipe: Recipe, parallel_state: ParallelState) -> None:
 def lambda_by_layer(network: Network) -> dict[int, Tensor]:
     """Return lambda of each layer on this rank, by global layer number.
 
-    Lambda is the factor of the second softmax map in differential attention. Layers of softmax
-    attention have no entry.
+    Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
+    Layers of softmax attention have no entry.
 
     Returns:
         0-dim tensors. If lambda depends on the token, the value is the mean over this rank's heads

@@ -1,6 +1,6 @@
 """Values of a run for its metrics: lambda of every layer, peak memory, name of the GPU.
 
-Lambda is the factor of the second softmax map in differential attention.
+Lambda is the factor of the noise map, the softmax map that differential attention subtracts.
 """
 
 import resource
