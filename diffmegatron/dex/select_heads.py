@@ -1,4 +1,7 @@
-"""Selection of the attention heads that DEX extends, by their scores on text."""
+"""Selection of the attention heads that DEX extends, by their scores on text.
+
+DEX (Kong, Jang, Kwak, 2025) subtracts a trained projection from the output of selected heads.
+"""
 
 import json
 from collections.abc import Sequence

@@ -186,7 +186,7 @@ def quantized(model: Model, bits: int) -> Iterator[None]:
 
 
 def layers(model: Model) -> nn.ModuleList:
-    """Return the decoder layers of a network whose kind of attention is known."""
+    """Return the decoder layers of a network; all supported classes name them ``layers``."""
     found: nn.ModuleList = model.network.base_model.layers
     return found
 

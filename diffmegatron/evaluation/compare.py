@@ -27,7 +27,14 @@ _LAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class RecordedStage:
-    """The resolved recipe of one stage of a run, and the entries of its ``metrics.jsonl``."""
+    """A stage of a run, and its recorded metrics.
+
+    Stages are trainings that follow each other in one run. A run without stages counts as one.
+
+    Attributes:
+        recipe: resolved recipe of the stage.
+        entries: entries of its ``metrics.jsonl``.
+    """
 
     recipe: Recipe
     entries: Sequence[Entry]

@@ -70,7 +70,7 @@ def joined() -> Iterator[Ranks]:
 
 
 def export_targets(targets: Sequence[Target], ranks: Ranks) -> None:
-    """Export the checkpoints among the targets to Hugging Face folders, once for all processes.
+    """Export the targets that are checkpoints to Hugging Face folders, once for all processes.
 
     Rank 0 exports, and the other processes wait. The export compares logits in process groups of a
     single rank, so it runs in a new process outside the launcher's group. If there is only one

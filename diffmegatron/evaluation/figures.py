@@ -1,4 +1,7 @@
-"""Plots for the pictures of suites: bars and curves with 95% intervals, and maps."""
+"""Plots for the pictures of suites: bars and curves with 95% intervals, and maps.
+
+A target is an evaluated model. A measure is a number of a suite, such as an accuracy.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -380,11 +380,11 @@ class Encoder(TemplateLM):
         ], cut
 
     def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Convert a network's answers to :meth:`requests` into those that lm-eval's models return.
+        """Convert the answers of a network into the form in which lm-eval's models return them.
 
         Args:
-            question: question of the requests.
-            found: answer to each request of :meth:`requests`, in order.
+            question: question that was answered.
+            found: answer of the network to each request that :meth:`requests` returned.
         """
         kind = question.instances[0].request_type
         if kind == "generate_until":

@@ -110,7 +110,7 @@ class _ExportTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class RunTarget(Target):
-    """A run in training as a target, which encodes text exactly as the run's export will.
+    """A run in training as a target of suites, which encodes text exactly as its export will.
 
     Attributes:
         tokenizer_name: name of the recipe's tokenizer.

@@ -1,4 +1,4 @@
-"""The network of a target, which answers the requests of suites in batches."""
+"""The network of a target (a model to evaluate), which answers requests of suites in batches."""
 
 import math
 from collections import deque

@@ -1,4 +1,7 @@
-"""Results of an evaluation: ``results.json``, and the pictures and reports."""
+"""Results of an evaluation: ``results.json``, and the pictures and reports.
+
+A target is an evaluated model. A measure is a number of a suite, such as an accuracy.
+"""
 
 import json
 import math
@@ -25,7 +28,9 @@ from diffmegatron.files import reason, shown, write_durably, write_picture
 
 REPORT = "report.html"
 
+# Content of ``results.json``.
 Outcome = dict[str, Any]
+# Contributions to measures: ``shares[measure][unit]``. Bootstrap resamples draw units.
 Shares = dict[str, dict[str, Mean]]
 
 
@@ -173,7 +178,10 @@ def _outcome_of(suite: Suite, measured: Mapping[str, Measured], same: bool) -> d
 
 
 def _shares(suite: Suite, records: Mapping[str, Record]) -> Shares:
-    """Return the sums of contributions by measure and unit (:meth:`Suite.unit`)."""
+    """Return the contribution of each unit to each measure.
+
+    A unit has one or more items (:meth:`Suite.unit`), whose contributions are added.
+    """
     found: Shares = {}
     for key, record in records.items():
         unit = suite.unit(key, record)

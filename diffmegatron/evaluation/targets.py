@@ -209,7 +209,10 @@ def encode_alike(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last parts joined by ``-``, as few as make names differ."""
+    """Return a name for each path: its last folders joined by ``-``.
+
+    The number of folders is the smallest for which all names are different.
+    """
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(each[-count:]) for each in parts]

@@ -1,4 +1,7 @@
-"""Held-out text of suites, from files, folders or prepared corpora."""
+"""Held-out text of suites, from files, folders or prepared corpora.
+
+A source is the text of one option ``--data [NAME=]PATH``.
+"""
 
 import hashlib
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from diffmegatron.files import clipped, shown
 
 
 class VllmModel(Model):
-    """A target in vLLM on one GPU, loaded at the first request.
+    """A target (a model to evaluate) in vLLM on one GPU, loaded at the first request.
 
     vLLM forms the batches itself, and does not report numbers that are not finite.
     """

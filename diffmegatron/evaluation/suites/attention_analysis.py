@@ -99,7 +99,7 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
-        """Return means over all layers, all pairs of heads, or all heads."""
+        """Return the mean of each measure over all layers, all pairs of heads, or all heads."""
         found = {name: float(np.mean(values)) for name, values in record["layers"].items()}
         for name in (DISTANCE, ALIGNMENT):
             if record[name]["mean"] is not None:
@@ -149,9 +149,10 @@ _STYLES = ("-", "--", ":")
 
 
 def _between_layers(pairs: torch.Tensor, count: int) -> dict[str, Any]:
-    """Return the mean over all pairs of different heads, and the mean for every two layers.
+    """Return the mean over all pairs of different heads, and the means by pair of layers.
 
-    A mean is None if there are no pairs, which happens within a layer of one head.
+    The mean of a pair of layers is over pairs with one head in each layer. A mean is None if there
+    are no pairs, which happens within a layer that has one head.
 
     Args:
         pairs: values of pairs of heads, [layers * count, layers * count].

@@ -1,6 +1,7 @@
 """Contextual hallucination: a judge (another model) compares a model's texts with documents.
 
-The method is that of Ye et al., tables 4 and 5, who follow Chuang et al. (2024).
+The method is that of Differential Transformer (Ye et al.), tables 4 and 5, which follows Chuang et
+al. (2024).
 """
 
 from collections.abc import Mapping
@@ -62,9 +63,9 @@ Problematic Spans: ["...", "..."]
 class Hallucination(Suite):
     """Share of summaries and answers that the document supports, in the opinion of a judge.
 
-    All texts of a target are generated and recorded before the first text is judged. They therefore
-    remain if the judge fails, and another judge can use them. A verdict that cannot be read counts
-    as false.
+    All texts of a target (an evaluated model) are generated and recorded before the first text is
+    judged. They therefore remain if the judge fails, and another judge can use them. A verdict that
+    cannot be read counts as false.
     """
 
     name: ClassVar[str] = "hallucination"

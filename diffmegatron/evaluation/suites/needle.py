@@ -1,4 +1,7 @@
-"""Multi-needle retrieval: find numbers of cities in a long text (LWM, Gemini 1.5)."""
+"""Multi-needle retrieval: find numbers of cities in a long text (LWM, Gemini 1.5).
+
+A needle is a sentence with the number of a city, which is hidden in the text.
+"""
 
 import random
 from collections import defaultdict
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Share = Annotated[float, Field(ge=0, le=1)]
+# (N, R): number of needles that are hidden, and number of needles that the question is about.
 Pair = tuple[Size, Size]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK = Field(description="text in which needles are hidden, such as books")

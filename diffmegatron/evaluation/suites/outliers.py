@@ -1,4 +1,7 @@
-"""Activation outliers: largest attention logits and hidden states (Ye et al., table 5)."""
+"""Activation outliers: the largest attention logits and hidden states.
+
+The measure is from Differential Transformer (Ye et al.), table 5.
+"""
 
 import base64
 import zlib

@@ -1,4 +1,4 @@
-"""Loss with quantised attention logits (Ye et al., section 3.7)."""
+"""Loss with quantised attention logits (Differential Transformer, Ye et al., section 3.7)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar

@@ -1,7 +1,7 @@
 """Associative recall on real text: the loss at repeated bigrams (Arora et al., 2023, Zoology).
 
 A token is an AR hit (associative recall) if it is the second token of a bigram that occurs earlier
-in the context and is rare in the training corpus (table 6 of Ye et al.).
+in the context and is rare in the training corpus (Differential Transformer, Ye et al., table 6).
 """
 
 from collections.abc import Iterator
@@ -122,7 +122,7 @@ class Recall(WindowSuite):
 
 
 def count_bigrams(tokens: Tokens, bigrams: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return the number of occurrences of each bigram in ``tokens`` [n], read in pieces."""
+    """Count the occurrences of each bigram in ``tokens`` [n], which are read in pieces."""
     wanted = sorted(bigrams)
     keys = np.array([_key(*pair) for pair in wanted], dtype=np.int64)
     counts = np.zeros(len(keys), dtype=np.int64)

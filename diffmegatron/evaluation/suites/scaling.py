@@ -1,7 +1,8 @@
 """Scaling curves of runs: power laws of the held-out loss, and ratios of sizes at equal loss.
 
-Ye et al. fit Kaplan et al.'s power law L(x) = a x^-b in two ways (figure 3): with x the number of
-parameters of several models, and with x the number of training tokens of models of one size.
+Differential Transformer (Ye et al., figure 3) fits Kaplan et al.'s power law L(x) = a x^-b in two
+ways: with x the number of parameters of several models, and with x the number of training tokens of
+models of one size.
 """
 
 import math
