@@ -156,9 +156,9 @@ def _self_attention(
 def _mlp(column_linear: Linear, row_linear: Linear) -> type[MLP]:
     """Return a class that builds Megatron-core's MLP with these projections.
 
-    A layer of Megatron-core builds a class in the same way in all supported versions. With a
-    ModuleSpec, 0.16 passes additional arguments only to MLP classes that it lists itself, and 0.19
-    warns.
+    Megatron-core's layer accepts a class or a ModuleSpec. All supported versions build a class in
+    the same way. With a ModuleSpec, version 0.16 passes additional arguments only to the MLP
+    classes that it lists itself, and version 0.19 emits a warning.
     """
 
     class ProjectedMLP(MLP):

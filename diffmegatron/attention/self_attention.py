@@ -191,10 +191,14 @@ class SelfAttention(MegatronModule):
         return self.linear_proj(heads)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, channels] into q, k [s, b, groups, n, d] and v [s, b, heads, d].
+        """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
 
-        A group is `Heads.group`, and n is its number of query heads for q, and of key heads for k.
-        If the heads of a type are adjacent in a group, the result is a view, otherwise a copy.
+        The heads in a row of the projection repeat in groups (:attr:`Heads.group`). If the query
+        heads of a group are adjacent, q is a view, otherwise a copy; so are k and v.
+
+        Returns:
+            q [s, b, groups, queries per group, d], k [s, b, groups, keys per group, d] and v
+            [s, b, heads, d].
         """
         heads = self.variant.heads
         counts = [count for _, count in heads.group]
@@ -281,7 +285,7 @@ class SelfAttention(MegatronModule):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-        """Keep this module's own parameters in their dtype when the model around it is cast."""
+        """Keep this module's own parameters in their dtype if the surrounding model is cast."""
 
         def moved_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -111,7 +111,10 @@ class Kernels:
 
     @property
     def keys_per_query(self) -> float:
-        """Number of keys in all attention calls of a rank, divided by its number of queries."""
+        """Number of keys in all attention calls of a rank, divided by the rank's number of queries.
+
+        It is 1 except with an all-gather, where each chunk of queries has a call with its own keys.
+        """
         if self.communication != "all_gather":
             return 1.0
         # Of the 2 P chunks of a sequence, rank r has the queries of chunks r and 2 P - 1 - r. It
@@ -305,9 +308,10 @@ class Variant(Section, ABC):
 
     @abstractmethod
     def products(self) -> int:
-        """Return the multiply-adds of a layer's forward pass per (query, key) pair.
+        """Return the multiply-adds of a layer's attention per (query, key) pair.
 
-        This is the minimum for the equations. A backward pass needs twice as many.
+        They are those of the forward pass, and the minimum for the equations. A backward pass needs
+        twice as many.
         """
 
     def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
@@ -369,13 +373,15 @@ class Variant(Section, ABC):
         value: "Tensor",
         gate: "Tensor | None",
     ) -> "Tensor":
-        """Compute the outputs [b, s, ...] of all heads, :attr:`Heads.output_channels` per token.
+        """Compute the outputs of this rank's heads, [b, s, ...].
+
+        Over all tensor-parallel ranks a token has :attr:`Heads.output_channels` numbers.
 
         Args:
             layer: layer with its parameters.
             context: functions that compute attention to the whole sequence.
             query: rotated queries of this rank, [b, s, queries, d].
-            key, value: rotated keys, and values, of this rank, [b, s, keys, d].
+            key, value: keys (rotated) and values of this rank, [b, s, keys, d].
             gate: result of :meth:`gate`, [b, s, ...].
         """
 

@@ -6,8 +6,10 @@ arXiv 2505.16333, figure 9. O is a head's output [d] for a token. In the selecte
 
 with a = min(1, t / T) and lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1)). In other heads O' = O. t is
 the number of optimizer steps, and T the number of steps of the annealing. A layer has one trained
-matrix W_D [d, d] and one trained number lambda_learn. O' is linear in O. A checkpoint of any step
-is therefore equal to a Transformer whose rows of W_O are multiplied by (I - lambda W_D).
+matrix W_D [d, d] and one trained number lambda_learn.
+
+O' is linear in O. A checkpoint of any step therefore equals a Transformer in which (I - lambda W_D)
+is multiplied into the rows of W_O of each selected head.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +63,7 @@ class SelectedOn(Section):
 
 
 class HeadsFile(Section):
-    """The file that ``diffmegatron dex select`` writes: selected heads, and their origin."""
+    """Content of the file that ``diffmegatron dex select`` writes."""
 
     model: SelectedOn
     method: Literal["entropy", "gradient"]
@@ -120,9 +122,9 @@ class ProjectionInit(Section):
 class Dex(Softmax):
     """Softmax attention whose ``selected_heads`` have a differential term.
 
-    ``selected_heads`` are query heads by layer, numbered from 0 as at Hugging Face. It may also be
-    a file of ``diffmegatron dex select``; the resolved recipe then contains the numbers from the
-    file. If the file is missing, ``plan`` counts ``SHARE`` of every layer's heads.
+    ``selected_heads`` lists query heads by layer, numbered from 0 as at Hugging Face. It may also
+    name a file that ``diffmegatron dex select`` wrote; the resolved recipe then contains the
+    numbers from the file. If the file is missing, ``plan`` counts ``SHARE`` of every layer's heads.
     ``annealing_steps`` is T. With null, lambda is lambda_learn from the first step, for example to
     continue after the annealing. lambda_learn starts at ``lambda_learn_init``. If lambda_learn and
     W_D were both zero at the start, only the annealed term could change them.
@@ -281,7 +283,8 @@ class Dex(Softmax):
 
         The heads are split into runs, because gathering by an index would copy the index to the
         device in every layer. A rank without selected heads computes the term for no heads. Its
-        contribution to W_D's gradient is then zero, and it takes part in the sum over ranks.
+        contribution to the gradient of W_D is then zero, but it has to take part in the sum over
+        ranks.
 
         Returns:
             [b, s, num_heads, d].
@@ -300,7 +303,7 @@ class Dex(Softmax):
         return torch.cat(parts, dim=2).transpose(0, 1)
 
     def _runs(self, layer: Layer) -> list[int]:
-        """Return the lengths of this rank's runs of heads: others, selected, others, ..."""
+        """Return the lengths of alternating runs of this rank's heads: unselected, selected, ..."""
         selected = {*self._selected(layer.layer_number)}
         runs = groupby(head in selected for head in layer.share(self.num_heads))
         lengths = [(kind, sum(1 for _ in run)) for kind, run in runs]

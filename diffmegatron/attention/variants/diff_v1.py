@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-# Number of parameters above which the paper lowers the learning rate, and the lower rate (appendix
-# E).
+# Number of parameters above which the paper uses a lower learning rate, and this rate (appendix E).
 LARGE_MODEL, LARGE_MODEL_LR = 5e9, 7.5e-5
 
 
@@ -98,8 +97,8 @@ class DiffV1(Variant):
         """Layout of the heads.
 
         A block has the signal queries, k1 and half of the value, and then the noise queries, k2 and
-        the other half of the value. With one noise head per signal head these are two groups in
-        Megatron-core's sense.
+        the other half of the value. With one noise head per signal head these are two of
+        Megatron-core's query groups.
         """
         signal, noise = (n // self.num_kv_heads for n in (self.num_heads, self.noise_heads))
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
@@ -170,8 +169,8 @@ class DiffV1(Variant):
             # value.
             heads = self.num_heads + self.noise_heads
             return 4 * kernels.element * self.head_dim * heads * kernels.keys_per_query
-        # `Backend.saved` includes one copy of the values. With several ranks the values are a view
-        # of a received tensor, which stays in memory together with the keys in it.
+        # `Backend.saved` includes one copy of the values. With several ranks, keys and values are
+        # views of one received tensor, which stays in memory as a whole.
         arrived = 0 if kernels.communication is None else keys * whole
         return keys * (whole + kernels.keys_per_query - 1) + arrived
 

@@ -4,9 +4,9 @@ The output of signal head n is
 
     O_n = A_signal(n) - lambda_n A_noise(n // r)
 
-A is the output of softmax attention for a query head. Lambda is sigmoid(x W_lambda), where x is the
-layer's input. There are r signal heads per noise head. V2 has neither a headwise norm nor
-lambda_init.
+A_i is the output of softmax attention for query head i. signal(n) is the query head of signal head
+n, and noise(m) that of noise head m. Lambda is sigmoid(x W_lambda), where x is the layer's input.
+There are r signal heads per noise head. V2 has neither a headwise norm nor lambda_init.
 
 A group is r signal heads, followed by their noise head. All heads of a group share a key-value
 head. If all signal heads preceded all noise heads, the heads of a group would have different
@@ -178,7 +178,7 @@ class DiffV2(Variant):
 
     @override
     def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[hf.WeightRule]:
-        # The heads keep their order.
+        # The exported class has the heads in the same order.
         shape = (self.num_heads, hidden_size)
         return [
             hf.qkv(ours, theirs, self.heads, hidden_size),

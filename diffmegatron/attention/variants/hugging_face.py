@@ -21,8 +21,8 @@ class WeightRule(NamedTuple):
         theirs: shapes of Hugging Face's weights by name.
         to_hf: function from our tensors, in the order of ``ours``, to those of ``theirs``.
         from_hf: inverse of ``to_hf``.
-        keep_fp32: whether the export stays in float32, because rounding to bf16 would change the
-            model's outputs.
+        keep_fp32: whether the exported weights stay in float32, because rounding to bf16 would
+            change the model's outputs.
     """
 
     ours: Shapes
@@ -71,8 +71,8 @@ def qkv(
 
     ``Heads.rows`` describes the runs of heads in a block of ``linear_qkv``. A projection has the
     first run of its kind from all blocks, then the second run from all blocks. With
-    ``paired_values`` ``v_proj`` has all values of the first block, then all values of the second
-    block.
+    ``paired_values``, ``v_proj`` instead has all values of the first block, then all values of the
+    second block.
     """
     d = heads.head_dim
     sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}

@@ -66,7 +66,7 @@ class Pattern(Variant):
             read: function that reads the section of a kind.
 
         Returns:
-            The pattern, or for a single entry without ``layers`` its kind.
+            The pattern, or the kind of a single entry without ``layers``.
 
         Raises:
             ValueError: a kind cannot be combined with others, or layers are not numbers.
@@ -185,8 +185,8 @@ class Pattern(Variant):
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Variant:
         """Return the pattern with other sizes and another number of layers.
 
-        The last entry gets the layers that remain after one layer for each other entry. If there
-        are fewer layers than entries, the result is the last entry's kind.
+        Each entry gets one layer, and the last entry also all remaining layers. If there are fewer
+        layers than entries, the result is the last entry's kind.
         """
         kinds = [each.resized(num_layers, sizes) for each in self.kinds]
         if num_layers < len(kinds):

@@ -38,9 +38,9 @@ class Heads:
     def meetings(self, keys: int) -> Iterator[tuple[slice, int]]:
         """Yield (slice of query heads, key head that they attend to) for each key head.
 
-        The range is a number of blocks that has ``keys`` key heads, for example those of one rank.
-        Heads are numbered from 0 in this range. Within a block, queries attend to the key that
-        follows them in the rows.
+        ``keys`` is the number of key heads in a contiguous range of blocks, for example of one
+        rank. Heads are numbered from 0 in this range. Within a block, queries attend to the key
+        that follows them in the rows.
         """
         counts = [count for kind, count in self.rows if kind == "q"]
         first = 0

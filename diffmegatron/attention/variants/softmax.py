@@ -73,7 +73,7 @@ class Softmax(Variant):
         return tuple(own)
 
     def products(self) -> int:
-        """Return the multiply-adds of scores and values, which are d each per query head."""
+        """Return the multiply-adds per (query, key) pair: per head d for scores, d for values."""
         return 2 * self.heads.query_channels
 
     def kept_bytes(self, kernels: Kernels) -> tuple[float, float]:

@@ -74,9 +74,9 @@ def _key_block_gradients(
 ):
     """Add the contributions of the query rows [row_begin, row_end) of one head to dK and dV.
 
-    Blocks of the maps and of their gradients are `[M, N]`. dK is `[N, D]` and dV `[N, DV]`. With
-    TMA (on Hopper) dK is `[D, N]` and dV `[DV, N]`: these products have at least D rows, which two
-    warpgroups share, and both operands stay in shared memory.
+    Blocks of the maps and of their gradients are `[M, N]`. The accumulators are dK `[N, D]` and dV
+    `[N, DV]`. With TMA (on Hopper) they are transposed, `[D, N]` and `[DV, N]`. Their products then
+    have at least D rows, which two warpgroups share, and both operands stay in shared memory.
     """
     for first_row in tl.range(row_begin, row_end, M, disable_licm=not LICM):
         rows = first_row + tl.arange(0, M)
@@ -185,7 +185,7 @@ def _sum_over_rows(
     ACCUMULATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return map^T tile, a sum over the M query rows of a block.
+    """Return the product of a transposed map and a tile, summed over the M query rows of a block.
 
     `of_map` is `[M, N]` and `tile` `[M, D]`. The result is `[N, D]`, or with TRANSPOSED `[D, N]`.
     """

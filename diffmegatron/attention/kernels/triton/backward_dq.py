@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
-"""Triton backward kernel for dQ, the second kernel of the split form.
+"""Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
 
 `backward_dkdv` has the first kernel, the equations and the meaning of the symbols. A program
 handles M query rows, in blocks of N keys.

@@ -57,9 +57,9 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     """Return the target for a chip of this compute capability, SMALL for unknown chips.
 
     fp32 tiles are loaded through plain pointers, because with descriptors the backward kernels
-    would spill kilobytes. So are all tiles on Blackwell (10.x), because there Triton's pipeliner
-    aborts the process if a loop with prefetched loads contains the inline assembly of
-    `tiles.opaque`.
+    would spill kilobytes. On Blackwell (10.x) all tiles are loaded through plain pointers. With
+    descriptors Triton's pipeliner aborts the process there, if a loop with prefetched loads
+    contains the inline assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
         return Target.HOPPER
@@ -85,8 +85,8 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: boo
     if dtype not in SIXTEEN_BITS:
         return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
     if target is Target.HOPPER:
-        # At d = 128 the one-pass form spills registers in any case, and less often with code
-        # motion.
+        # At d = 128 the one-pass form spills registers with or without code motion, but less often
+        # with it.
         is_full = one_pass and head_dim > 64
         return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:
