@@ -180,6 +180,7 @@ def quantized(model: Model, bits: int) -> Iterator[None]:
             parts.append(heads.flatten(0, 1))
         return torch.cat(parts, dim=1).transpose(0, 1)[None].to(query.dtype), None
 
+    # The property raises an error if the kind of attention is unknown.
     _ = model.target.variant
     with _attending(model.network, attend):
         yield

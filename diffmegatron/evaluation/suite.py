@@ -38,7 +38,7 @@ class Item(NamedTuple):
         key: name within the suite; the same for every target.
         tokens: number of tokens that the model's context must hold; 0 if no model is needed.
         content: values from which the suite makes the requests. A restart compares a hash of their
-            ``repr``, so different requests need different ones.
+            ``repr``, so different requests need different values.
     """
 
     key: str
@@ -105,8 +105,8 @@ class Suite(Section, ABC):
         name: name on the command line.
         title: the measured quantity, in a line.
         description: the requests and the score, for readers of the report.
-        passes: names in progress lines, of the pass over the items and of the pass over the
-            follow-ups; empty strings if there are no follow-ups.
+        passes: names in progress lines of two passes: over the items, and over the follow-up items
+            (:meth:`follow_ups`). They are empty strings if there are no follow-ups.
         published: values from papers, for the report.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.

@@ -57,6 +57,7 @@ class AttentionAnalysis(TextSuite):
 
     @override
     def check(self, target: Target) -> None:
+        # The property raises an error if the kind of attention is unknown.
         _ = target.variant
 
     @override

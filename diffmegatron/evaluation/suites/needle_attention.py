@@ -64,6 +64,7 @@ class NeedleAttention(Suite):
 
     @override
     def check(self, target: Target) -> None:
+        # The property raises an error if the kind of attention is unknown.
         _ = target.variant
 
     @override

@@ -68,6 +68,7 @@ class Outliers(WindowSuite):
 
     @override
     def check(self, target: Target) -> None:
+        # The property raises an error if the kind of attention is unknown.
         _ = target.variant
 
     @override

@@ -40,6 +40,7 @@ class QuantizedAttention(WindowSuite):
 
     @override
     def check(self, target: Target) -> None:
+        # The property raises an error if the kind of attention is unknown.
         _ = target.variant
 
     @override
