@@ -36,7 +36,7 @@ class FileLock:
         path: lock file. It is created, with its folder, and removed on exit. The folder is removed
             too if it was created here and is empty.
         place: name of the locked resource in messages, such as ``run_dir runs/quickstart``.
-        advice: alternative for the user in messages, such as ``give another run_dir``.
+        advice: what the user can do instead, for messages, such as ``give another run_dir``.
         patience: seconds to wait until another process releases the lock. The start of a finite
             wait is announced on standard error; an infinite wait is silent.
 

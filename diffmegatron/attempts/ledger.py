@@ -27,7 +27,8 @@ MAX_FAULTS = 10
 """Number of faults in a row, without a new checkpoint between them, after which a job ends."""
 # Number of recent attempts in which a host's faults and slow ranks are counted.
 _RECENT_ATTEMPTS = 10
-# Number of faults after which a host is avoided. The cause of a single fault may be elsewhere.
+# Number of recent attempts with a fault or a slow rank after which a host is avoided. One is not
+# enough, because the cause of a single fault may be elsewhere.
 _MAX_HOST_FAULTS = 2
 _NAME = re.compile(r"(\d{4,6})\.json")
 

@@ -43,8 +43,8 @@ def begin(
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger, if ``launch`` submitted the job; None otherwise. With it, a
-            mistake in the recipe is recorded even if ``run_dir`` of the recipe cannot be read.
+        run_dir: folder of the ledger if ``launch`` submitted the job; None otherwise. If it is
+            given, a recipe that cannot be read is recorded in the ledger too.
 
     Returns:
         Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and
