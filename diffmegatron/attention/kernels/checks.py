@@ -31,7 +31,7 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Check that q2 has the shape of q1 but for the heads, each of which r heads of q1 share."""
+    """Check that q2 has the same shape as q1, but h / r heads instead of h."""
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(

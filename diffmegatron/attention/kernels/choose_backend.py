@@ -10,8 +10,8 @@ from .registry import BACKENDS, FEATURES, Call, Op
 
 # Backends in the order in which "auto" tries them, by operation and device type. The first one that
 # can run is chosen. For attention "triton" comes after all libraries until tests/gpu has passed on
-# a GPU, because its kernels have only been compiled, and run in Triton's interpreter. It is
-# therefore chosen only where no library can run: in a ring with documents, or in float32. There
+# a GPU, because so far its kernels have been compiled and interpreted, but never run on a GPU. It
+# is therefore chosen only where no library can run: in a ring with documents, or in float32. There
 # "blocked" would be a loop in Python with thousands of small products for 64K positions.
 # "cudnn_2call" is missing, because it has not run yet.
 AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
@@ -41,7 +41,7 @@ def needed_features(*, documents: bool, context: int, communication: str | None)
 
 
 def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
-    """Return the reason why the backend `name` cannot compute a call, as a clause, or None."""
+    """Return the reason why the backend `name` cannot compute a call, or None if it can."""
     backend = BACKENDS[call.op][name]
     if backend.is_interpretable and is_interpreting():
         backend = replace(backend, devices=None, dtypes=None, head_dims=None)
@@ -66,7 +66,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Return whether Triton interprets kernels: TRITON_INTERPRET=1 was set before its import."""
+    """Return whether Triton interprets its kernels, because TRITON_INTERPRET=1 is set."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -114,8 +114,8 @@ def fused(sizes: Sizes) -> int:
 def two_calls(sizes: Sizes) -> int:
     """Return the bytes saved by two calls of plain attention, one per map.
 
-    They save both outputs and the log-sum-exps. The gradient of lambda needs the second output in
-    float32, a further copy if the inputs are narrower.
+    They save both outputs and the log-sum-exps. If the inputs are narrower than float32, the second
+    output is also saved in float32, for the gradient of lambda.
     """
     outputs = sizes.element * (2 * sizes.head_dim * sizes.signal_heads + _noise_outputs(sizes))
     widened = FLOAT32 * _noise_outputs(sizes) if sizes.element < FLOAT32 else 0
@@ -136,9 +136,9 @@ def four_calls(sizes: Sizes) -> int:
 
 
 def own_output(sizes: Sizes) -> int:
-    """Return the bytes of one map's output and log-sum-exps.
+    """Return the bytes of one map's output and log-sum-exps, as FlexAttention saves them.
 
-    The kernel saves its own output, of which the result is a copy.
+    The result is a copy of the saved output.
     """
     return sizes.element * sizes.head_dim * sizes.signal_heads + log_sum_exps(sizes)
 

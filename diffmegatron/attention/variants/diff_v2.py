@@ -99,7 +99,8 @@ class DiffV2(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output stays in memory too, because the heads are a copy of it.
+            # The heads that the subtraction saves are a copy, so the kernel's own output stays in
+            # memory too.
             core += queries
         return projected, core
 

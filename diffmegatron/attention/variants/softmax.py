@@ -90,7 +90,8 @@ class Softmax(Variant):
             projected += queries + element * heads.key_channels
         is_copied = kernels.communication in ("all_gather", "ulysses")
         if is_copied or (kernels.has_mask and backend.keeps_bias):
-            # The kernel's output stays in memory too, because the result is a copy of it.
+            # The output projection's input is a copy, so the kernel's own output stays in memory
+            # too.
             core += queries
         if self.qk_norm:
             projected += self._qk_norm_bytes(kernels)

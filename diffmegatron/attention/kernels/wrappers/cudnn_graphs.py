@@ -36,9 +36,9 @@ class Problem(NamedTuple):
     """Properties of attention with one map for which a plan is compiled.
 
     Attributes:
-        batch: number of batch rows, or of packed documents, rounded up.
+        batch: number of batch rows; with packed documents, the number of documents, rounded up.
         heads, kv_heads: number of query heads, and of key and value heads.
-        rows, keys: number of queries and of keys; for packed documents, length of the longest
+        rows, keys: number of queries and of keys; with packed documents, the length of the longest
             document, rounded up.
         width, value_width: width of queries and keys, and of values.
         causal: hide later keys; the last query is aligned with the last key.
@@ -361,10 +361,9 @@ class _Builder:
         return Graph(graph, self.tensors, graph.get_workspace_size())
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions, strides and dtype of the tensor `name`.
+        """Return dimensions, strides and dtype of a tensor, such as "q" or its gradient "dq".
 
-        The dimensions are `[b, heads, length, width]`. The name of a gradient is "d" and the name
-        of its tensor.
+        The dimensions are `[b, heads, length, width]`.
         """
         of = self.problem
         if name == "lse":
