@@ -24,9 +24,9 @@ from torch.autograd.graph import increment_version
 
 from diffmegatron.attention.kernels.triton.kernel_launch import accumulate, on_device
 
-# Number of logits that a program reads at a time.
+# Number of logits that a Triton program reads at a time.
 BLOCK = 4096
-# Number of warps of a program.
+# Number of warps of a Triton program.
 WARPS = 8
 
 

@@ -55,7 +55,7 @@ def cross_entropy(
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
     Logits of vocabulary padding are excluded from the softmax. A pretrained model was trained
-    without padding. The padding's logits of 0 would count among the more likely tokens.
+    without padding, and the padding's logits of 0 would be larger than most of its logits.
 
     Args:
         megatrons: Megatron-core's cross-entropy, used if the Triton kernel cannot run.

@@ -88,7 +88,7 @@ def decaying_rows(partition: Partition, network: torch.nn.Module) -> dict[Tensor
         network: network of this rank.
 
     Returns:
-        Views into the flat master tensors, by flat master tensor.
+        The rows as views into the flat master tensors. The keys are the flat master tensors.
     """
     found: dict[Tensor, list[Tensor]] = {}
     for parameter in network.parameters():

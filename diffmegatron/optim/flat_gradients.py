@@ -87,7 +87,8 @@ class _Bf16Gradients:
         ]
         for hook in zero_optimizer._grad_acc_hooks:
             hook.remove()
-        # Put the new hooks into this list, because the engine removes the hooks in it at its end.
+        # Put the new hooks into DeepSpeed's list. DeepSpeed's engine removes the hooks in this list
+        # when it is destroyed.
         zero_optimizer._grad_acc_hooks[:] = [
             parameter.register_post_accumulate_grad_hook(
                 partial(_add, zero_optimizer, (number, place), gradient)

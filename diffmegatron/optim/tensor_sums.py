@@ -8,9 +8,9 @@ computes only a part of their gradient:
   rank's range of the sequence.
 
 The gradient is the sum over the ranks. A sum is linear, so it can be computed once per step in
-float32, after all microbatches and after the data-parallel average. Otherwise a network with 3B
-parameters would wait for 200 tiny all-reduces in every microbatch. Megatron's data-parallel wrapper
-computes these sums too, but DeepSpeed is used instead of this wrapper.
+float32, after all microbatches and after the data-parallel average. If it were computed in every
+microbatch, a network with 3B parameters would wait for 200 tiny all-reduces each time. Megatron's
+data-parallel wrapper computes these sums too, but DeepSpeed is used instead of this wrapper.
 """
 
 from collections.abc import Sequence

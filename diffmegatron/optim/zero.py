@@ -83,7 +83,7 @@ class ZeroEngine:
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
         create = partial(create_adamw, network, recipe)
-        # In bf16 DeepSpeed prints a memory report per parameter group.
+        # Hide DeepSpeed's output: in bf16 it prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
                 model=network,
@@ -224,7 +224,9 @@ class ZeroEngine:
         return int(self._optimizer.optimizer.state[self._partition.flats[0]]["step"].item())
 
     def restore(self, updates: int) -> None:
-        """Set the weights from values written into :meth:`fragments`; called on all ranks.
+        """Apply the values that were written into the tensors of :meth:`fragments`.
+
+        Called on all ranks. The network's weights are set from the new master weights.
 
         Args:
             updates: number of updates so far, for Adam's bias correction.
@@ -316,7 +318,7 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with importing_engines():
         import deepspeed
-        import deepspeed.runtime.zero.muon.muon_optimizer  # ZeRO's first step imports it otherwise.
+        import deepspeed.runtime.zero.muon.muon_optimizer  # Else ZeRO's first step imports it.
 
     # DeepSpeed fills this dictionary by searching for compilers and CUDA headers, and prints a
     # warning for each of its operations that cannot be built. None of the operations is used, so
@@ -333,8 +335,8 @@ def _restoring(
 ) -> Callable[[object], torch.optim.Optimizer]:
     """Return a function for DeepSpeed's argument ``optimizer`` that first restores parameters.
 
-    In bf16 DeepSpeed rounds every parameter to bf16, and no setting prevents this. It calls the
-    returned function after the rounding, and before it flattens the parameter groups.
+    In bf16 DeepSpeed rounds every parameter to bf16, and no setting prevents this. DeepSpeed calls
+    the returned function after the rounding, and before it flattens the parameter groups.
 
     Args:
         values: float32 values of the parameters to restore.

@@ -28,7 +28,7 @@ _WRAPPED = "wrapped_by_torch"
 
 
 def own_device() -> torch.device:
-    """Return this rank's device: its GPU, made the current one, or the CPU without CUDA.
+    """Return this rank's GPU and make it the current device; return the CPU without CUDA.
 
     Raises:
         UserError: If this machine has fewer GPUs than ranks.

@@ -87,7 +87,10 @@ class ParallelState:
 
     @property
     def embedding_group(self) -> ProcessGroup:
-        """Ranks of the first and the last stage of a pipeline, which both have a tied embedding."""
+        """Ranks of the first and the last stage of a pipeline.
+
+        With tied embeddings, each of them has a copy of the weight.
+        """
         return megatron_state.get_embedding_group()
 
 
@@ -231,7 +234,10 @@ def _ending_new_groups() -> Iterator[None]:
 
 
 def _groups() -> list[ProcessGroup]:
-    """Return this rank's process groups in order of creation; torch has no public function."""
+    """Return this rank's process groups in the order of their creation.
+
+    Torch has no public function for this.
+    """
     return list(distributed.distributed_c10d._world.pg_map)
 
 

@@ -75,7 +75,8 @@ def _memory_warnings(
     limit = USABLE_SHARE * available
     remedies = list(_remedies(recipe, layout, limit))
     if not remedies:
-        # Only context and pipeline parallelism are left, with too many combinations to try here.
+        # Context and pipeline parallelism can still help, but there are too many combinations to
+        # try here.
         remedies = [
             "diffmegatron plan --search GPUS ranks the layouts that fit, and the recipes of "
             "configs/at_scale have some"

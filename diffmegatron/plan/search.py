@@ -206,8 +206,8 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
 def _layouts(recipe: Recipe, world_size: int) -> Iterator[Changes]:
     """Yield the layouts for a number of ranks, as changes of the recipe."""
     layers = recipe.model.num_layers
-    # overlap_gradients: True is an error in layouts that cannot overlap. None means overlap in
-    # layouts that can, so it replaces True.
+    # overlap_gradients=True is an error in layouts that cannot overlap. Replace it by None, which
+    # means: overlap if the layout can.
     overlap = None if recipe.parallel.overlap_gradients else recipe.parallel.overlap_gradients
     for tensor, context, pipeline in _sizes(recipe, world_size):
         for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):

@@ -14,7 +14,7 @@ from diffmegatron.plan.summary import Plan
 _SECONDS_PER_DAY = 86_400
 # For a run on a GPU that is shorter than this, no time is printed. Its recipe is sized for a CPU.
 _SHORT_RUN_SECONDS = 60
-# Names in the table of the attributes of Traffic.
+# Names of the rows in the traffic table, by attribute of Traffic.
 TRAFFIC = {
     "tensor": "tensor parallel",
     "context": "context parallel",

@@ -69,7 +69,7 @@ class Assumptions:
     def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
         """Return the assumptions in words, one line each.
 
-        An assumption is marked as "optimistic" if a first run is usually slower than it.
+        An assumption is marked as "optimistic" if a first run usually does not reach it.
         """
         return (
             f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
@@ -187,6 +187,12 @@ class Compute(NamedTuple):
 
 
 def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
+    """Return the seconds of computation for one microbatch on the slowest pipeline stage.
+
+    This stage has the output layer. The time of matrix products and attention is their FLOPs
+    divided by the assumed FLOP/s, and that of element-wise operations is their bytes divided by the
+    assumed memory bandwidth.
+    """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     tokens = local_tokens(recipe) / parallel.tensor
     passes = forward_passes(recipe)

@@ -1,7 +1,13 @@
 """The built-in hooks of every run: saves, guard, metrics, evaluations and profiling.
 
-The classes stand in the order in which a run calls them. :func:`builtin_hooks` explains why the
-order matters.
+The classes are in the order in which a run calls them. :func:`builtin_hooks` explains why the order
+matters. Some words:
+
+- A step is *finite* if its loss and gradient norm are finite. A finite step shows that the weights
+  before it were sound.
+- A step is *anomalous* if it is not finite, or if it is a spike of the loss or gradient norm. The
+  guard (:mod:`diffmegatron.optim.guard`) decides what happens then.
+- A save is *open* from its start until it becomes a checkpoint, is dropped, or fails.
 """
 
 import math
@@ -122,6 +128,7 @@ def give_up(run: Run, decision: StepDecision) -> NoReturn:
 
 
 def _dump(run: Run) -> None:
+    """Write the report of the anomalous step; called on all ranks."""
     last_sample = run.loader.consumed_samples - 1
     event = {
         "loss": run.agreed.loss,
@@ -256,7 +263,8 @@ class BeginSaveHook(Hook):
 
     @override
     def after_training(self, run: Run) -> None:
-        # An evaluation after a restart can show that the saved weights are not usable.
+        # Weights that are already saved are checked too if ``unsound`` is set. This happens after a
+        # restart whose first evaluation gave a value that is not finite.
         if run.saver.saved_step != run.step or run.unsound is not None:
             self._save_now(run)
         run.saver.wait()
@@ -274,8 +282,9 @@ class BeginSaveHook(Hook):
 
 
 def _check_sound(run: Run) -> None:
-    """End the run without saving if the loss with the present weights is not finite.
+    """End the run without saving if the present weights are broken.
 
+    They are broken if ``run.unsound`` is set, or if the loss of the last batch is not finite.
     During training, a later step detects weights that an update broke. After the last step there
     is no later step, so the last batch is evaluated once more.
     """

@@ -65,7 +65,7 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
-    with suppress(OSError):  # The lock reports a path that cannot exist.
+    with suppress(OSError):  # Raised for a path that cannot exist, which run_lock reports below.
         refuse_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),

@@ -321,7 +321,7 @@ def _kinds(recipe: Recipe) -> list[Variant]:
 
 
 def _offloaded_bytes(recipe: Recipe, device: Device) -> float:
-    """Return the bytes on the device of offloaded activations: those of one layer in transfer."""
+    """Return the bytes of offloaded activations that are on the device: one layer in transfer."""
     if not recipe.training.offload_activations:
         return 0
     return max(_layer_bytes(recipe, device, kind) for kind in _kinds(recipe))

@@ -217,7 +217,8 @@ def _zero_2(states: StageMemory, recipe: Recipe, shards: int, microbatches: int)
       one microbatch per step, they therefore exist only during the update.
     - ``update`` is the larger of two sizes. The first is a gradient copied to float64 to compute
       its norm. The second is the gradients of this rank's partition in the run's precision, which
-      stay in memory until the backward pass ends.
+      stay in memory until the backward pass ends. At its end no activations are left, as in the
+      update.
     """
     norm, elements = _float64_norm(states, recipe, shards), states.gradients // FLOAT32
     update = norm if recipe.training.precision == "bf16" else max(states.update, norm)

@@ -126,8 +126,8 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
 def frozen_matrices(recipe: Recipe) -> int:
     """Count the frozen weights of matrix products.
 
-    An untied embedding is not counted, because it is a lookup and no matrix product. A tied one is
-    counted as the output layer.
+    An untied embedding is not counted, because a lookup is not a matrix product. A tied embedding
+    is counted, because it is also the output layer.
     """
     if trains_everything(recipe):
         return 0

@@ -58,7 +58,7 @@ def count_gathers(recipe: Recipe) -> Gathers:
     """Count the elements that ZeRO 3 gathers in a microbatch, except the first one of a run.
 
     Raises:
-        UserError: the network has more than 10,000 layers.
+        UserError: If the network has more than 10,000 layers.
     """
     if recipe.model.num_layers > MOST_LAYERS:
         raise UserError(

@@ -1,8 +1,8 @@
 """Forward and backward passes of one step over this rank's microbatches.
 
 A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to a loss. In shapes,
-b is the number of sequences in a microbatch, s the sequence length, and v this tensor-parallel
-rank's number of rows of the vocabulary.
+b is the number of sequences in a microbatch, s the number of positions on this context-parallel
+rank, and v the size of this tensor-parallel rank's vocabulary shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def forward_backward(
 
     Args:
         engine: network that accumulates the gradients.
-        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        microbatches: microbatches on this rank's device (``batches.on_this_rank``).
         parallel_state: parallel layout, and this rank's place in it.
         offload_activations: whether tensors saved for backward are kept in host memory.
         observe: called with each microbatch and the detached losses of its tokens.
@@ -93,7 +93,7 @@ def forward_only(
 
     Args:
         network: network of this rank.
-        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        microbatches: microbatches on this rank's device (``batches.on_this_rank``).
         parallel_state: parallel layout, and this rank's place in it.
     """
     if parallel_state.pipeline_size > 1:
@@ -112,7 +112,7 @@ def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) 
         parallel_state: parallel layout, and this rank's place in it.
 
     Returns:
-        Losses of the full, unsharded sequences, float32 [b, s], the same on every rank.
+        Losses of the unsharded sequences, float32 [b, s x context size], the same on every rank.
     """
     return _forward(network, batch, parallel_state, Tensor.float, has_labels=True)
 
@@ -126,8 +126,8 @@ def next_tokens(network: Network, batch: Batch, parallel_state: ParallelState) -
         parallel_state: parallel layout, and this rank's place in it.
 
     Returns:
-        Ids of the full, unsharded sequences, int64 [b, s], the same on every rank. The id is -1
-        where a logit is not finite.
+        Ids of the unsharded sequences, int64 [b, s x context size], the same on every rank. The id
+        is -1 where a logit is not finite.
     """
     read = network.virtual_stages[-1].likeliest_tokens
     return _forward(network, batch, parallel_state, read, has_labels=False)
@@ -142,7 +142,7 @@ def _forward(
     *,
     has_labels: bool,
 ) -> Tensor:
-    """Run the network, and return ``read`` applied to its output, [b, s], on every rank.
+    """Run the network, and return ``read`` applied to its output, gathered on every rank.
 
     Args:
         network: network of this rank.
@@ -151,6 +151,9 @@ def _forward(
         read: maps the output of the last stage to one value per token, for this rank's shard of
             the sequences.
         has_labels: whether the output is the loss of each token; otherwise the logits.
+
+    Returns:
+        Values of the unsharded sequences, [b, s x context size], the same on every rank.
     """
     own: Tensor | None
     if parallel_state.pipeline_size > 1:
@@ -178,8 +181,7 @@ def _on_all_ranks(
     stages. Then the first rank of each data-parallel group broadcasts its result to the group.
 
     Args:
-        own: values of this rank's sequence shards [b, s / context size]; None before the last
-            stage.
+        own: values of this rank's sequence shards [b, s]; None before the last stage.
         batch: batch of the values, which determines their shape.
         parallel_state: parallel layout, and this rank's place in it.
         dtype: dtype of the values.
@@ -235,8 +237,9 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     """Return the document boundaries as ``PackedSeqParams``, which Megatron passes to every layer.
 
     Returns None if attention crosses documents. The format is ``sbhd``, not the packed format
-    ``thd``: with ``thd`` Megatron would size its rotary embedding by ``max_seqlen`` as the longest
-    document, but here ``max_seqlen`` is the length of a sequence in the batch.
+    ``thd``. With ``thd``, Megatron takes ``max_seqlen`` for the length of the longest document, and
+    computes its rotary embedding for this length. Here ``max_seqlen`` is the length of a sequence
+    in the batch.
     """
     if batch.document_ids is None:
         return None
@@ -278,7 +281,7 @@ def _pipeline(
 
     Args:
         network: this rank's virtual pipeline stages.
-        microbatches: microbatches on this rank's device (:func:`on_this_rank`).
+        microbatches: microbatches on this rank's device (``batches.on_this_rank``).
         parallel_state: parallel layout, and this rank's place in it.
         weight: factor by which the summed loss of a microbatch is multiplied before the backward
             pass; None for no backward pass.

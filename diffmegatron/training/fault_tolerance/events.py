@@ -1,4 +1,7 @@
-"""Report of an anomalous step as a JSON file: its layers, ranks and samples, for a person."""
+"""JSON reports of anomalous steps, for people: the affected layers, ranks and samples.
+
+A step is anomalous if its loss or gradient norm is not finite or is a spike.
+"""
 
 import json
 import logging

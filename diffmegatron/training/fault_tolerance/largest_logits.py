@@ -46,6 +46,16 @@ def _observe(
     key: Tensor,
     documents: Tensor | None,
 ) -> None:
+    """Add a layer's largest logit of one microbatch to ``found``; called by the layer.
+
+    Args:
+        found: largest logit so far, by global layer number.
+        layer: layer that calls this function.
+        query: queries after rotation, [s, b, query heads, d].
+        key: keys after rotation, [s, b, key heads, d].
+        documents: boundaries of the documents in the concatenated sequences; None if attention
+            crosses documents.
+    """
     length, rows = query.shape[:2]
     ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
     # [s, b, heads, d] to [b s, heads, d]: the sequences of the batch one after the other.

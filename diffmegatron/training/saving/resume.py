@@ -73,7 +73,7 @@ def open_together(directory: Path, parallel_state: ParallelState) -> Checkpoint:
 
     Raises:
         UserError: On all ranks, if at least one rank found a problem. The message is that of the
-            lowest such rank.
+            lowest rank with a problem.
     """
     problem = None
     try:

@@ -1,7 +1,7 @@
 """Warnings about saves that take too long for Slurm's time limits (no import of torch).
 
-After a SIGTERM Slurm waits KillWait seconds before SIGKILL. Before the end of a job, Slurm sends a
-stop signal some seconds in advance.
+Slurm sends SIGKILL to a process KillWait seconds after SIGTERM. Some seconds before a job reaches
+its time limit, Slurm sends a stop signal.
 """
 
 from diffmegatron.parallel.launcher import LaunchEnvironment

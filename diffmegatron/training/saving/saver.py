@@ -144,7 +144,8 @@ class Saver:
         """Complete the open save if its weights are sound, and drop it otherwise.
 
         Returns:
-            Metrics of the completed save; an empty dict if it was dropped or no save is open.
+            Metrics of the completed or failed save; an empty dict if it was dropped, or if no save
+            is open.
         """
         if not self.is_open:
             return {}
@@ -153,7 +154,7 @@ class Saver:
         position = self._position
         assert position is not None
         self.wait()
-        fail_together(None)  # Other ranks may still write into the directory.
+        fail_together(None)  # Wait for the other ranks, which may still write into the directory.
         if self._parallel_state.is_main:
             self._store.abandon(position.step)
             log.warning("checkpoint of step %d dropped: no later step was finite", position.step)
@@ -269,7 +270,7 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call ``function(*arguments)`` on the ranks with ``only``; called on all ranks.
+        """Call ``function(*arguments)`` on this rank if ``only`` is true; called on all ranks.
 
         Raises:
             UserError: On all ranks, if the function failed on one rank.
@@ -289,8 +290,8 @@ class _Write(threading.Thread):
     """Thread that writes one rank's file.
 
     Attributes:
-        entry: entry of the written file for the manifest; None if the file is not written.
-        problem: error message if writing failed; else None.
+        entry: entry of the file for the manifest; None until the file is written.
+        problem: error message if writing has failed; None otherwise.
     """
 
     def __init__(self, path: Path, copy: HostCopy) -> None:

@@ -66,11 +66,12 @@ def _run_dir(start: Path, parallel_state: ParallelState) -> Path:
 def _check_made_for(source: Checkpoint, attention: Variant) -> None:
     """Check that the heads in ``model.attention`` were selected on the weights of ``source``.
 
-    The check applies only when the kind of attention changes. It compares the fingerprint of the
-    weights in ``attention`` with that of the checkpoint.
+    ``attention.fingerprint`` is a hash of the weights on which the heads were selected, and must
+    equal the hash of the checkpoint's weights. Nothing is checked if the checkpoint has the same
+    attention variant, or if one of the hashes is missing.
 
     Raises:
-        UserError: If the fingerprints differ.
+        UserError: If the hashes differ.
     """
     is_foundation = source.recipe.model.attention.kind != attention.kind
     made_for, found = attention.fingerprint, source.fingerprint() if is_foundation else None
