@@ -1,4 +1,4 @@
-"""`AttentionCall`: the checked arguments of an attention call, which every backend receives."""
+"""`AttentionCall`: checked arguments of an attention call, which attention backends receive."""
 
 from dataclasses import dataclass, replace
 from typing import TypedDict

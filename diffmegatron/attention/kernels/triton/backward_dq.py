@@ -2,8 +2,13 @@
 # Kernel parameters are values of Triton's compiler, so they have no Python types.
 """Triton backward kernel for dQ, the second kernel of the split form of the backward pass.
 
-`backward_dkdv` has the first kernel, the equations and the meaning of the symbols. A program
-handles M query rows, in blocks of N keys.
+P_i is the softmax map i (1 or 2) of the queries Q_i and keys K_i, with output O_i = P_i V. dO is
+the gradient of O1 - lambda O2. With dP = dO V^T and D_i = rowsum(dO * O_i):
+
+    dS1 = P1 (dP - D1)      dS2 = -lambda P2 (dP - D2)      dQi = scale dSi Ki
+
+The first kernel, `backward_dkdv`, computes dK and dV. A program here handles M query rows, in
+blocks of N keys. D and DV are the widths of queries and values, rounded up to powers of 2.
 """
 
 import triton
