@@ -158,7 +158,7 @@ class Model:
         return None
 
     def _read_prefix(self, ids: Sequence[int]) -> Rows:
-        """Return a row with its keys and values after reading ``ids``; keep it for later calls."""
+        """Read ``ids`` as one row, and return it with its cache; the last row is kept for reuse."""
         if self._prefix is None or self._prefix[0] != ids:
             self._prefix = None
             rows = self._batched.with_cache(1, len(ids))

@@ -118,8 +118,8 @@ class Scaling(Suite):
     def across(self, records: Mapping[str, Records]) -> dict[str, float]:
         """Return a and b of every fit, and for each kind and size the share at equal loss.
 
-        Size is the number of parameters or tokens. The share of a kind at size x is x divided by
-        the size for which the Transformer's fit has the loss that the kind's fit has at x.
+        A size x is a number of parameters or tokens. Let L be the loss of a kind's fit at x. The
+        share is x divided by the size at which the Transformer's fit has the same loss L.
         """
         found: dict[str, float] = {}
         for kind, (law, sizes, is_baseline) in self._fits(records).items():
@@ -167,7 +167,7 @@ class Scaling(Suite):
         return True
 
     def _points(self, records: Mapping[str, Records]) -> dict[str, tuple[list[Point], bool]]:
-        """Return for each kind its sorted points (x, loss), and whether it is the Transformer."""
+        """Return the sorted points (x, loss) of each kind, and whether it is the Transformer."""
         found: dict[str, tuple[list[Point], bool]] = {}
         for (record,) in records.values():
             points, _ = found.setdefault(record["kind"], ([], record["is_baseline"]))
@@ -181,10 +181,7 @@ class Scaling(Suite):
     def _fits(
         self, records: Mapping[str, Records]
     ) -> dict[str, tuple[PowerLaw, list[float], bool]]:
-        """Return for each kind with a fit its law, its values of x, and whether it is the baseline.
-
-        The baseline is the Transformer.
-        """
+        """Return (law, values of x, whether it is the Transformer) of each kind that has a fit."""
         found = {}
         for kind, (points, is_baseline) in self._points(records).items():
             law = fit_power_law(points)
