@@ -199,8 +199,8 @@ def _fewer_ranks(recipe: Recipe, data: int) -> tuple[dict[str, int], list[str]]:
 def _shrink_layers(values: dict[str, Any]) -> int:
     """Return the number of layers in a virtual stage of the tiny network.
 
-    It is one, or two if the recipe recomputes groups of several layers. Then the size of a group in
-    ``values`` is also set to two.
+    The number is one, or two if the recipe recomputes groups of several layers. In the second case,
+    the size of a group in ``values`` is also set to two.
 
     Args:
         values: values of the small recipe by section.
@@ -314,8 +314,8 @@ def _without_launcher() -> dict[str, str]:
 def _reason(stderr: str) -> str:
     """Return the most useful line that the ranks have printed to standard error.
 
-    It is the first line of these kinds that exists: a UserError's message, an exception of a rank,
-    an exception of torchrun, any line.
+    In order of preference, this is the first message of a UserError, the first exception of a rank,
+    the first exception of torchrun, or the first line.
     """
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in stderr.splitlines()]
     reported = [

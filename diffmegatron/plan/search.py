@@ -162,8 +162,8 @@ def _fitting(
         available: usable memory of a GPU in bytes.
 
     Returns:
-        Layouts that fit. Of those that do not fit, the peak memory in bytes and the recipe of the
-        one with the smallest peak; None if there is none.
+        The layouts that fit; and, of the layouts that do not fit, the one with the smallest peak
+        memory, as a tuple of the peak in bytes and the recipe (None if all fit).
     """
     fitting: list[Candidate] = []
     nearest: tuple[int, Recipe] | None = None

@@ -175,7 +175,7 @@ def _forward(
 def _on_all_ranks(
     own: Tensor | None, batch: Batch, parallel_state: ParallelState, dtype: torch.dtype
 ) -> Tensor:
-    """Return the full sequences of the last pipeline stage on every rank.
+    """Return the last pipeline stage's values of the unsharded sequences, on every rank.
 
     The last stage gathers the context-parallel shards and broadcasts the result to the other
     stages. Then the first rank of each data-parallel group broadcasts its result to the group.
@@ -276,8 +276,8 @@ def _pipeline(
 ) -> list[Tensor]:
     """Run Megatron's 1F1B schedule, interleaved if the network has several virtual stages.
 
-    The schedule calls the network directly, not through DeepSpeed's engine, because it reads
-    Megatron's ``config`` from the network. The engine's ``config`` is DeepSpeed's configuration.
+    The schedule is given the network and not DeepSpeed's engine, because the schedule reads the
+    attribute ``config``. The network's ``config`` is Megatron's, the engine's is DeepSpeed's.
 
     Args:
         network: this rank's virtual pipeline stages.

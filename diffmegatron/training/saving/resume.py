@@ -214,7 +214,8 @@ def read_fragments(
 ) -> None:
     """Copy tensors of a checkpoint into this rank's part of the weights and the optimizer state.
 
-    The engine's tensors are overwritten in place. The caller must call ``engine.restore`` after it.
+    The engine's tensors are overwritten in place. Call ``engine.restore`` afterwards, to apply the
+    new values to the network.
 
     Args:
         tensors: reader of the checkpoint's tensors.
