@@ -1,8 +1,8 @@
 """The guard, which decides from loss and gradient norm whether a training step is applied.
 
 - A step is finite if its loss and gradient norm are finite. Other steps are never applied.
-- A spike is a step whose loss or gradient norm is far above those of recent steps. Depending on the
-  recipe, it is applied and recorded, or skipped.
+- A spike is a step whose loss or gradient norm is far above those of recent steps. Depending on
+  ``guard.spikes``, such a step is applied (and recorded or not), or skipped.
 - After several skipped steps in a row, the run rolls back to a checkpoint or stops. PaLM (Chowdhery
   et al. 2022, section 5.1) also restarts before a spike and skips its batches.
 

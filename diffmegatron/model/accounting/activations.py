@@ -62,11 +62,11 @@ def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Dev
 def virtual_stages_in_flight(recipe: Recipe, stage: int, microbatches: int) -> int:
     """Return the largest number of forward passes whose backward pass has not run yet.
 
-    Each pass is that of one microbatch through one virtual stage. In 1F1B without interleaving, the
-    number is that of the stages from this one to the last. With interleaving, before its first
-    backward pass a rank runs two forward passes per later rank, and one round of microbatches (as
-    many as there are pipeline ranks) through each of its virtual stages except the last
-    (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py).
+    A forward pass takes one microbatch through one virtual stage. Without interleaving, the result
+    is the number of pipeline stages from this stage to the last. With interleaving, before its
+    first backward pass a rank runs two forward passes per later rank. It also runs one round of
+    microbatches (as many as there are pipeline ranks) through each of its virtual stages except the
+    last (``get_pp_rank_microbatches`` in Megatron-core's pipeline_parallel/schedules.py).
     """
     size, stages = recipe.parallel.pipeline, recipe.parallel.virtual_pipeline
     if stages == 1:
@@ -157,9 +157,9 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
 
     If the loss is computed in chunks of tokens (``training.loss_chunk``), only one chunk has logits
     at a time, and a second tensor accumulates the weight gradients of the chunks. With chunks or
-    sequence parallelism, the gradient of the hidden states is collected in another tensor. A
-    pipeline holds one more tensor of hidden states. So do offloaded activations, where it is the
-    output layer's input, copied back from the host.
+    sequence parallelism, the gradient of the hidden states is collected in another tensor. With a
+    pipeline or offloaded activations, memory holds one more tensor of hidden states (with
+    offloading, the output layer's input after its copy from the host).
     """
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     element, tokens = BYTES[training.precision], local_tokens(recipe)
@@ -201,7 +201,7 @@ def final_norm_bytes(recipe: Recipe, device: Device) -> int:
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
-    """Return whether at least one tensor of a name has a gradient.
+    """Return whether at least one tensor with the given name has a gradient.
 
     Args:
         recipe: recipe of the run.
@@ -215,7 +215,7 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
 
 
 def _keeps_input(recipe: Recipe, projection: str) -> bool:
-    """Return whether the projections of a name save their input for the backward pass.
+    """Return whether the projections with the given name save their input for the backward pass.
 
     The input is needed for the gradient of the projection's weight, or of its LoRA matrix A.
     """
