@@ -117,7 +117,10 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:
-    """Return the name of the stage that a stage started from; None if it is not in this run_dir."""
+    """Return the name of the stage that a stage started from.
+
+    None if it started from scratch, or from weights outside this ``run_dir``.
+    """
     try:
         start_from = load_resolved(run_dir / recipe).checkpoint.start_from
     except NotImportedError:

@@ -69,7 +69,7 @@ def write_checkpoint(
 def _split_into_files(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield a list of pieces for each file of at most ``max_bytes``; each piece is a tensor."""
+    """Yield the pieces of each file of up to ``max_bytes``; each piece is a complete tensor."""
     pieces: list[Piece] = []
     num_bytes = 0
     for name, tensor in weights:

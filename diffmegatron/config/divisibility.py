@@ -20,7 +20,8 @@ def check_layout(recipe: RecipeSections) -> None:
     """Check everything about the layout that does not depend on the number of ranks.
 
     Raises:
-        ValueError: a size is not divisible; the message names the nearest layout that fits.
+        ValueError: a size is not divisible, or a setting excludes the layout; the message names the
+            nearest layout or setting that fits.
     """
     _check_tensor(recipe)
     _check_context(recipe)

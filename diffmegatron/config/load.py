@@ -234,7 +234,7 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 def _overridden(
     values: Values, origins: Origins, overrides: Sequence[str], to_plan: bool = False
 ) -> tuple[Values, Origins]:
-    """Apply the overrides of the command line, import the user's code, and read further files.
+    """Apply overrides, import the user's code, and read the files that ``model.attention`` names.
 
     Returns:
         The resulting values, and the origin of each key.

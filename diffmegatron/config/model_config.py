@@ -104,7 +104,7 @@ class ModelConfig(Section):
 
     @property
     def replaced(self) -> Variant | None:
-        """Differential attention that ``baseline`` has replaced; None without ``baseline``."""
+        """Attention that ``baseline`` has replaced; None without ``baseline``."""
         return self._replaced
 
     @property

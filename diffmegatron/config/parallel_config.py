@@ -8,7 +8,7 @@ from diffmegatron.section import Ranks, Section, Size
 
 
 class ParallelConfig(Section):
-    """Parallel layout. The data-parallel size is the ranks over tensor x context x pipeline."""
+    """Parallel layout. Data-parallel size: number of ranks / (tensor x context x pipeline)."""
 
     tensor: Ranks = 1
     pipeline: Ranks = 1

@@ -29,11 +29,12 @@ class GuardConfig(Section):
     """Reaction to a step whose loss or gradient norm is not finite or is a spike.
 
     The update of a step that is not finite is never applied. A spike is a loss or gradient norm
-    more than ``sigma`` standard deviations above the mean of the last ``window`` applied steps; it
-    is detected as soon as half a window of steps exists. ``spikes`` selects whether a spike is
-    ignored, recorded (its update is applied), or skipped. After ``patience`` consecutive skipped
-    steps the run stops (``then: stop``), or it returns to its newest good checkpoint and continues
-    with the data after the skipped steps (``then: rollback``, at most ``max_rollbacks`` times).
+    more than ``sigma`` standard deviations above the mean of the last ``window`` applied steps;
+    spikes are detected once half a window of steps has been applied. ``spikes`` selects whether a
+    spike is ignored, recorded (its update is applied), or skipped. After ``patience`` consecutive
+    skipped steps the run stops (``then: stop``), or it returns to its newest good checkpoint and
+    continues with the data after the skipped steps (``then: rollback``, at most ``max_rollbacks``
+    times).
     """
 
     spikes: Literal["ignore", "record", "skip"] = "record"

@@ -253,7 +253,10 @@ def gains(part: dict[str, Any], name: str) -> list[float]:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Return a part as a Markdown table; the gain over the control has its standard deviation."""
+    """Return a part as a Markdown table of means over the seeds.
+
+    The gain over the control also has its standard deviation over the seeds.
+    """
     lines = [
         f"{part['tokens']:,} tokens in {part['steps']} steps; "
         f"{len(part['arms']['control']['runs'])} seeds. Held-out loss in nats.\n",

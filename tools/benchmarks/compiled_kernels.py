@@ -42,8 +42,8 @@ class Usage(NamedTuple):
 
     Attributes:
         stack: bytes of stack per thread, which holds spilled registers.
-        spills: number of stack instructions between the first and the last matrix product. Because
-            of their place they are within loops.
+        spills: number of instructions that access the stack between the first and the last matrix
+            product. All products are in loops, so most of these instructions are too.
         shared: bytes of shared memory.
         products: multiply-adds of all matrix products, each loop counted once.
         cycles: estimated cycles of Hopper's tensor cores for these products (`_cycles`).
@@ -140,8 +140,9 @@ def compile_launches(
         dtype: dtype of queries, keys and values.
         head_dim: width of a head, d.
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
-        variant: "plain", with the headwise "norm", with "documents", "grouped" (one map per call),
-            or "softmax" (one map, values as wide as queries).
+        variant: "plain"; "norm" adds the headwise norm; "documents" packs two documents; "grouped"
+            has four signal heads per noise head, with one map per call; "softmax" has one map, and
+            values as wide as queries.
 
     Returns:
         Compiled kernels by name, without the ending "_kernel".

@@ -101,7 +101,7 @@ def by_turns(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
     """Run the steps alternately, and return the CPU seconds of each run by name.
 
     Args:
-        steps: functions to time by name; each has three warm-up runs before.
+        steps: functions to time, by name. Before the measurement each runs three times as warm-up.
         seconds: CPU seconds to spend in total.
     """
     taken: dict[str, list[float]] = {name: [] for name in steps}
@@ -178,7 +178,7 @@ def our_step(
 
 
 def plain_step(batch: Batch, recipe: Recipe, *, fused: bool) -> Step:
-    """Return a function that runs the plain step of `transformers`' DiffLlama, with its loss."""
+    """Return a function that trains `transformers`' DiffLlama for a step and returns the loss."""
     optimizer_config = recipe.optimizer
     model = AutoModelForCausalLM.from_config(to_hf_config(recipe, 0, torch.float32))
     optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""Measure the phases from the start of a small run to its first step on a CPU, and `--help`.
+"""Measure the time of a small run's start on a CPU, by phase up to the first step, and of `--help`.
 
 Each measurement is a new process. It imports torch, Megatron-core, the modules of a run and
 DeepSpeed, builds the network of `configs/quickstart.yaml` and takes one step. The mode "train"

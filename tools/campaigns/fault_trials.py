@@ -272,7 +272,7 @@ def broken_archive(suffix: str, pack: Callable[[bytes], bytes]) -> Trial:
 
 
 def changed_while_read(copy: Path, pick: random.Random) -> bool:
-    """Extend, shorten, replace or remove a file after some of its documents were read."""
+    """Change or remove a file after some of its documents were read, which must be refused."""
     path = copy / "in.jsonl"
     (file,) = find_files([path], "*")
     records = read_records(file, ("text",), 1 << 20)
@@ -290,7 +290,7 @@ def changed_while_read(copy: Path, pick: random.Random) -> bool:
 
 
 def odd_name(copy: Path, pick: random.Random) -> bool:
-    """Prepare a file whose name has arbitrary bytes."""
+    """Prepare a file whose name has arbitrary bytes, which must give the same tokens."""
     name = bytes(pick.choice([*range(1, 47), *range(48, 256)]) for _ in range(pick.randint(1, 60)))
     source = os.fsdecode(b"a" + name + b".jsonl")
     (copy / source).write_bytes(JSONL)

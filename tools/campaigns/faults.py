@@ -103,7 +103,7 @@ def add_trials(report: dict, folder: Path, arguments: argparse.Namespace) -> Non
     The kills and stops under torchrun are also reported as classes. If the disturbed run ended with
     the same bits as the undisturbed run, it has survived all of them; otherwise none of them.
     """
-    logging.disable(logging.WARNING)  # every damaged cache and file of metrics logs a line
+    logging.disable(logging.WARNING)  # each damaged cache and each full disk logs a warning
     started, kept = time.monotonic(), report["kept_its_promise"]
     classes: dict[str, dict] = {
         kind: {"tried": number, "survived": number if kept else 0}

@@ -58,7 +58,7 @@ class MixedDiffConfig(DiffBaseConfig):
         return (named + rest)[0]
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
-        """Return a layer's configuration, of the class for the model type of its attention."""
+        """Return the configuration of a layer, as an object of its model type's class."""
         own = dict(self.layer_kind(layer_idx))
         own.pop("layers")
         return KINDS[own.pop("model_type")](

@@ -36,7 +36,7 @@ from .configuration_diff_v2 import DiffV2Config
 
 
 class DiffV2Attention(LlamaAttention):
-    """DIFF V2 attention, whose input a layer has normalized.
+    """DIFF V2 attention over the normalized input of a layer.
 
     ``q_proj`` has d rows per head: h / r groups, each with r signal heads followed by their noise
     head. (With r = 1, heads 2i and 2i + 1 are a signal head and its noise head.) Consecutive groups

@@ -76,7 +76,7 @@ class NoiseHeads(nn.Module):
 
 
 class GroupedDiffAttention(LlamaAttention):
-    """Grouped differential attention, whose input a layer has normalized.
+    """Grouped differential attention over the normalized input of a layer.
 
     The docstring of this module has the order of the heads in the projections.
     """
