@@ -25,7 +25,7 @@ from diffmegatron.hf.weight_mapping import Weights, table, to_hf
 
 MAX_SHARD_BYTES = 4 * 2**30
 MAX_VERIFY_TOKENS = 256
-# Text for the only reason why two float32 networks with equal weights have different logits.
+# Printed reason why two float32 networks with equal weights have slightly different logits.
 SUMMATION = "float32 sums depend on their order"
 
 

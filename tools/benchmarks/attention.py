@@ -323,8 +323,8 @@ def main(argv: Sequence[str]) -> None:
     }
     backends = backends_to_time(arguments)
     for length in arguments.lengths:
-        # Compile again for each length, as in training; otherwise torch would compile for any
-        # length.
+        # Compile again for each length, as in training. Otherwise torch would compile kernels that
+        # accept any length.
         torch.compiler.reset()
         rows, failures = measure(build_forms(arguments, backends, length), arguments)
         for form, row in rows.items():
