@@ -118,13 +118,14 @@ class TensorFile:
         size = self.path.stat().st_size
         with self.path.open("rb") as stream:
             beginning = stream.read(_LENGTH_BYTES)
-            if beginning[:2] in _PICKLES:
-                raise UserError(
-                    f"{shown(self.path)} is a pickle, which can run any program when it is read; "
-                    "checkpoints consist only of safetensors, JSON and YAML"
-                )
             length = int.from_bytes(beginning, "little")
             if length > min(size - _LENGTH_BYTES, MAX_BYTES):
+                # A valid length, such as 640, can have the first bytes of a pickle.
+                if beginning[:2] in _PICKLES:
+                    raise UserError(
+                        f"{shown(self.path)} is a pickle, which can run any program when it is "
+                        "read; checkpoints consist only of safetensors, JSON and YAML"
+                    )
                 raise self._unreadable("its header is truncated")
             return stream.read(length), size
 

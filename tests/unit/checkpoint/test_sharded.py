@@ -152,6 +152,18 @@ def test_a_pickle_is_refused_and_not_run(kind, tmp_path):
     assert proof.exists(), "the exploit would have worked"
 
 
+@pytest.mark.parametrize(
+    "length", [0x0280, 0x0380, 0x0480, 0x0580, int.from_bytes(b"PK", "little")]
+)
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length, tmp_path):
+    path, tensors = tmp_path / "file.safetensors", {"weight": torch.arange(3.0)}
+    writing.write_safetensors(path, tensors, {"key": ""})
+    shortest = int.from_bytes(path.read_bytes()[:8], "little")
+    writing.write_safetensors(path, tensors, {"key": "x" * (length - shortest)})
+    assert int.from_bytes(path.read_bytes()[:8], "little") == length
+    assert reading.TensorFile(path).array("weight").tolist() == [0.0, 1.0, 2.0]
+
+
 def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_BUFFER", 1000)  # several chunks per tensor, several flushes
     tensors = {"bytes": torch.arange(5, dtype=torch.uint8), "empty": torch.empty(0)}
