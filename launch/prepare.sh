@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Prepare a corpus in parts as a Slurm job array, then merge the parts. Run this on a login node:
 #   launch/prepare.sh 64 corpora/web raw/web [more inputs, and options of diffmegatron prepare]
-# The same command resumes: unfinished parts continue at their last commit, finished ones are verified.
+# The same command resumes: unfinished parts continue at their last commit, finished parts are verified.
 # To prepare only some parts: sbatch --array=3,7 launch/prepare.sh 64 corpora/web raw/web ...
-# Set account, partition etc. in the environment: SBATCH_ACCOUNT, SBATCH_PARTITION, ...
+# Set account, partition etc. with environment variables: SBATCH_ACCOUNT, SBATCH_PARTITION, ...
 #SBATCH --job-name=prepare
 #SBATCH --cpus-per-task=16
 #SBATCH --time=24:00:00
@@ -24,7 +24,7 @@ if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
     --dependency="afterok:${array%%;*}" --wrap="$merge"
   exit
 fi
-# At the time limit requeue this part. It resumes from its last commit.
+# Near the time limit, requeue this part. It then resumes from its last commit.
 trap 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; exit 1' USR1
 diffmegatron prepare --output "$prefix" --part "$SLURM_ARRAY_TASK_ID/$parts" \
   --workers "$SLURM_CPUS_PER_TASK" "$@" &

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train under Slurm, one task per GPU. The job requeues itself at the time limit and after a fault.
 #   sbatch --nodes=4 launch/slurm.sh configs/diff_3b_350b.yaml [KEY=VALUE ...]
-# diffmegatron launch replaces the lines up to run_dir="" by its own (sbatch_file.py).
+# `diffmegatron launch` replaces the lines from here to run_dir="" by lines of its own (sbatch_file.py).
 #SBATCH --job-name=diffmegatron
 #SBATCH --gpus-per-node=8
 #SBATCH --ntasks-per-node=8
@@ -13,16 +13,16 @@
 container_command=()  # command prefix that runs this package inside a container
 srun_options=()
 spares=0              # number of nodes without ranks, which replace failed nodes
-run_dir=""            # folder of the ledger, in case a mistake in the recipe hides its run_dir
+run_dir=""            # folder of the run, for the case that a mistake in the recipe makes it unreadable
 set -uo pipefail
-# In a job array SLURM_JOB_ID may be the number of the whole array.
+# In a job array SLURM_JOB_ID may be the number of the array, so build the number of this task.
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 job="${job:-$SLURM_JOB_ID}"
 every_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 needed=$((SLURM_JOB_NUM_NODES - spares))
 export SLURM_NTASKS=$((needed * SLURM_NTASKS_PER_NODE))
-# Print when the job ends, in seconds since 1970, or "none" without a time limit. Only the scheduler
-# has the current value, because scontrol can change it while the job runs.
+# Print the time when the job will end, in seconds since 1970, or "none" without a time limit. Ask the
+# scheduler, because scontrol can change the time limit while the job runs.
 job_end() {
   local end
   end="$(squeue --noheader --jobs="$job" --format=%e)" || return
@@ -35,7 +35,7 @@ job_end() {
 if [ -z "${SLURM_JOB_END_TIME:-}" ] && end="$(job_end)" && [ "$end" != none ]; then
   export SLURM_JOB_END_TIME="$end"
 fi
-# The ranks compare these two with the measured time of a save.
+# The ranks compare these two times (in seconds) with the measured time of a save.
 DIFFMEGATRON_SIGNAL_SECONDS="$(sed -n 's/^#SBATCH --signal=USR1@//p' "$0")"
 DIFFMEGATRON_KILL_WAIT="$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\) .*/\1/p')"
 export DIFFMEGATRON_SIGNAL_SECONDS DIFFMEGATRON_KILL_WAIT
@@ -43,18 +43,19 @@ export DIFFMEGATRON_SIGNAL_SECONDS DIFFMEGATRON_KILL_WAIT
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
   export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
-# Slurm does not requeue a job at its time limit, so the script does. An unfinished save is lost then,
-# and the run resumes from the checkpoint before it. A cancelled job ends. Slurm repeats SIGTERM, which
-# the inner trap ignores because it would also end squeue.
+# Slurm does not requeue a job at its time limit, so this script does. A save that is unfinished at that
+# time is lost, and the run resumes from the checkpoint before it. A cancelled job is not requeued. Slurm
+# repeats SIGTERM; the inner trap ignores it, because it would also end squeue.
 trap 'trap "" TERM
 if [ "$(squeue --noheader --jobs="$job" --format=%r)" = TimeLimit ]; then
   scontrol requeue "$job"
 fi
 exit 1' TERM
 
-# The shell around one rank, in the preflight checks and in the training. It replaces the exit status
-# 75 (saved) by 0, because srun would kill the other ranks before they have written their ends. If the
-# rank could not write its end, the shell writes the status.
+# Script of the shell that runs one rank, in the preflight checks and in the training. When a rank ends,
+# it writes how it ended to a file rank_NNNNN.json. If it could not, the shell writes its exit status to
+# this file. The shell replaces exit status 75 (stopped and saved) by 0, because with another status srun
+# would kill the other ranks before they have written their files.
 # shellcheck disable=SC2016  # the ranks' shells expand it
 rank='
   trap : TERM USR1 INT  # the signals are for the command; the shell waits until it ends
@@ -70,21 +71,21 @@ rank='
       "$status" "$SLURMD_NODENAME" -1 >"$end.tmp" && mv "$end.tmp" "$end.json"
   fi
   [ "$status" -eq 75 ] || exit "$status"'
-# Write the end of the job into a file that the ranks read, if it has changed.
+# If the time when the job will end has changed, write it to a file that the ranks read.
 note_job_end() {
   local end noted="$DIFFMEGATRON_ATTEMPT/job_end"
   end="$(job_end)" || return
   [ "$end" = "$(cat "$noted" 2>/dev/null)" ] ||
     { echo "$end" >"$noted.tmp" && mv "$noted.tmp" "$noted"; }
 }
-# List the files of the ranks that have ended a phase, one per rank.
+# List the files of the ranks that have ended phase $1, one file per rank.
 ended_ranks() {
   compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.json"
   [ "$1" != preflight ] || compgen -G "$DIFFMEGATRON_ATTEMPT/rank_*.fit"
 }
-# Watch the ranks of phase $1 under the srun with process id $2. This runs in the background until srun
-# has ended. If the slurmstepd of a node was killed, srun never learns that the ranks there have ended,
-# and waits forever.
+# Watch the ranks of phase $1, which the srun with process id $2 runs. This function runs in the
+# background until srun has ended. If the slurmstepd of a node was killed, srun never notices that the
+# ranks on this node have ended, and waits forever; this function then ends srun.
 watch() {
   local second all_ended=0
   for ((second = 0; ; second++)); do
@@ -100,10 +101,10 @@ watch() {
     sleep 1
   done
 }
-# Run phase $1 (preflight or train) on all ranks. Their output goes to ranks.log, each line with its
-# rank; the output of rank 0 and of srun also goes to the log of the job. --kill-on-bad-exit ends the
-# job step if one rank fails. --overlap lets a phase start although Slurm counts an earlier one, which
-# lost a slurmstepd, as running until the job ends.
+# Run phase $1 (preflight or train) on all ranks. Their output goes to ranks.log, each line with the
+# number of its rank; the output of rank 0 and of srun also goes to the log of the job.
+# --kill-on-bad-exit ends the job step if one rank fails. --overlap is needed because a phase that lost a
+# slurmstepd counts as running until the job ends; without it the next phase could not start.
 drop_other_ranks='/^[ 0]*[1-9][0-9]*: /d; s/^[ 0]*0: //'
 run_ranks() {
   PHASE="$1" srun --nodes="$needed" --nodelist="$nodes" --kill-on-bad-exit=1 --overlap --label \
@@ -120,7 +121,7 @@ run_ranks() {
 }
 recorded_variables='^(CUDA|DIFFMEGATRON|FI|GLOO|MASTER|NCCL|OMP|PATH|PYTHONPATH|SLURM|TORCH|UCX|WORLD)'
 status=69 bad=""
-while [ "$status" -eq 69 ]; do  # a fault in training begins the next attempt without a requeue
+while [ "$status" -eq 69 ]; do  # 69: a fault; the next attempt begins without a requeue
   every_node="$(grep -vxF "$(tr , '\n' <<<"$bad")" <<<"$every_node")"
   nodes="$(head -n "$needed" <<<"$every_node" | paste -sd,)"
   # A mistake in the recipe (exit status 2) ends the job here.
@@ -137,8 +138,8 @@ done
 if [ "$status" -ne 75 ]; then
   exit "$status"
 fi
-# Bad nodes can be excluded only while the job is pending, so requeue it first. The requeue sends
-# SIGTERM to this script. Enough nodes must remain for the job to start.
+# Nodes can be excluded only while the job is pending, so requeue it first. Ignore SIGTERM, which the
+# requeue sends to this script. Exclude the bad nodes only if enough nodes remain to start the job.
 trap '' TERM
 scontrol requeue "$job" || exit
 if [ -n "$bad" ]; then

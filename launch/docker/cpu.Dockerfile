@@ -1,4 +1,4 @@
-# Without GPUs: to prepare data, plan, rehearse, export, and run the quickstart.
+# Image for machines without GPUs: prepare data, plan, rehearse, export, and run the quickstart.
 #   docker build --file launch/docker/cpu.Dockerfile --tag diffmegatron-cpu .
 #   docker run --volume "$PWD":/workspace diffmegatron-cpu quickstart
 FROM python:3.12-slim
@@ -10,8 +10,8 @@ RUN apt-get update \
 
 WORKDIR /opt/diffmegatron
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-# torch comes first, from an index with builds without CUDA if one is given. That index lacks the
-# pinned versions of what torch depends on; the next step installs these.
+# Install torch first. TORCH_INDEX may name an index that has builds of torch without CUDA. Such an
+# index lacks the pinned versions of torch's dependencies, which the last step installs.
 ARG TORCH_INDEX=""
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
     --no-deps --constraint constraints.txt torch
