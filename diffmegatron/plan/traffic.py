@@ -203,8 +203,8 @@ def _context(recipe: Recipe) -> float:
         heads = kind.heads
         pair = 2 * tokens * heads.key_channels / parallel.tensor
         if communication == "ulysses":
-            # The operation "softmax" sends the outputs of the single softmax maps, which the
-            # attention variant combines after the communication.
+            # An operation on single maps sends the output of each map, and the attention variant
+            # combines the outputs after the communication.
             is_softmax = kind.operation == "softmax"
             results = heads.query_channels if is_softmax else heads.output_channels
             others = tokens * (heads.query_channels + results) / parallel.tensor
