@@ -65,7 +65,7 @@ class CheckpointStore:
             try:
                 read_manifest(self.path(step))
             except UserError as error:
-                log.warning("checkpoint passed over: %s", error)
+                log.warning("skipped a damaged checkpoint: %s", error)
                 continue
             found.append(step)
         return found

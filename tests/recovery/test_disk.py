@@ -268,7 +268,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_older_used(
     DAMAGES[damage](tmp_path / "run" / "checkpoints" / "step_00000012")
     with caplog.at_level(logging.WARNING):
         train(tiny_recipe(*SHORT))
-    assert "checkpoint passed over" in caplog.text and "step_00000012" in caplog.text
+    assert "skipped a damaged checkpoint" in caplog.text and "step_00000012" in caplog.text
     assert "resuming from" in (said := capfd.readouterr().out) and "step_00000008" in said
     assert losses(tmp_path / "run") == losses(finished / "run")
     newest = CheckpointStore(tmp_path / "run").latest()
@@ -285,7 +285,7 @@ def test_a_manifest_of_another_run_is_found_by_its_checksums(
     newest = "checkpoints/step_00000012"
     shutil.copy(tmp_path / "other" / newest / "manifest.json", tmp_path / "run" / newest)
     train(tiny_recipe(*SHORT))
-    assert "checkpoint passed over" in caplog.text
+    assert "skipped a damaged checkpoint" in caplog.text
     assert losses(tmp_path / "run") == losses(finished / "run")
 
 
@@ -293,7 +293,7 @@ def test_where_none_is_good_the_run_does_not_begin_anew(tiny_recipe, finished, t
     shutil.copytree(finished / "run", tmp_path / "run")
     for step in CheckpointStore(tmp_path / "run").steps():
         flip(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "rank_00000.safetensors")
-    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is whole"):
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is intact"):
         train(tiny_recipe(*SHORT))
 
 

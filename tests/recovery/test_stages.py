@@ -206,7 +206,7 @@ def test_a_start_from_a_flipped_bit_is_refused(staged, tiny_recipe, tmp_path):
     flip(newest)
     for path, sentence in {
         newest: r"rank_00000.safetensors is damaged: its checksum",
-        first.run_dir: r"none of the 1 checkpoints in .* is whole",
+        first.run_dir: r"none of the 1 checkpoints in .* is intact",
     }.items():
         with pytest.raises(UserError, match=sentence):
             train(tiny_recipe(f"checkpoint.start_from={path}"))
@@ -218,7 +218,7 @@ def test_a_start_from_a_run_takes_its_newest_good_checkpoint(staged, tiny_recipe
     train(first)
     flip(CheckpointStore(Path(first.run_dir)).latest())
     train(tiny_recipe("training.steps=3", f"checkpoint.start_from={first.run_dir}"))
-    assert "checkpoint passed over" in caplog.text and "step_00000004" in caplog.text
+    assert "skipped a damaged checkpoint" in caplog.text and "step_00000004" in caplog.text
     assert "starting with the weights of" in (said := capfd.readouterr().out)
     assert "step_00000002" in said
 

@@ -107,11 +107,11 @@ def newest_good(
             return open_together(store.path(step), parallel_state)
         except UserError as error:
             if parallel_state.is_main:
-                log.warning("checkpoint passed over: %s", error)
+                log.warning("skipped a damaged checkpoint: %s", error)
     if steps and before is None:
         raise UserError(
-            f"none of the {len(steps)} checkpoints in {shown(store.directory)} is whole; put back "
-            "one that is, or move them away to start over"
+            f"none of the {len(steps)} checkpoints in {shown(store.directory)} is intact; "
+            "restore one, or move them away to start over"
         )
     return None
 
