@@ -352,9 +352,9 @@ def summary(launch: Submission) -> list[str]:
         attempts = math.ceil(plan.time.days * 86_400 / job.cluster.seconds)
         lines.append(
             f"{plan.run_dir}: {job.nodes} nodes, {job.ranks} ranks, "
-            f"{plan.heaviest.total / 2**30:.1f} GiB per rank; an estimate of {plan.time.days:.1f} "
-            f"days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, in {attempts} "
-            f"attempt{'s' if attempts > 1 else ''} of {job.cluster.time_limit}"
+            f"{plan.largest_stage.total / 2**30:.1f} GiB per rank; an estimate of "
+            f"{plan.time.days:.1f} days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, "
+            f"in {attempts} attempt{'s' if attempts > 1 else ''} of {job.cluster.time_limit}"
         )
     if not launch.plans:
         lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU name")

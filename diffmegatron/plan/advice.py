@@ -39,7 +39,7 @@ def warnings(
 def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if layout.tensor > GPUS_PER_NODE:
         yield (
-            f"parallel.tensor {layout.tensor} reaches beyond a node of {GPUS_PER_NODE} GPUs; "
+            f"parallel.tensor {layout.tensor} exceeds a node of {GPUS_PER_NODE} GPUs; "
             "parallel.pipeline costs less between nodes"
         )
     if layout.tensor > 1 and not layout.sequence_parallel:

@@ -92,7 +92,7 @@ class Plan:
         return self.tokens * self.flops_per_token.training
 
     @property
-    def heaviest(self) -> StageMemory:
+    def largest_stage(self) -> StageMemory:
         """Memory of the pipeline stage whose ranks need most."""
         return max(self.memory, key=lambda stage: stage.total)
 

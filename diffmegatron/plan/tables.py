@@ -43,7 +43,7 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
         console.print(names, soft_wrap=True)
     if _NETWORK not in same:
         console.print(f"[bold]{plan.attention}[/bold] attention: {plan.heads}", highlight=False)
-        console.print(f"Its Transformer: {_baseline(plan)}", highlight=False)
+        console.print(f"Baseline Transformer: {_baseline(plan)}", highlight=False)
         console.print(_parameter_table(plan))
     console.print(_run_table(plan))
     if _MEMORY not in same:
@@ -119,15 +119,15 @@ def _run_table(plan: Plan) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    heaviest = plan.heaviest
+    largest = plan.largest_stage
     title = "Memory per rank"
     if len(plan.memory) > 1:
-        title += f", stage {heaviest.stage + 1} of {len(plan.memory)}"
-    unit, scale = _unit(heaviest.total, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
-    rows = [(name, _figure(size / scale)) for name, size in _memory_rows(heaviest)]
-    totals = [("peak (estimate)", _figure(heaviest.total / scale))]
-    if heaviest.host:
-        totals.append(("in the host's memory", _figure(heaviest.host / scale)))
+        title += f", stage {largest.stage + 1} of {len(plan.memory)}"
+    unit, scale = _unit(largest.total, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
+    rows = [(name, _figure(size / scale)) for name, size in _memory_rows(largest)]
+    totals = [("peak (estimate)", _figure(largest.total / scale))]
+    if largest.host:
+        totals.append(("in the host's memory", _figure(largest.host / scale)))
     return _table(title, ("part", unit), rows, totals)
 
 
@@ -188,7 +188,7 @@ def _time_table(plan: Plan) -> Table:
     rows = [
         ("computing, recomputation included", _seconds(time.compute)),
         (
-            f"communication that nothing hides ({time.collectives:,} collectives)",
+            f"communication not overlapped ({time.collectives:,} collectives)",
             _seconds(time.communication),
         ),
         (f"pipeline bubble ({time.bubble:.1%})", _seconds(time.idle)),

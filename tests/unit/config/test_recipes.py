@@ -366,7 +366,7 @@ def test_the_recipes_of_pretrained_models_fit_8_a100_and_so_do_the_controls(name
         recipe = load_recipe(CONFIGS / f"{name}.yaml", overrides, to_plan=True)
         plan = plan_recipe(recipe, 8, "A100")
         assert plan.warnings == ()
-        assert plan.heaviest.total < 0.9 * 80 * 2**30
+        assert plan.largest_stage.total < 0.9 * 80 * 2**30
         layout = layout or plan.layout
         assert plan.layout == layout
 
@@ -402,7 +402,7 @@ def test_recipes_at_scale_fit_h100_without_a_warning(name, prefix):
     recipe = load(f"at_scale/{prefix}_{name}")
     plan = plan_recipe(recipe, AT_SCALE[name])
     assert plan.warnings == ()
-    assert plan.heaviest.total < 0.9 * 80 * 2**30
+    assert plan.largest_stage.total < 0.9 * 80 * 2**30
 
 
 @pytest.mark.parametrize("name", AT_SCALE)
@@ -432,7 +432,7 @@ def test_the_64k_recipe_shares_a_sequence_over_a_node():
     recipe = load("at_scale/diff_3b_64k_64gpus")
     assert recipe.parallel.context == 8
     assert recipe.training.seq_length == 65_536
-    loss = plan_recipe(recipe, 64).heaviest.loss
+    loss = plan_recipe(recipe, 64).largest_stage.loss
     assert 65_536 / 8 * 100_288 < loss.beside < 65_536 / 8 * 100_288 * 6
 
 

@@ -72,7 +72,7 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
         ([f"{HEADS}=6", "model.attention.head_dim=0"], 2, "head_dim 256 is above the paper's 128"),
         ([f"{HEADS}=6"], 2, "is 1536, narrower than hidden_size 3072"),
         (["model.attention.headwise_norm=false"], 2, "3.122 instead of 3.062"),
-        (["parallel.tensor=16", f"{HEADS}=16"], 16, "reaches beyond a node of 8 GPUs"),
+        (["parallel.tensor=16", f"{HEADS}=16"], 16, "exceeds a node of 8 GPUs"),
         (["parallel.tensor=2"], 2, "sequence_parallel is off with parallel.tensor 2"),
         (["parallel.pipeline=4"], 2048, "2 microbatches do not fill parallel.pipeline 4"),
         (["model.num_layers=56", "training.micro_batch_size=1"], 2, "an estimated"),
@@ -146,9 +146,9 @@ def test_the_table_shows_every_number():
     text = printed(plan)
     for number in ("1,056,964,608", "3.17B", "3.79B", "238,419", "4,194,304", "8 ranks", "ZeRO"):
         assert number in text
-    assert "diff_v1 attention: 12 heads of 128\nIts Transformer: 24 heads, 3.79B param" in text
+    assert "diff_v1 attention: 12 heads of 128\nBaseline Transformer: 24 heads, 3.79B param" in text
     assert "stage 1 of 2" in text
-    assert f"{plan.heaviest.total / 2**30:.2f}" in text
+    assert f"{plan.largest_stage.total / 2**30:.2f}" in text
 
 
 def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
@@ -159,9 +159,9 @@ def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
         )
     )
     memory, sent = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")
-    assert "MiB" in memory and f"{plan.heaviest.total / 2**20:.2f}" in memory
+    assert "MiB" in memory and f"{plan.largest_stage.total / 2**20:.2f}" in memory
     (weights,) = (line for line in memory.splitlines() if "weights" in line)
-    assert f"{plan.heaviest.weights / 2**20:.2f}" in weights
+    assert f"{plan.largest_stage.weights / 2**20:.2f}" in weights
     # One rank sends nothing, and a run of seconds has no table of times.
     assert "GB" in sent and "0.00" in sent
     assert "The run would take less than a minute" in " ".join(sent.split())
@@ -172,7 +172,7 @@ def test_what_a_tiny_network_needs_is_not_printed_as_nothing():
 def test_a_figure_far_below_its_unit_is_not_printed_as_nothing():
     """The optimizer's share of LoRA's few weights, in GiB beside the network's."""
     plan = plan_recipe(load("model.lora={rank: 1, alpha: 1, targets: [linear_qkv]}"), 8)
-    assert 0 < plan.heaviest.optimizer / 2**30 < 0.005
+    assert 0 < plan.largest_stage.optimizer / 2**30 < 0.005
     memory = printed(plan).split("Memory per rank")[1].split("Sent per step and rank")[0]
     (line,) = (line for line in memory.splitlines() if "optimizer" in line)
     assert "<0.01" in line
@@ -211,7 +211,7 @@ def test_both_of_a_pair_are_counted(override, capsys):
     assert own["training"] - baseline["training"] == 3 * 28 * flops
     text = printed(plan_recipe(recipe, 2))
     assert f"{kind} attention: {heads} heads of {head_dim}" in text
-    assert f"Its Transformer: {baseline_heads} heads" in text
+    assert f"Baseline Transformer: {baseline_heads} heads" in text
     assert f"{values['kv_cache_bytes_per_token']:,} bytes" in text
 
 
@@ -262,15 +262,15 @@ def test_memory_is_judged_by_the_hardware_named():
         ["parallel.pipeline=28", "parallel.offload_optimizer=true"],
     ],
 )
-def test_the_peak_is_that_of_the_heaviest_stage(overrides):
+def test_the_peak_is_that_of_the_largest_stage(overrides):
     recipe = load(*overrides)
     ranks = recipe.parallel.model_ranks * 2
-    heaviest = max(stage.total for stage in memory_by_stage(recipe, ranks))
-    assert peak_memory(recipe, ranks) == heaviest
+    largest = max(stage.total for stage in memory_by_stage(recipe, ranks))
+    assert peak_memory(recipe, ranks) == largest
 
 
 @pytest.mark.parametrize(("layers", "end"), [(40, 0), (20, -1)])
-def test_either_end_of_a_pipeline_may_be_the_heaviest(layers, end):
+def test_either_end_of_a_pipeline_may_be_the_largest(layers, end):
     overrides = ["parallel.pipeline=5", "recompute.granularity=full", f"model.num_layers={layers}"]
     recipe = load(*overrides, path=LARGE)
     totals = [stage.total for stage in memory_by_stage(recipe, 20)]
