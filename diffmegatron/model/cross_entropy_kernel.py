@@ -34,7 +34,7 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     group: distributed.ProcessGroup | None = None,
-    used: int | None = None,
+    unpadded_size: int | None = None,
 ) -> Tensor:
     """Return the loss -log softmax(logits)[label] of each row.
 
@@ -44,15 +44,15 @@ def cross_entropy(
             overwritten with their gradient in the backward pass.
         labels: [rows] int64, ids in the whole vocabulary.
         group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded.
-        used: number of ids in this rank's shard before its padding. Logits of padding are left out
-            of the softmax, and their gradient is 0. None for no padding.
+        unpadded_size: number of ids in this rank's shard before its padding. Logits of padding are
+            left out of the softmax, and their gradient is 0. None for no padding.
 
     Returns:
         Losses [rows], computed in float32 (in float64 for float64 logits), the same on every rank
         of the group.
     """
     losses: Tensor = _CrossEntropy.apply(
-        logits, labels, group, logits.shape[1] if used is None else used
+        logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
     )
     return losses
 
@@ -64,28 +64,28 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         group: distributed.ProcessGroup | None,
-        used: int,
+        unpadded_size: int,
     ) -> Tensor:
         logits = logits.contiguous()
         rank = 0 if group is None else distributed.get_rank(group)
         own_labels = labels.contiguous() - rank * logits.shape[1]
-        largest, total, of_label = _statistics(logits, own_labels, used)
+        largest, total, of_label = _statistics(logits, own_labels, unpadded_size)
         if group is not None and distributed.get_world_size(group) > 1:
             largest, total, of_label = _over_ranks(largest, total, of_label, group)
         log_total = total.log() + largest
         ctx.save_for_backward(logits, own_labels, log_total)
-        ctx.used = used
+        ctx.unpadded_size = unpadded_size
         return log_total - of_label
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, own_labels, log_total = ctx.saved_tensors
-        rows, words = logits.shape
-        grid = (rows, triton.cdiv(words, BLOCK))
+        rows, shard_size = logits.shape
+        grid = (rows, triton.cdiv(shard_size, BLOCK))
         with on_device(logits):
             gradient_kernel[grid](
-                logits, own_labels, log_total, grad.contiguous(), words, ctx.used,
+                logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
                 BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
             )  # fmt: skip
         # A second backward pass would read the overwritten logits. Make autograd refuse it.
@@ -93,20 +93,22 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None, None
 
 
-def _statistics(logits: Tensor, own_labels: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(
+    logits: Tensor, own_labels: Tensor, unpadded_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the statistics of each row over this rank's vocabulary shard, three tensors [rows].
 
     They are the largest logit; the sum of exp(logit - largest logit); and the logit of the label,
     or 0 if the label is in the shard of another rank.
     """
-    rows, words = logits.shape
+    rows, shard_size = logits.shape
     dtype = torch.promote_types(logits.dtype, torch.float32)
     largest, total, of_label = (
         torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(3)
     )
     with on_device(logits):
         statistics_kernel[(rows,)](
-            logits, own_labels, largest, total, of_label, words, used,
+            logits, own_labels, largest, total, of_label, shard_size, unpadded_size,
             BLOCK=BLOCK, ACCUMULATE=accumulate(logits), num_warps=WARPS,
         )  # fmt: skip
     return largest, total, of_label
@@ -130,8 +132,8 @@ def statistics_kernel(
     largest_ptr,
     total_ptr,
     of_label_ptr,
-    words,
-    used,
+    shard_size,
+    unpadded_size,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
@@ -141,19 +143,20 @@ def statistics_kernel(
     larger logit is found.
     """
     row = tl.program_id(0)
-    first = logits_ptr + row.to(tl.int64) * words
+    first = logits_ptr + row.to(tl.int64) * shard_size
     largest = tl.full([], -float("inf"), ACCUMULATE)
     total = tl.zeros([], ACCUMULATE)
-    for start in range(0, used, BLOCK):
-        word = start + tl.arange(0, BLOCK)
-        logits = tl.load(first + word, mask=word < used, other=-float("inf")).to(ACCUMULATE)
+    for start in range(0, unpadded_size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        is_token = index < unpadded_size
+        logits = tl.load(first + index, mask=is_token, other=-float("inf")).to(ACCUMULATE)
         larger = tl.maximum(largest, tl.max(logits, 0))
         # If all logits so far are -inf, -inf - (-inf) would be NaN, so subtract 0 instead.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logits - shift), 0)
         largest = larger
     label = tl.load(labels_ptr + row)
-    is_own = (label >= 0) & (label < used)
+    is_own = (label >= 0) & (label < unpadded_size)
     of_label = tl.load(first + label, mask=is_own, other=0.0).to(ACCUMULATE)
     tl.store(largest_ptr + row, largest)
     tl.store(total_ptr + row, total)
@@ -166,8 +169,8 @@ def gradient_kernel(
     labels_ptr,
     log_total_ptr,
     grad_ptr,
-    words,
-    used,
+    shard_size,
+    unpadded_size,
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
@@ -177,9 +180,9 @@ def gradient_kernel(
     row's loss. It is 0 for padding.
     """
     row = tl.program_id(0)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    pointers = logits_ptr + row.to(tl.int64) * words + word
-    logits = tl.load(pointers, mask=word < used, other=-float("inf")).to(ACCUMULATE)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointers = logits_ptr + row.to(tl.int64) * shard_size + index
+    logits = tl.load(pointers, mask=index < unpadded_size, other=-float("inf")).to(ACCUMULATE)
     softmax = tl.exp(logits - tl.load(log_total_ptr + row))
-    at_label = (word == tl.load(labels_ptr + row)).to(ACCUMULATE)
-    tl.store(pointers, tl.load(grad_ptr + row) * (softmax - at_label), mask=word < words)
+    at_label = (index == tl.load(labels_ptr + row)).to(ACCUMULATE)
+    tl.store(pointers, tl.load(grad_ptr + row) * (softmax - at_label), mask=index < shard_size)

@@ -50,7 +50,11 @@ def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) ->
 
 
 def cross_entropy(
-    megatrons: Losses, labels: Tensor, logits: Tensor, group: distributed.ProcessGroup, used: int
+    fallback: Losses,
+    labels: Tensor,
+    logits: Tensor,
+    group: distributed.ProcessGroup,
+    unpadded_size: int,
 ) -> Tensor:
     """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
 
@@ -58,25 +62,25 @@ def cross_entropy(
     without padding, and the padding's logits of 0 would be larger than most of its logits.
 
     Args:
-        megatrons: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
+        fallback: Megatron-core's cross-entropy, used if the Triton kernel cannot run.
         labels: [b, s].
         logits: [s, b, v], where v is the size of this rank's vocabulary shard. They may be
             overwritten.
         group: tensor-parallel ranks, which shard the vocabulary.
-        used: number of tokens in this rank's vocabulary shard before its padding.
+        unpadded_size: number of ids in this rank's vocabulary shard before its padding.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel
 
         losses = cross_entropy_kernel.cross_entropy(
-            logits.flatten(0, 1), labels.T.flatten(), group, used
+            logits.flatten(0, 1), labels.T.flatten(), group, unpadded_size
         )
         return losses.view(logits.shape[:2]).T.contiguous()
-    if used < logits.shape[-1]:
+    if unpadded_size < logits.shape[-1]:
         # Write in place, because the logits are the largest tensor. No earlier operation needs
         # their values in its backward pass.
-        logits[..., used:] = -torch.inf
-    return megatrons(labels, logits)
+        logits[..., unpadded_size:] = -torch.inf
+    return fallback(labels, logits)
 
 
 def _has_kernel(logits: Tensor) -> bool:

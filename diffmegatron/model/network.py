@@ -72,7 +72,7 @@ class VirtualStage(LanguageModule):
         self.model_type, self.vp_stage = ModelType.encoder_or_decoder, vp_stage
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = tied_embeddings
-        self.words, self.loss_chunk = vocab_size - vocab_padding, loss_chunk
+        self.unpadded_vocab_size, self.loss_chunk = vocab_size - vocab_padding, loss_chunk
         self._angles = cache(
             partial(
                 rotary_angles,
@@ -158,16 +158,23 @@ class VirtualStage(LanguageModule):
         return logits
 
     def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
-        logits, megatrons = self._logits(hidden), self.compute_language_model_loss
-        return cross_entropy(megatrons, labels, logits, self.tp_group, self._used(logits.shape[-1]))
+        logits = self._logits(hidden)
+        return cross_entropy(
+            self.compute_language_model_loss,
+            labels,
+            logits,
+            self.tp_group,
+            self._unpadded_size(logits.shape[-1]),
+        )
 
-    def _used(self, share: int) -> int:
-        """Return the number of this rank's rows of the output layer that are not padding.
+    def _unpadded_size(self, shard_size: int) -> int:
+        """Return the number of ids in this rank's vocabulary shard that are not padding.
 
         Args:
-            share: number of rows on this tensor-parallel rank, with padding.
+            shard_size: number of ids in the shard, with padding.
         """
-        return min(max(self.words - self.tp_group.rank() * share, 0), share)
+        first = self.tp_group.rank() * shard_size
+        return min(max(self.unpadded_vocab_size - first, 0), shard_size)
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
         """Return the id of the most likely token at each position.
@@ -179,10 +186,10 @@ class VirtualStage(LanguageModule):
             int64 [b, s], the same on every tensor-parallel rank. Padding is never returned. The id
             is -1 where a logit of any rank is not finite.
         """
-        group, share = self.tp_group, logits.shape[-1]
-        first, used = group.rank() * share, self._used(share)
-        bad = ~logits[..., :used].isfinite().all(-1)
-        padded = torch.arange(share, device=logits.device) >= used
+        group, shard_size = self.tp_group, logits.shape[-1]
+        first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
+        bad = ~logits[..., :unpadded_size].isfinite().all(-1)
+        padded = torch.arange(shard_size, device=logits.device) >= unpadded_size
         value, place = logits.float().masked_fill(padded, -torch.inf).max(-1)
         values, ids = (
             _gathered(x, group)

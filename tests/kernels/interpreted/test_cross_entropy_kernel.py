@@ -36,10 +36,10 @@ def expected(logits, labels, weights):
     return losses.detach(), exact.grad
 
 
-def computed(logits, labels, weights, group=None, used=None):
+def computed(logits, labels, weights, group=None, unpadded_size=None):
     # A copy, as the gradient is written over the logits; not a leaf, as they never are.
     given = logits.detach().clone().requires_grad_()
-    losses = cross_entropy(given * 1, labels, group, used)
+    losses = cross_entropy(given * 1, labels, group, unpadded_size)
     (losses * weights).sum().backward()
     return losses.detach(), given.grad
 
@@ -64,12 +64,12 @@ def test_losses_and_gradients_are_torchs(dtype, tolerance):
 def test_words_without_a_logit_have_no_part(by_count):
     logits, labels, weights = made()
     labels = labels.clamp(max=30)
-    used = None
+    unpadded_size = None
     if by_count:
-        used = 32
+        unpadded_size = 32
     else:
         logits[:, 32:] = -torch.inf
-    losses, gradient = computed(logits, labels, weights, used=used)
+    losses, gradient = computed(logits, labels, weights, unpadded_size=unpadded_size)
     exact_losses, exact_gradient = expected(logits[:, :32], labels, weights)
     torch.testing.assert_close(losses, exact_losses, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(gradient[:, :32], exact_gradient, rtol=1e-13, atol=1e-13)

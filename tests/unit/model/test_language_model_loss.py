@@ -26,9 +26,11 @@ def test_the_kernel_is_given_what_megatrons_loss_is(monkeypatch, overrides):
     weights = torch.arange(16.0).view(2, 8)
     calls = []
 
-    def torchs(logits, labels, group, used):
-        calls.append((group.size(), used))
-        return torch.nn.functional.cross_entropy(logits[:, :used], labels, reduction="none")
+    def torchs(logits, labels, group, unpadded_size):
+        calls.append((group.size(), unpadded_size))
+        return torch.nn.functional.cross_entropy(
+            logits[:, :unpadded_size], labels, reduction="none"
+        )
 
     def losses_and_gradients(network):
         network.zero_grad()
