@@ -199,9 +199,9 @@ def train(config: Config, overrides: Overrides = None) -> None:
     from diffmegatron import api
     from diffmegatron.attempts.ends import EXIT_STOPPED, RankRecord
     from diffmegatron.config.load import load_stages
-    from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
+    from diffmegatron.training.fault_tolerance.safeguards import exit_on_stop_signal
 
-    with RankRecord.of_environment() as record, stopping_at_once(record):
+    with RankRecord.of_environment() as record, exit_on_stop_signal(record):
         stages = load_stages(config, overrides or [])
         # The recipe is loaded before torch, Megatron-core and DeepSpeed, whose imports take
         # seconds, so a mistyped key is reported at once.

@@ -212,10 +212,10 @@ def preflight(
     problem.
     """
     from diffmegatron.attempts.ends import RankRecord
-    from diffmegatron.training.fault_tolerance.safeguards import stopping_at_once
+    from diffmegatron.training.fault_tolerance.safeguards import exit_on_stop_signal
 
     record = RankRecord.of_environment()
-    with record.write_failures(), stopping_at_once(record):
+    with record.write_failures(), exit_on_stop_signal(record):
         from diffmegatron.config.load import load_stages
         from diffmegatron.operations.preflight import check_nodes
 

@@ -50,7 +50,7 @@ class FlatGradients(Protocol):
     def groups(self) -> Sequence[FlatGroup]:
         """Flat gradients of every parameter group."""
 
-    def hand_over(self) -> None:
+    def assign_to_optimizer(self) -> None:
         """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
 
     def reset(self) -> None:
@@ -97,7 +97,7 @@ class _Bf16Gradients:
             for place, (parameter, gradient) in enumerate(group.gradients())
         ]
 
-    def hand_over(self) -> None:
+    def assign_to_optimizer(self) -> None:
         """Do nothing, because DeepSpeed's step reads these flat tensors."""
 
     def reset(self) -> None:
@@ -149,7 +149,7 @@ class _Float32Gradients:
         self._own = [self._own_partition(number) for number in range(len(self.groups))]
         self._assign_views()
 
-    def hand_over(self) -> None:
+    def assign_to_optimizer(self) -> None:
         for number, own in enumerate(self._own):
             self._optimizer.averaged_gradients[number] = own
         self._optimizer._release_ipg_buffers()

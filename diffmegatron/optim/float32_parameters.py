@@ -49,16 +49,16 @@ class ExactValues:
         if not self._parameters:
             return
         exact: list[Tensor] = [parameter.exact for parameter in self._parameters]  # type: ignore[attr-defined]
-        parts = torch.cat([self._own_part(p) for p in self._parameters])
-        distributed.all_reduce(parts, group=self._group)
-        for whole, value in zip(exact, parts.split([x.numel() for x in exact]), strict=True):
-            whole.copy_(value.view_as(whole))
+        padded = torch.cat([self._padded_partition(p) for p in self._parameters])
+        distributed.all_reduce(padded, group=self._group)
+        for weight, value in zip(exact, padded.split([x.numel() for x in exact]), strict=True):
+            weight.copy_(value.view_as(weight))
 
-    def _own_part(self, parameter: torch.nn.Parameter) -> Tensor:
+    def _padded_partition(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the flattened master weight [n] with 0 outside this rank's partition."""
-        part = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
+        padded = torch.zeros_like(parameter.exact).flatten()  # type: ignore[attr-defined]
         held = self._partition.range_of(parameter)
         if held is not None:
             size = held.where.stop - held.where.start
-            part[held.start : held.start + size] = held.flat.data[held.where]
-        return part
+            padded[held.start : held.start + size] = held.flat.data[held.where]
+        return padded

@@ -33,14 +33,14 @@ class FrozenWeights:
             of the weight, until :meth:`refresh` is called.
         """
         for parameter in self._parameters:
-            whole = _whole(parameter)
-            if whole is None:
+            weight = _full_weight(parameter)
+            if weight is None:
                 size, flat = parameter.ds_tensor.ds_numel, parameter.ds_tensor.data  # type: ignore[attr-defined]
                 start = distributed.get_rank(self._group) * size
                 held = flat[: max(0, parameter.ds_numel - start)]  # type: ignore[attr-defined]
             else:
-                start = self._share(whole) * distributed.get_rank(self._group)
-                held = whole.view(-1)[start : start + self._share(whole)]
+                start = self._range_size(weight) * distributed.get_rank(self._group)
+                held = weight.view(-1)[start : start + self._range_size(weight)]
             if held.numel():
                 yield parameter, start, held
 
@@ -50,23 +50,23 @@ class FrozenWeights:
         Called on all ranks after values were written to :meth:`ranges`.
         """
         for parameter in self._parameters:
-            whole = _whole(parameter)
-            if whole is None:  # ZeRO 3 stores only the ranges, and gathers them before each use.
+            weight = _full_weight(parameter)
+            if weight is None:  # ZeRO 3 stores only the ranges, and gathers them before each use.
                 continue
-            ranks, share = distributed.get_world_size(self._group), self._share(whole)
-            shares = whole.new_zeros(ranks * share)
-            shares[: whole.numel()] = whole.view(-1)
-            parts = list(shares.chunk(ranks))
+            ranks = distributed.get_world_size(self._group)
+            padded = weight.new_zeros(ranks * self._range_size(weight))
+            padded[: weight.numel()] = weight.view(-1)
+            ranges = list(padded.chunk(ranks))
             distributed.all_gather(
-                parts, parts[distributed.get_rank(self._group)].clone(), self._group
+                ranges, ranges[distributed.get_rank(self._group)].clone(), self._group
             )
-            whole.copy_(shares[: whole.numel()].view_as(whole))
+            weight.copy_(padded[: weight.numel()].view_as(weight))
 
-    def _share(self, whole: Tensor) -> int:
-        return -(-whole.numel() // distributed.get_world_size(self._group))
+    def _range_size(self, weight: Tensor) -> int:
+        return -(-weight.numel() // distributed.get_world_size(self._group))
 
 
-def _whole(parameter: torch.nn.Parameter) -> Tensor | None:
+def _full_weight(parameter: torch.nn.Parameter) -> Tensor | None:
     """Return the full weight if this rank stores it; None if ZeRO 3 partitions it.
 
     ZeRO 3 rounds a float32 parameter of a bf16 model. The full float32 value is in the attribute

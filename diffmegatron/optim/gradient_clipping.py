@@ -24,7 +24,7 @@ def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     return {"gradient_clipping": optimizer.clip_grad_norm}
 
 
-def held_norms(
+def local_gradient_norms(
     partition: Partition, network: torch.nn.Module, device: torch.device
 ) -> tuple[list[torch.nn.Parameter], Tensor]:
     """Return the norm of each gradient that this rank stores before the optimizer step.

@@ -13,7 +13,7 @@ rank.
 import math
 from collections import deque
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 from diffmegatron.config.recovery_config import GuardConfig
@@ -25,11 +25,11 @@ _LEAST_SPREAD = 0.01
 
 
 class Action(Enum):
-    """What a run does after a step: continue, roll back to a checkpoint, or stop."""
+    """Next action of a run after a step; its value is written to the report of the step."""
 
-    GO_ON = auto()
-    ROLL_BACK = auto()
-    STOP = auto()
+    CONTINUE = "go_on"
+    ROLL_BACK = "roll_back"
+    STOP = "stop"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepDecision:
     """
 
     applied: bool
-    action: Action = Action.GO_ON
+    action: Action = Action.CONTINUE
     reason: str | None = None
     finite: bool = True
 

@@ -113,7 +113,7 @@ class GradientReduction:
         size = self._process_group.size()
         if size > 1:
             torch._foreach_mul_([bucket.flat for bucket in self._buckets], 1 / size)
-        self._gradients.hand_over()
+        self._gradients.assign_to_optimizer()
         parameters = [each for bucket in self._buckets for each in bucket.gradients]
         norms, self._norms = torch.cat(self._norms), []
         return parameters, norms

@@ -29,7 +29,7 @@ from diffmegatron.optim.frozen_weights import FrozenWeights
 from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
     clipping_settings,
-    held_norms,
+    local_gradient_norms,
 )
 from diffmegatron.optim.partition import partition_of
 from diffmegatron.optim.reduction import GradientReduction
@@ -78,7 +78,7 @@ class ZeroEngine:
         self.network = network
         self._parallel_state = parallel_state
         self._tied = _tied_embedding(network, recipe, parallel_state)
-        self._held_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
+        self._local_norms: tuple[list[torch.nn.Parameter], Tensor] | None = None
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
@@ -156,13 +156,13 @@ class ZeroEngine:
                 norm is infinite if a gradient is not finite, and ``allow`` must then return False.
         """
         if self._reduction is None:
-            self._held_norms = held_norms(
+            self._local_norms = local_gradient_norms(
                 self._partition, self.network, self._parallel_state.device
             )
             self._sum_tied_embedding()
         else:
             self._sum_tied_embedding()
-            self._held_norms = self._reduction.finish()
+            self._local_norms = self._reduction.finish()
             sum_together(self._shared_gradients, self._parallel_state.tensor_group)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_factor"]
@@ -186,11 +186,11 @@ class ZeroEngine:
         DeepSpeed's norm alone can miss this: of a replicated parameter it includes only the copy on
         the first tensor-parallel rank.
         """
-        assert self._held_norms is not None
-        _, norms = self._held_norms
+        assert self._local_norms is not None
+        _, norms = self._local_norms
         return torch.where(norms.isfinite().all(), norm, torch.inf)
 
-    def held_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
+    def local_gradient_norms(self) -> dict[torch.nn.Parameter, float]:
         """Return the norm of each gradient on this rank at the beginning of the last :meth:`step`.
 
         With ZeRO 1 the norms are those before the reduction over data-parallel and tensor-parallel
@@ -198,9 +198,9 @@ class ZeroEngine:
         embedding is already summed over its two pipeline stages. With ZeRO 2 and 3 the norms are
         those of this rank's partition after the reduction.
         """
-        if self._held_norms is None:
+        if self._local_norms is None:
             return {}
-        parameters, norms = self._held_norms
+        parameters, norms = self._local_norms
         return dict(zip(parameters, norms.tolist(), strict=True))
 
     def fragments(self) -> Iterator[Fragment]:

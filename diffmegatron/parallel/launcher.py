@@ -54,7 +54,7 @@ def read_launch() -> LaunchEnvironment:
             without the other variables of a rendezvous.
     """
     limits = LaunchEnvironment(
-        local_rank=_whole("LOCAL_RANK", 0, _MAX_RANKS, default=0),
+        local_rank=_read_integer("LOCAL_RANK", 0, _MAX_RANKS, default=0),
         job_end=_seconds("SLURM_JOB_END_TIME", " since 1970"),
         signal_seconds=_seconds("DIFFMEGATRON_SIGNAL_SECONDS"),
         kill_wait=_seconds("DIFFMEGATRON_KILL_WAIT"),
@@ -68,14 +68,14 @@ def read_launch() -> LaunchEnvironment:
             f"the environment sets {' and '.join(present)} but not {' and '.join(missing)}; start "
             "the ranks with torchrun or launch/slurm.sh, or unset the former to use one process"
         )
-    ranks = _whole("WORLD_SIZE", 1, _MAX_RANKS)
+    ranks = _read_integer("WORLD_SIZE", 1, _MAX_RANKS)
     return replace(
         limits,
-        rank=_whole("RANK", 0, ranks - 1),
+        rank=_read_integer("RANK", 0, ranks - 1),
         ranks=ranks,
-        master=(os.environ["MASTER_ADDR"], _whole("MASTER_PORT", 1, 65535)),
+        master=(os.environ["MASTER_ADDR"], _read_integer("MASTER_PORT", 1, 65535)),
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_whole("TORCHELASTIC_RESTART_COUNT", 0, _MAX_RANKS, default=0),
+        attempt=_read_integer("TORCHELASTIC_RESTART_COUNT", 0, _MAX_RANKS, default=0),
     )
 
 
@@ -83,7 +83,7 @@ def _set(name: str) -> bool:
     return bool(os.environ.get(name))
 
 
-def _whole(name: str, low: int, high: int, default: int | None = None) -> int:
+def _read_integer(name: str, low: int, high: int, default: int | None = None) -> int:
     if not _set(name) and default is not None:
         return default
     value = os.environ[name]

@@ -75,7 +75,7 @@ class FinishSaveHook(Hook):
     def after_step(self, run: Run) -> None:
         run.saver.step_decided(finite=run.decision.finite)
         if run.saver.is_ready and not run.agreed.writing:
-            run.close_save()
+            run.complete_or_drop_save()
 
 
 class GuardHook(Hook):
@@ -105,7 +105,7 @@ class GuardHook(Hook):
         checkpoint and that step, which caused the anomaly, are not read again.
         """
         with run.pause():
-            run.close_save()
+            run.complete_or_drop_save()
             run.saver.wait()
             no_progress = run.engine.updates == self._updates_returned_to
             checkpoint = rollback_checkpoint(run.store, run.parallel_state, no_progress=no_progress)
@@ -122,7 +122,7 @@ class GuardHook(Hook):
 
 def give_up(run: Run, decision: StepDecision) -> NoReturn:
     """Raise a UserError with the reason of ``decision``; the run ends without saving."""
-    run.close_save()
+    run.complete_or_drop_save()
     newest = run.store.latest()
     raise stopped_by_guard(run.recipe, run.step, decision, run.guard, newest)
 
@@ -137,7 +137,7 @@ def _dump(run: Run) -> None:
         "last_sample": last_sample,
         "lambda": lambdas(run.network, run.parallel_state),
     }
-    norms, logits = run.engine.held_gradient_norms(), _largest_logits(run)
+    norms, logits = run.engine.local_gradient_norms(), _largest_logits(run)
     write_event(
         Path(run.recipe.run_dir),
         run.step,
@@ -217,32 +217,32 @@ class EvaluationHook(Hook):
 
     def _evaluate(self, run: Run, names: Collection[str]) -> None:
         due = {each.name: each for each in self._evaluators if each.name in names}
-        run.unmeasured = tuple(due)
+        run.pending_evaluators = tuple(due)
         if not due or run.stopping:
             return
         with run.pause():
             found = measure(
                 due.values(), run.network, run.parallel_state, lambda: _should_continue(run)
             )
-        run.unmeasured = tuple(name for name in due if name not in found)
+        run.pending_evaluators = tuple(name for name in due if name not in found)
         values = {name: value for each in found.values() for name, value in each.items()}
         run.write_metrics(values)
         for name, title in _PRINTED.items():
             if name in values and run.parallel_state.is_main:
                 say(f"{title} {values[name]:.4f} at step {run.step}")
             if not math.isfinite(values.get(name, 0.0)):
-                run.unsound = f"{title} is {values[name]}"
+                run.broken_reason = f"{title} is {values[name]}"
 
 
 def _should_continue(run: Run) -> bool:
     """Return, on every rank, whether to continue an evaluation; False if any rank must stop.
 
-    Also reports progress to the watchdog and to the job's record of this rank. If ``run.unsound``
-    is set, stop requests are ignored.
+    Also reports progress to the watchdog and to the job's record of this rank. If
+    ``run.broken_reason`` is set, stop requests are ignored.
     """
     agreed = run.agree(torch.zeros((), device=run.parallel_state.device))
-    run.stopping = agreed.stop and run.unsound is None
-    run.watchdog.progress()
+    run.stopping = agreed.stop and run.broken_reason is None
+    run.watchdog.restart_timer()
     run.rank_record.set_step(run.step, run.recipe.run_dir)
     return not run.stopping
 
@@ -256,27 +256,28 @@ class BeginSaveHook(Hook):
         if run.step % checkpoint.interval and not run.saver.should_retry:
             return
         with run.pause():
-            run.close_save()
+            run.complete_or_drop_save()
             run.write_metrics(run.saver.start(run.position()))
             if not checkpoint.asynchronous:
                 run.saver.wait()
 
     @override
     def after_training(self, run: Run) -> None:
-        # Weights that are already saved are checked too if ``unsound`` is set. This happens after a
-        # restart whose first evaluation gave a value that is not finite.
-        if run.saver.saved_step != run.step or run.unsound is not None:
+        # Weights that are already saved are checked too if ``broken_reason`` is set. This happens
+        # after a restart whose first evaluation gave a value that is not finite.
+        if run.saver.saved_step != run.step or run.broken_reason is not None:
             self._save_now(run)
         run.saver.wait()
         if run.stopping and not run.is_finished and run.parallel_state.is_main:
-            first = f", first with {', '.join(run.unmeasured)}" if run.unmeasured else ""
+            pending = ", ".join(run.pending_evaluators)
+            first = f", first with {pending}" if pending else ""
             say(f"stop requested: saved step {run.step}; the same command resumes from it{first}")
 
     def _save_now(self, run: Run) -> None:
         with run.pause():
             _check_sound(run)
             run.saver.step_decided(finite=True)
-            run.close_save()
+            run.complete_or_drop_save()
             if run.saver.saved_step != run.step:
                 run.write_metrics(run.saver.save_now(run.position()))
 
@@ -284,14 +285,14 @@ class BeginSaveHook(Hook):
 def _check_sound(run: Run) -> None:
     """End the run without saving if the present weights are broken.
 
-    They are broken if ``run.unsound`` is set, or if the loss of the last batch is not finite.
+    They are broken if ``run.broken_reason`` is set, or if the loss of the last batch is not finite.
     During training, a later step detects weights that an update broke. After the last step there
     is no later step, so the last batch is evaluated once more.
     """
-    if run.unsound is None and not math.isfinite(run.forward(run.last_batch()).loss):
-        run.unsound = "loss of the last batch after its update is not finite"
-    if run.unsound is not None:
-        give_up(run, StepDecision(False, Action.STOP, run.unsound, finite=False))
+    if run.broken_reason is None and not math.isfinite(run.forward(run.last_batch()).loss):
+        run.broken_reason = "loss of the last batch after its update is not finite"
+    if run.broken_reason is not None:
+        give_up(run, StepDecision(False, Action.STOP, run.broken_reason, finite=False))
 
 
 class ProfileHook(Hook):

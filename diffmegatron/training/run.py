@@ -53,9 +53,10 @@ class Run:
         decision: the guard's decision on that step.
         stopping: whether the run saves and ends after this step's hooks. A hook that sets it must
             set it on every rank.
-        unmeasured: names of the evaluators that are due at this step and have no result yet. If
-            the run stops now, the resumed run first runs these evaluators.
-        unsound: reason why the present weights may be broken; None if the last step was finite.
+        pending_evaluators: names of the evaluators that are due at this step and have no result
+            yet. If the run stops now, the resumed run first runs these evaluators.
+        broken_reason: reason why the present weights may be broken; None if the last step was
+            finite.
     """
 
     agreed: Agreement
@@ -74,7 +75,7 @@ class Run:
         self.recipe, self.parallel_state = recipe, parallel_state
         self.stop, self.watchdog, self.rank_record = stop, watchdog, rank_record
         self.store = CheckpointStore(Path(recipe.run_dir))
-        verify_sources(recipe.data, parallel_state, watchdog.patience)
+        verify_sources(recipe.data, parallel_state, watchdog.long_limit)
         start = starting_checkpoint(self.store, recipe, parallel_state)
         self.network = build_model(recipe, parallel_state)
         self.shards = parameter_shards(self.network)
@@ -86,8 +87,8 @@ class Run:
         self.set_step(position.step)
         self.values: dict[str, float] = {}
         self.stopping = False
-        self.unmeasured: tuple[str, ...] = ()
-        self.unsound: str | None = None
+        self.pending_evaluators: tuple[str, ...] = ()
+        self.broken_reason: str | None = None
         saved_step = None if start is None else self.step
         held = None
         if parallel_state.is_main:
@@ -116,7 +117,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """True if the last step is completed and every evaluation due at it has a result."""
-        return self.is_at_last_step and not self.unmeasured
+        return self.is_at_last_step and not self.pending_evaluators
 
     def set_step(self, step: int) -> None:
         """Set the number of the last completed step, after a step or after loading a checkpoint."""
@@ -180,10 +181,10 @@ class Run:
         self.source_losses.clear()
         self.progress = self._new_progress()
 
-    def close_save(self) -> None:
+    def complete_or_drop_save(self) -> None:
         """Complete or drop the open save, if there is one; called on all ranks."""
-        with self.watchdog.patience():
-            self.write_metrics(self.saver.close())
+        with self.watchdog.long_limit():
+            self.write_metrics(self.saver.complete_or_drop())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -193,7 +194,7 @@ class Run:
         for a save.
         """
         started = time.perf_counter()
-        with self.watchdog.patience():
+        with self.watchdog.long_limit():
             yield
         self.progress.skip(time.perf_counter() - started)
 

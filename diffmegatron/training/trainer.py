@@ -22,7 +22,7 @@ from diffmegatron.training.document_mask import decide_document_mask
 from diffmegatron.training.fault_tolerance.safeguards import (
     StopRequest,
     Watchdog,
-    refuse_a_file,
+    check_not_a_file,
     run_lock,
 )
 from diffmegatron.training.hook import Hook
@@ -66,7 +66,7 @@ def train(
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     run_dir = Path(recipe.run_dir)
     with suppress(OSError):  # Raised for a path that cannot exist, which run_lock reports below.
-        refuse_a_file(run_dir)
+        check_not_a_file(run_dir)
     with (
         run_lock(run_dir) if launch.rank == 0 else nullcontext(),
         deterministic_algorithms() if recipe.training.deterministic else nullcontext(),
@@ -111,10 +111,10 @@ def train_step(run: Run) -> None:
         run.engine.step(rate, step_check.allow)
     run.set_step(run.step + 1)
     run.clock.step_done()
-    run.watchdog.progress()
+    run.watchdog.restart_timer()
     run.agreed, run.decision = step_check.result
     run.source_losses.step_done(finite=run.decision.finite)
-    run.unsound = None if run.decision.finite else run.decision.reason
+    run.broken_reason = None if run.decision.finite else run.decision.reason
     # A run that stops saves its weights. Only a finite step shows that the weights are sound, so a
     # stop request waits for one.
     run.stopping = run.agreed.stop and run.decision.finite

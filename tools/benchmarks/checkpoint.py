@@ -31,7 +31,7 @@ from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.files import HeldFolder
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.optim.gradient_clipping import held_norms
+from diffmegatron.optim.gradient_clipping import local_gradient_norms
 from diffmegatron.optim.guard import Guard
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
@@ -136,7 +136,7 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
                 saver.start(replace(position, step=2 * number + 1))
                 while saver.is_writing:
                     slowed.append(step())
-                training.append(saver.settle())
+                training.append(saver.complete())
             after = peak_memory()
         path = store.latest()
         load = timed(
@@ -175,7 +175,9 @@ def guard_cost(engine, guard, batches, parallel_state) -> dict[str, float]:  # t
     device = parallel_state.device
     for _ in range(7):
         loss = forward_backward(engine, batches, parallel_state)
-        passes.append(timed(lambda: held_norms(engine._partition, engine.network, device)))
+        passes.append(
+            timed(lambda: local_gradient_norms(engine._partition, engine.network, device))
+        )
         norm = torch.tensor(1.0)
         rests.append(timed(lambda: decide(guard, loss, norm, parallel_state)))  # noqa: B023
         engine.step(1e-3, lambda _: False)

@@ -26,7 +26,7 @@ _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 def verify_sources(
     data: DataConfig,
     parallel_state: ParallelState,
-    patience: Callable[[], AbstractContextManager[None]],
+    extend_limit: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Compare the hash of every data file with its manifest; called on all ranks.
 
@@ -37,8 +37,8 @@ def verify_sources(
     Args:
         data: the ``data`` section.
         parallel_state: parallel layout, and this rank's place in it.
-        patience: function whose context manager extends the watchdog's time limit. It is entered
-            for each gibibyte.
+        extend_limit: function whose context manager extends the watchdog's time limit. It is
+            entered for each gibibyte.
 
     Raises:
         UserError: On all ranks, if a file is damaged.
@@ -49,7 +49,7 @@ def verify_sources(
     pending = True
     while pending:
         problem = None
-        with patience():
+        with extend_limit():
             try:
                 ended = next(parts, "ended") == "ended"
             except UserError as error:

@@ -49,7 +49,7 @@ def write_event(
         step: number of the anomalous step, from 1.
         decision: the guard's decision on the step.
         event: further values to write as JSON, the same on every rank.
-        norms: norm of each gradient on this rank (``ZeroEngine.held_gradient_norms``).
+        norms: norm of each gradient on this rank (``ZeroEngine.local_gradient_norms``).
         logits: largest attention logit of each of this rank's layers, by layer number.
         shards: shards of each parameter; they contain the parameter's name.
         parallel_state: parallel layout, and this rank's place in it.
@@ -69,7 +69,7 @@ def write_event(
         "step %d %s: %s", step, "applied" if decision.applied else "skipped", decision.reason
     )
     decided = {"step": step, "time": round(time.time(), 3), "reason": decision.reason}
-    decided |= {"applied": decision.applied, "then": decision.action.name.lower()}
+    decided |= {"applied": decision.applied, "then": decision.action.value}
     content = json.dumps(_json_numbers({**decided, **event, "ranks": ranks}), indent=1) + "\n"
     with log_write_errors(run_dir / EVENTS):
         write_durably(_new_path(run_dir / EVENTS, step), content.encode())

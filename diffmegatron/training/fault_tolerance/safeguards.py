@@ -61,7 +61,7 @@ def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLoc
     return FileLock(run_dir / LOCK, f"run_dir {run_dir}", "give another run_dir", patience)
 
 
-def refuse_a_file(run_dir: Path) -> None:
+def check_not_a_file(run_dir: Path) -> None:
     """Raise a UserError if ``run_dir`` is a file."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(
@@ -70,7 +70,7 @@ def refuse_a_file(run_dir: Path) -> None:
 
 
 @contextmanager
-def stopping_at_once(record: RankRecord) -> Iterator[None]:
+def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
 
     Used at the start of a process, for the import of torch and everything else before
@@ -240,7 +240,7 @@ class Watchdog:
                 self._path.unlink()
             self._path.parent.rmdir()
 
-    def progress(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the timer with the limit ``watchdog.step_seconds``.
 
         Called after each step and each batch of an evaluation.
@@ -249,7 +249,7 @@ class Watchdog:
         self._arm()
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
+    def long_limit(self) -> Iterator[None]:
         """Set the limit to ``watchdog.startup_seconds`` inside the context, for a save or a load.
 
         The timer restarts at the beginning and at the end.

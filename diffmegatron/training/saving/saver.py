@@ -140,7 +140,7 @@ class Saver:
             if thread is not None:
                 thread.join()
 
-    def close(self) -> dict[str, float]:
+    def complete_or_drop(self) -> dict[str, float]:
         """Complete the open save if its weights are sound, and drop it otherwise.
 
         Returns:
@@ -150,7 +150,7 @@ class Saver:
         if not self.is_open:
             return {}
         if self._sound:
-            return self.settle()
+            return self.complete()
         position = self._position
         assert position is not None
         self.wait()
@@ -161,7 +161,7 @@ class Saver:
         self._write = self._position = None
         return {}
 
-    def settle(self) -> dict[str, float]:
+    def complete(self) -> dict[str, float]:
         """Wait until all ranks have written, and turn the open save into a checkpoint.
 
         If a rank could not write, the save fails: this is logged, and no checkpoint remains.
@@ -212,7 +212,7 @@ class Saver:
         while True:
             values = self.start(position)
             if self.is_open:
-                values = self.settle()
+                values = self.complete()
             if self._failed_in_a_row == 0:
                 return values
             if not self.should_retry:

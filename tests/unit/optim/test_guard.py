@@ -77,7 +77,7 @@ def test_what_was_skipped_does_not_enter_the_window():
 def test_patience_ends_after_steps_in_a_row(then, action):
     guard = guard_after(then=then, patience=3)
     for values in [(math.nan, 1.0), (math.nan, 1.0), (2.0, 1.0), (math.nan, 1.0), (math.nan, 1.0)]:
-        assert guard.decide(*values).action is Action.GO_ON
+        assert guard.decide(*values).action is Action.CONTINUE
     assert guard.decide(math.nan, 1.0).action is action
     assert guard.metrics()["guard/skipped_steps"] == 5
 

@@ -50,7 +50,7 @@ def run(folder: Path, **parts: object) -> tuple[int, float, str]:
     "parts",
     [
         {"startup": 1, "step": 50},
-        {"startup": 50, "step": 1, "before": "watchdog.progress()"},
+        {"startup": 50, "step": 1, "before": "watchdog.restart_timer()"},
         # A hang that holds the interpreter's lock: no thread of Python's could end it.
         {"startup": 1, "step": 50, "hang": "__import__('re').match('(a*)*b', 'a' * 40)"},
     ],
@@ -65,7 +65,7 @@ def test_a_hang_ends_with_the_stacks_of_all_threads(parts, tmp_path):
 
 
 def test_progress_and_patience_keep_it_quiet(tmp_path):
-    before = "watchdog.progress()\n    with watchdog.patience(): time.sleep(2)"
+    before = "watchdog.restart_timer()\n    with watchdog.long_limit(): time.sleep(2)"
     status, _, stacks = run(tmp_path, startup=50, step=1, before=before, hang="pass")
     assert (status, stacks) == (0, "")
     assert not (tmp_path / "stacks").exists()
