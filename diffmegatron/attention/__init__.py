@@ -19,7 +19,8 @@ __all__ = ["HeadwiseNorm", "diff_attention", "diff_attention_v2", "softmax_atten
 
 
 def __getattr__(name: str) -> Any:
-    # Import lazily, because recipes read the variants without torch, which the kernels import.
+    # Import the kernels only on first use, because they import torch. The code that reads recipes
+    # imports `diffmegatron.attention.variants`, which runs this file, and must not import torch.
     if name not in __all__:
         raise AttributeError(f"module 'diffmegatron.attention' has no attribute {name!r}")
     from diffmegatron.attention.kernels import api

@@ -57,9 +57,10 @@ def _row(folder: "StageFolder", step: int) -> "list[str | Text]":
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a RUN_DIR")],
 ) -> None:
-    """Read every byte and report damage, as a start of the run does.
+    """Read every byte of one or all checkpoints, and report damage.
 
-    The exit status is 1 if a checkpoint is damaged.
+    A run makes the same checks before it resumes from a checkpoint. The exit status is 1 if a
+    checkpoint is damaged.
     """
     from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
     from diffmegatron.checkpoint.stage_folders import has_run, stage_folders

@@ -66,10 +66,13 @@ class _Stored:
 
 
 def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Split a range of a flattened parameter into one piece for each shard that it overlaps.
+    """Split a range of a flattened parameter into pieces, one per shard that the range overlaps.
+
+    The parameter is that of this rank. It stores one shard of a named tensor, or several if it is
+    fused, such as the gate and the up projection of SwiGLU.
 
     Args:
-        shards: shards that the parameter consists of.
+        shards: all shards that the parameter stores.
         start: index of the range's first element in the flattened parameter.
         tensors: values of the range for each of :data:`KINDS`, [n] each.
     """

@@ -1,7 +1,9 @@
 """Read a :class:`Recipe` from YAML files and ``key=value`` overrides.
 
-``extends`` in a recipe names the recipe that it builds on, by a relative path, or a list of
-recipes, of which later ones take precedence. Mappings are merged key by key; any other value
+``extends`` in a recipe is the path of another recipe, or a list of such paths. A relative path
+starts at the folder of the recipe that contains it. The recipe inherits the values of these
+recipes. If several of them set the same key, the last one in the list counts. The recipe's own
+values take precedence over all inherited ones. Mappings are merged key by key; any other value
 replaces the inherited value. Every error names the file that a key came from. A text that begins
 with ``./`` or ``../`` is a path relative to the file that contains it, and is made absolute.
 """
@@ -27,8 +29,10 @@ COMMAND_LINE = "the command line"
 # Limit on the files of a recipe; a file counts each time that another file extends it.
 MAX_FILES = 32
 
-# Values: merged values of the files. Origins: name of the file that set each dotted key. Both are
-# never modified in place, because files and YAML aliases share parts of them.
+# Values: the content of the files, merged. Origins: for each dotted key, the name
+# of the file that set it, or COMMAND_LINE. Never modify either in place: the merged
+# dictionaries of two files, or two keys that a YAML alias connects, can contain the same nested
+# dictionary object.
 Values = dict[str, Any]
 Origins = dict[str, str]
 
@@ -42,8 +46,9 @@ def load_recipe(
         path: YAML file.
         overrides: ``section.key=value`` strings; the value is YAML, in which ``./`` is the working
             directory.
-        to_plan: whether the recipe is only estimated, so that files which other commands will write
-            may be missing.
+        to_plan: True if the recipe is read for ``diffmegatron plan``, which estimates memory and
+            step time and does not train it. The files that ``model.attention`` names may then be
+            missing, because another command may write them later.
 
     Raises:
         UserError: a file cannot be read or has stages, a key is unknown, or a value does not fit.
@@ -338,10 +343,12 @@ def _kinds(values: Values) -> list[str]:
 
 
 def _variants_key(location: tuple[str | int, ...], values: Values) -> str | None:
-    """Return a hint for an unknown key that exists in some kind of ``model.attention``.
+    """Return a hint for an unknown key that is a key of at least one kind of ``model.attention``.
 
-    The hint names the place or the kind of attention to which the key belongs. None if no kind has
-    such a key.
+    If the recipe's kind has the key, or all kinds have it, the key is in the wrong section, and the
+    hint gives its correct place. Otherwise the hint names the kinds that have the key. None if no
+    kind has the key, if the key already is in ``model.attention`` and its kind has it, or if the
+    key is in a section where keys of attention are not expected.
     """
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):

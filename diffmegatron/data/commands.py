@@ -67,7 +67,8 @@ def merge(
 ) -> None:
     """Join all parts of a PREFIX into one corpus.
 
-    All tokens are read once for the checksum. They are not copied.
+    PREFIX.idx and PREFIX.json are written. The tokens stay in PREFIX.parts, so keep that folder;
+    they are read once to compute a checksum.
     """
     from diffmegatron.data.prepare.merge_parts import merge as merge_parts
 

@@ -1,4 +1,8 @@
-"""``diffmegatron dex``: select the heads that DEX extends."""
+"""``diffmegatron dex``: select the attention heads that DEX extends.
+
+DEX, the differential extension of a pretrained model (Kong, Jang and Kwak, 2025), subtracts a
+trained projection from the output of each selected head.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -28,7 +28,8 @@ class _Open:
 
     Attributes:
         key: key of the item.
-        requests: the last requests of the suite's generator (:meth:`Suite.ask`).
+        requests: the requests that the suite's generator (:meth:`Suite.ask`) has yielded most
+            recently, and whose answers it waits for.
         record: record of the item, or the error that a request was answered with; None while the
             item is not complete.
     """
@@ -73,8 +74,9 @@ def run_askings(
         items = []
         for key, asking in window:
             item = _Open(key, asking)
-            # An item without requests is complete: its suite called another model. Yield the record
-            # at once, so that it is not lost if that model fails at the next item.
+            # If a generator yields no request, the item is complete already: the suite computed the
+            # record itself, for example by a request to an external model. Yield this record at
+            # once, so that it is not lost if that model fails at the next item.
             if item.record is not None:
                 yield item.key, item.record
             items.append(item)

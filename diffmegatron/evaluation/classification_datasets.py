@@ -236,9 +236,10 @@ class EncodedTask:
 def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
     """Return the tree of the token sequences of all labels.
 
-    A label is encoded with a space before it, because a space precedes it in a prompt. If another
-    label begins with all tokens of a label, the separator of examples is appended to the shorter
-    label, so that the model can choose between the two.
+    A label is encoded with a space before it, because a space precedes it in a prompt. If the
+    tokens of one label are the beginning of the tokens of a longer label, the separator of examples
+    is appended to the shorter label. The model can then choose between the separator, which ends
+    the shorter label, and the next token of the longer label.
 
     Raises:
         UserError: a label has no tokens, or two labels have the same tokens.

@@ -30,7 +30,9 @@ REPORT = "report.html"
 
 # Content of ``results.json``.
 Outcome = dict[str, Any]
-# Contributions to measures: ``shares[measure][unit]``. Bootstrap resamples draw units.
+# ``shares[measure][unit]`` is the contribution of a unit to a measure. A unit is a set of items
+# that bootstrap resamples draw together, such as all items that ask one question
+# (:meth:`Suite.unit`).
 Shares = dict[str, dict[str, Mean]]
 
 

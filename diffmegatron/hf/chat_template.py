@@ -32,9 +32,11 @@ CHAT_TEMPLATE = f"""\
 {{{{- '{CHAT_START}assistant\\n' -}}}}
 {{%- endif -%}}
 """
-# Matches a response. The first alternative is for a tokenizer in which the ChatML markers are
-# ordinary text. In the second, they are special tokens, which the tokenizer has cut out of the text
-# before it applies this expression.
+# A chat is split before and after each match, so that a response becomes a piece of its own. The
+# first alternative is for a tokenizer in which the ChatML markers are ordinary text. It matches a
+# response with its <|im_end|>. The second alternative is for a tokenizer in which the markers are
+# special tokens, at which the text is already cut. A piece is then "assistant\n" and the response;
+# the match is "assistant\n", and the rest of the piece is the response.
 _RESPONSE = r"(?<=<\|im_start\|>assistant\n)[\s\S]*?<\|im_end\|>|\Aassistant\n"
 _TEXTS = (
     "What is 12345 + 1?",

@@ -43,8 +43,9 @@ def begin(
         config: recipe.
         overrides: ``KEY=VALUE`` arguments of the recipe.
         nodes: host names of the job, in the order of the ranks.
-        run_dir: folder of the ledger if ``launch`` submitted the job; None otherwise. If it is
-            given, a recipe that cannot be read is recorded in the ledger too.
+        run_dir: folder of the ledger (the record of all attempts of the run) if ``launch``
+            submitted the job; None otherwise. If it is None, only the recipe tells where the ledger
+            is, so an attempt that fails because the recipe cannot be read is not recorded.
 
     Returns:
         Shell lines that export ``DIFFMEGATRON_ATTEMPT``, ``MASTER_ADDR``, ``MASTER_PORT`` and

@@ -27,7 +27,8 @@ class Job:
         cluster: description of the cluster.
         arguments: arguments of ``diffmegatron train``: the recipe and its overrides.
         folder: absolute working directory; relative paths in the recipe start here.
-        run_dir: absolute folder of the ledger, the job file and the job's output.
+        run_dir: absolute folder of the job file, the job's output, and the ledger (the record of
+            each start of the job).
         signal_seconds: seconds before the time limit at which Slurm sends SIGUSR1, so that the
             ranks save.
         dependency: value of ``sbatch --dependency``.

@@ -31,7 +31,11 @@ def check_maps(maps: QKV) -> None:
 
 
 def _check_noise_queries(q2: Tensor, q1: Tensor, kv_heads: int) -> None:
-    """Check that q2 has the same shape as q1, but h / r heads instead of h."""
+    """Check that q2 has the shape of q1, except that it may have fewer heads.
+
+    q1 has h signal heads and q2 has h / r noise heads: r signal heads share a noise head. The
+    number of noise heads must be a multiple of `kv_heads`.
+    """
     heads = q2.shape[2] if q2.dim() == 4 else 0
     if heads == 0 or q2.shape != (*q1.shape[:2], heads, q1.shape[3]):
         raise ValueError(

@@ -70,8 +70,9 @@ def prepare(
         workers: number of processes that tokenise; 1 uses this process.
         pattern: glob of the files to read in a folder, such as ``*.py``.
         part: prepare only this part of the inputs, in ``PREFIX.parts/``;
-            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Rejects and
-            duplicates are then counted within the part. None: prepare all inputs.
+            :func:`diffmegatron.data.prepare.merge_parts.merge` joins the parts. Duplicates
+            are then found only within a part, so a document that is in two parts stays in both.
+            None: prepare all inputs.
         restart: drop results at this prefix that cannot be used: unfinished work that is damaged or
             has other inputs or settings, and damaged finished files.
         commit_seconds: seconds between two commits; a kill loses at most the work since the last
@@ -106,7 +107,9 @@ def prepare(
         part=record,
     )
     try:
-        if part is not None:  # Otherwise the lock of a part would create and remove this folder.
+        if part is not None:
+            # A FileLock that creates its folder also removes it on exit if it is empty, and a
+            # process that prepares another part may be about to use it.
             output_prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(Path(f"{output_prefix}.lock"), place, "give another --output"):
             finished = _finished(output_prefix, files, identity, restart=restart)
@@ -229,7 +232,8 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
         state = commit.state if commit else State(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
-        # Nothing is lost with a journal without documents, for instance after a wrong field name.
+        # A journal that contains no documents can be dropped without --restart, because no work is
+        # lost. This happens, for instance, if --text-field was wrong and no record had any text.
         is_lost = bool(state.counts.documents)
         problem = _another(folder, state.identity, identity)
     except UserError as error:

@@ -95,9 +95,10 @@ def encode_in_order(
 def _delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C (SIGINT) in this process, and block it in workers that start in the context.
 
-    A terminal sends SIGINT to all of its processes. The workers inherit the blocked signal and
-    never receive it; this process ends them itself. This process handles the signal only at the end
-    of the context, because a worker that is ended while it starts prints an error about its input.
+    A terminal sends SIGINT to this process and to all workers. The workers inherit the blocked
+    signal, so they never receive it; this process ends them itself. A starting worker reads its
+    start-up data from a pipe that this process writes, and prints a traceback if the data end
+    early. This process therefore handles the signal only at the end of the context.
 
     A blocked signal is not enough to delay Ctrl-C in this process: another thread may receive the
     signal, and Python then runs the handler in the main thread. A temporary handler therefore

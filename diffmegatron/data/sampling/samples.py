@@ -217,7 +217,9 @@ class Samples:
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "mixture": self.history.to_json(),
-            # An export reads the layouts from the checkpoint, because the corpora may be missing.
+            # The forms in which the corpora were prepared, such as text or chat. An export must
+            # know whether the model was trained on chats. It reads this from the checkpoint,
+            # because the corpora may be missing then.
             "layouts": sorted(
                 {str(s.corpus.manifest.settings["layout"]) for s in self.sources.values()}
             ),

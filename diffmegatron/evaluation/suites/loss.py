@@ -30,10 +30,11 @@ _FEWEST = 16
 class Loss(WindowSuite):
     """Negative log-likelihood of held-out text.
 
-    A document is cut into windows, and the start token is put before each window. Every byte
-    therefore counts once, with any tokenizer. With ``packed``, the documents of a source are joined
-    before they are cut, each with the end-of-document token after it. The loss of this token does
-    not count.
+    A document is cut into windows that do not overlap. The start token is put before each window,
+    so the loss of the window's first token is measured too. Every byte of the text therefore counts
+    exactly once, and models with different tokenizers can be compared per byte. With ``packed``,
+    the documents of a source are joined before they are cut, each with the end-of-document token
+    after it. The loss of this token does not count.
     """
 
     name: ClassVar[str] = "loss"
@@ -84,11 +85,12 @@ class Loss(WindowSuite):
 
     @override
     def ask(self, target: Target, item: Item) -> Asking:
-        """Return the sums of nats, tokens and bytes of a document or packed window.
+        """Request the loss of every token, and return the sums of a document or packed window.
 
-        In the record, ``beginnings`` has for each n the nats and the number of the first n tokens,
-        summed over all windows with n tokens or more. ``full`` has the same sums over full windows
-        only.
+        The record has the sum of the losses (``nats``) and the numbers of tokens and bytes. For
+        each n, ``beginnings`` has a pair: the sum of the losses of the first n tokens of a window,
+        and how many of these n tokens count. Both are summed over all windows that have at least n
+        tokens. ``full`` has the same pairs, summed over full windows only.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document
@@ -199,7 +201,8 @@ class Loss(WindowSuite):
             ylabel=f"{TOKEN}, mean of tokens 1 to n",
             title="Loss of the first n tokens of full windows, 95% intervals",
         )
-        # Label the measured lengths, because a narrow range may contain no power of ten.
+        # Put the ticks at the measured lengths. Leave out the powers of two that are close to the
+        # longest length, because their labels would overlap with its label.
         axes.set_xscale("log", base=2)
         *powers, full = self.lengths
         axes.set_xticks([*(n for n in powers if n < full / 1.5), full])

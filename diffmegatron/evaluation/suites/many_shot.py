@@ -84,7 +84,10 @@ class ManyShot(Suite):
 
     @override
     def unit(self, key: str, record: Record) -> str:
-        """Return the question as the unit, because it is asked once for each number of shots."""
+        """Return the test question, so that bootstrap resamples draw all its items together.
+
+        A question is asked once for each number of shots, and these answers are not independent.
+        """
         return f"{record['task']}/{record['question']}"
 
     @override

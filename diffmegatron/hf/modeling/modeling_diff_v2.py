@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama whose attention is DIFF V2 (Microsoft, 2026).
 
-There are h signal heads; each group of r signal heads shares a noise head. r > 1 gives the groups
-of Motif-3. For the hidden state x of a token, and signal head n with noise head m:
+There are h signal heads in groups of r. The signal heads of a group share one noise head.
+Microsoft's DIFF V2 has r = 1; the language model Motif-3 uses the same attention with r > 1. For
+the hidden state x of a token, and signal head n with noise head m:
 
     out_n = attention_n(x) - sigmoid(x W_lambda)_n attention_m(x)
 
 W_lambda is ``lambda_proj``, and attention_i is the output of query head i. All h + h / r heads
 belong to one softmax attention with grouped queries. Any attention function of transformers or of a
-serving engine can therefore compute them, with one cache slot per layer. The heads have no norm.
+serving engine can therefore compute them, with one cache slot per layer. Unlike in DIFF V1, the
+output of a head is not normalized.
 
 This file imports only torch, transformers and its configuration, because exported models contain a
 copy of it.

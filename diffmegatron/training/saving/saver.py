@@ -116,8 +116,9 @@ class Saver:
             Metrics of a failed save if the save cannot begin; otherwise an empty dict.
 
         Raises:
-            UserError: If ``run_dir`` was moved or removed. A new folder with the same name would
-                have neither the earlier checkpoints nor the lock of the run.
+            UserError: If ``run_dir`` was moved or removed. The save does not create it again,
+                because the new folder would have neither the earlier checkpoints nor the lock of
+                the run.
         """
         assert not self.is_open
         self._all(self._check_run_dir, position.step, only=self._run_dir is not None)
@@ -239,7 +240,11 @@ class Saver:
         return {"ckpt/failed": self._failed}
 
     def _warn_if_slow(self, seconds: float) -> None:
-        """Log warnings if a save of ``seconds`` is too long for Slurm; each warning only once."""
+        """Log a warning for each time limit of Slurm that a save of ``seconds`` is too long for.
+
+        The limits are KillWait (from SIGTERM to SIGKILL) and the time before the end of the job at
+        which the run stops. Each of the two warnings is logged once at most.
+        """
         margin = self._recipe.checkpoint.time_limit_margin
         for kind, warning in save_warnings(seconds, self._launch, margin).items():
             if kind not in self._warned:
@@ -270,7 +275,9 @@ class Saver:
             log.error("cannot remove an old checkpoint: %s", error)
 
     def _all(self, function: Callable[..., object], *arguments: object, only: bool) -> None:
-        """Call ``function(*arguments)`` on this rank if ``only`` is true; called on all ranks.
+        """Call ``function(*arguments)`` if ``only`` is true; if one rank fails, fail on all.
+
+        All ranks must call this method. A rank that passes ``only=False`` does nothing but wait.
 
         Raises:
             UserError: On all ranks, if the function failed on one rank.

@@ -39,10 +39,12 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
-    """Return the contribution of a chunk to the gradients (`api.chunk_gradients`) by autograd.
+    """Return what one chunk of keys contributes to the gradients (see `api.chunk_gradients`).
 
-    Autograd differentiates the weights exp(scores - lse), and treats lse, the log-sum-exp over all
-    keys, as a constant. The code subtracts the delta D to account for the gradient through lse.
+    Autograd differentiates the weights exp(scores - lse) of each map. lse, the log-sum-exp over the
+    keys of all chunks, is a constant for it. The gradient through lse is included as in
+    FlashAttention's backward pass: the delta of each query row (`WholeAttention.deltas`) is
+    subtracted from grad v^T.
     """
     maps, lambda_ = call.maps, call.lambda_
     dtype = torch.promote_types(maps.v.dtype, torch.float32)

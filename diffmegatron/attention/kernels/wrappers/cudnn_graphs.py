@@ -113,7 +113,10 @@ def load_library() -> ModuleType:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Compute differential attention by two calls with the whole V, as FlashDiffAttn_1 does."""
+    """Compute differential attention by two calls of plain attention, each with the whole V.
+
+    The paper calls this form FlashDiffAttn_1 (arXiv 2410.05258, appendix A).
+    """
     mask = call.mask
     if mask.cu_seqlens is None:
         return two_calls(partial(_attend_aligned, call.scale, mask.causal), call)
