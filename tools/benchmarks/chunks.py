@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure a chunk with itself (causal) and with an earlier chunk (full), and write the file."""
     arguments = parse_arguments(argv)
     torch.manual_seed(0)
-    meetings = {
+    positions = {
         "own chunk": {"causal": True},
         "earlier chunk": {"causal": False, "query_offset": arguments.chunk, "key_offset": 0},
     }
@@ -132,12 +132,12 @@ def main(argv: Sequence[str]) -> None:
         "machine": describe_machine(arguments.device),
         "seconds": {
             name: measure(build_forms(arguments, placed), arguments)
-            for name, placed in meetings.items()
+            for name, placed in positions.items()
         },
     }
     name = arguments.name or (f"chunks_{arguments.device}_{arguments.dtype}_d{arguments.head_dim}")
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    for meeting, rows in report["seconds"].items():
-        print(meeting, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
+    for position, rows in report["seconds"].items():
+        print(position, {form: f"{seconds * 1e3:.1f} ms" for form, seconds in rows.items()})
     print(f"wrote {RESULTS / name}.json")

@@ -9,8 +9,8 @@ together with their gradients.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -29,24 +29,9 @@ from diffmegatron.attention.kernels.api import (
 from diffmegatron.attention.kernels.first_order import first_order
 
 
-@dataclass(frozen=True)
-class Ring:
-    """The ranks of a ring, and the options of its kernels.
-
-    Attributes:
-        group: context-parallel ranks.
-        backend: backend for a pair of chunks, as in `chunk_attention`.
-        documents: boundaries of the documents in the whole sequence, [documents + 1] integers, or
-            None.
-    """
-
-    group: ProcessGroup
-    backend: str
-    documents: Tensor | None = None
-
-
 def ring_attention(
-    ring: Ring,
+    group: ProcessGroup,
+    backend: str,
     *heads: Tensor,
     lambda_: Tensor | None = None,
     norm: HeadwiseNorm | None = None,
@@ -55,117 +40,127 @@ def ring_attention(
     """Return causal attention of this rank's queries over the whole sequence.
 
     Args:
-        ring: context-parallel ranks and backend.
+        group: context-parallel ranks.
+        backend: backend for a pair of chunks, as in `chunk_attention`.
         heads: q, k, v or q1, k1, q2, k2, v of this rank's zigzag shard, `[b, s, heads, width]`
             each.
         lambda_: 0-dim factor of the second map; None with one map.
         norm: headwise norm of the result, or None.
-        cu_seqlens: boundaries of the documents in the whole sequence, or None.
+        cu_seqlens: boundaries of the documents in the whole sequence, [documents + 1] integers, or
+            None.
 
     Returns:
         `[b, s, h, e]` in the dtype of v: the output of the only map, or `out1 - lambda out2`.
     """
     maps = QKV.of(*heads)
-    # Keys and values are sent as one tensor `pair` [s, b, kv heads, channels]. The channels of a kv
-    # head are those of its key (of the keys of both maps), followed by those of its value.
-    pair = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
-    ring = replace(ring, documents=cu_seqlens)
-    out: Tensor = _RingAttention.apply(ring, lambda_, pair, *maps.queries)
+    # Keys and values are sent as one tensor [s, b, kv heads, channels]. The channels of a kv head
+    # are those of its key (of the keys of both maps), followed by those of its value.
+    packed_kv = torch.cat([x.transpose(0, 1) for x in (*maps.keys, maps.v)], dim=3)
+    ring = _Ring(group, backend, cu_seqlens)
+    out: Tensor = _RingAttention.apply(ring, lambda_, packed_kv, *maps.queries)
     return out if norm is None else norm.apply_to(out)
+
+
+class _Ring(NamedTuple):
+    """The ranks of a ring, and the options of its kernels, as in `ring_attention`."""
+
+    group: ProcessGroup
+    backend: str
+    documents: Tensor | None
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, lambda_: Tensor | None, pair: Tensor, *queries: Tensor
+        ctx: Any, ring: _Ring, lambda_: Tensor | None, packed_kv: Tensor, *queries: Tensor
     ) -> Tensor:
         merged: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for source, arrived in _circulate(pair, ring.group):
-            for meeting in _meetings(queries, arrived, source, ring):
-                parts = chunk_attention(meeting.maps, **meeting.options)
-                before = merged.get(meeting.half)
-                merged[meeting.half] = parts if before is None else _merge(before, parts)
-        outs, lses = _both_halves(merged)
-        second = outs[1].to(pair.dtype) if len(outs) > 1 else None
-        whole = WholeAttention(combine_maps(outs, lambda_).to(pair.dtype), second, tuple(lses))
-        ctx.save_for_backward(lambda_, pair, whole.out, whole.out2, *queries, *whole.lses)
+        for source, received in _circulate(packed_kv, ring.group):
+            for pair in _visible_chunk_pairs(queries, received, source, ring):
+                parts = chunk_attention(pair.maps, **pair.options)
+                before = merged.get(pair.query_chunk)
+                merged[pair.query_chunk] = parts if before is None else _merge(before, parts)
+        outs, lses = _both_query_chunks(merged)
+        second = outs[1].to(packed_kv.dtype) if len(outs) > 1 else None
+        whole = WholeAttention(combine_maps(outs, lambda_).to(packed_kv.dtype), second, tuple(lses))
+        ctx.save_for_backward(lambda_, packed_kv, whole.out, whole.out2, *queries, *whole.lses)
         ctx.ring = ring
         return whole.out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        lambda_, pair, out, out2, *of_maps = ctx.saved_tensors
+        lambda_, packed_kv, out, out2, *of_maps = ctx.saved_tensors
         count = len(of_maps) // 2
         queries, lses = of_maps[:count], tuple(of_maps[count:])
         ring, whole = ctx.ring, WholeAttention(out, out2, lses)
         query_grads = [torch.zeros_like(q, dtype=lses[0].dtype) for q in queries]
-        travelling = _TravellingGradient(ring.group)
-        for source, arrived in _circulate(pair, ring.group):
-            pair_grad = torch.zeros_like(arrived, dtype=lses[0].dtype)
-            for meeting in _meetings(queries, arrived, source, ring):
-                half_grad = grad.chunk(2, dim=1)[meeting.half]
-                half_whole = whole.halves()[meeting.half]
-                found = chunk_gradients(
-                    half_grad, meeting.maps, lambda_, half_whole, **meeting.options
-                )
+        ring_gradient = _RingGradient(ring.group)
+        for source, received in _circulate(packed_kv, ring.group):
+            kv_grad = torch.zeros_like(received, dtype=lses[0].dtype)
+            for pair in _visible_chunk_pairs(queries, received, source, ring):
+                chunk_grad = grad.chunk(2, dim=1)[pair.query_chunk]
+                chunk_whole = whole.halves()[pair.query_chunk]
+                found = chunk_gradients(chunk_grad, pair.maps, lambda_, chunk_whole, **pair.options)
                 for total, part in zip(query_grads, found.queries, strict=True):
-                    total.chunk(2, dim=1)[meeting.half].add_(part)
-                dpair = torch.cat([*found.keys, found.v], dim=3).transpose(0, 1)
-                pair_grad.chunk(2)[meeting.their_half].add_(dpair)
-            travelling.add_and_pass_on(pair_grad)
-        dpair = travelling.arrived_home().to(pair.dtype)
+                    total.chunk(2, dim=1)[pair.query_chunk].add_(part)
+                packed_part = torch.cat([*found.keys, found.v], dim=3).transpose(0, 1)
+                kv_grad.chunk(2)[pair.key_chunk].add_(packed_part)
+            ring_gradient.add_and_send(kv_grad)
+        dpacked_kv = ring_gradient.receive().to(packed_kv.dtype)
         dlambda = None
         if lambda_ is not None:
             dlambda = -whole.deltas(grad, lambda_)[1].sum().to(lambda_.dtype)
         dqueries = (total.to(q.dtype) for total, q in zip(query_grads, queries, strict=True))
-        return None, dlambda, dpair, *dqueries
+        return None, dlambda, dpacked_kv, *dqueries
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _ChunkPair:
     """A chunk of this rank's queries, and a chunk of keys and values that these queries see.
 
     Attributes:
         maps: queries, keys and values of the two chunks.
-        half: number of the query chunk on this rank, 0 or 1.
-        their_half: number of the key chunk on its own rank, 0 or 1.
+        query_chunk: number of the query chunk on this rank, 0 or 1.
+        key_chunk: number of the key chunk on its own rank, 0 or 1.
         options: positions of the chunks and the backend, as keyword arguments of `chunk_attention`
             and `chunk_gradients`.
     """
 
     maps: QKV
-    half: int
-    their_half: int
+    query_chunk: int
+    key_chunk: int
     options: dict[str, Any]
 
 
-def _meetings(
-    queries: Sequence[Tensor], pair: Tensor, source: int, ring: Ring
-) -> Iterator[_Meeting]:
+def _visible_chunk_pairs(
+    queries: Sequence[Tensor], packed_kv: Tensor, source: int, ring: _Ring
+) -> Iterator[_ChunkPair]:
     """Yield the pairs of a query chunk of this rank and a key chunk of ``source`` that it sees.
 
-    ``pair`` has the keys and values of the rank ``source``.
+    ``packed_kv`` has the keys and values of the rank ``source``.
     """
-    size, length = ring.group.size(), pair.shape[0] // 2
-    mine, theirs = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
+    size, length = ring.group.size(), packed_kv.shape[0] // 2
+    query_numbers, key_numbers = (rank_chunks(rank, size) for rank in (ring.group.rank(), source))
     width = queries[0].shape[3]
-    for half, number in enumerate(mine):
-        chunks = tuple(q.chunk(2, dim=1)[half] for q in queries)
-        for their_half, their_number in enumerate(theirs):
-            if their_number > number:
+    for query_chunk, query_number in enumerate(query_numbers):
+        chunks = tuple(q.chunk(2, dim=1)[query_chunk] for q in queries)
+        for key_chunk, key_number in enumerate(key_numbers):
+            if key_number > query_number:
                 continue
-            arrived = pair.chunk(2)[their_half].transpose(0, 1)
-            *keys, v = arrived.tensor_split([width * n for n in range(1, len(queries) + 1)], dim=3)
+            keys_and_values = packed_kv.chunk(2)[key_chunk].transpose(0, 1)
+            *keys, v = keys_and_values.tensor_split(
+                [width * n for n in range(1, len(queries) + 1)], dim=3
+            )
             options = {
                 # All keys of an earlier chunk are visible, and kernels are faster without a mask.
-                "causal": number == their_number,
+                "causal": query_number == key_number,
                 "backend": ring.backend,
                 "cu_seqlens": ring.documents,
-                "query_offset": number * length,
-                "key_offset": their_number * length,
+                "query_offset": query_number * length,
+                "key_offset": key_number * length,
             }
-            yield _Meeting(QKV(chunks, tuple(keys), v), half, their_half, options)
+            yield _ChunkPair(QKV(chunks, tuple(keys), v), query_chunk, key_chunk, options)
 
 
 def _merge(
@@ -178,63 +173,63 @@ def _merge(
     ]
 
 
-def _both_halves(
+def _both_query_chunks(
     merged: dict[int, list[tuple[Tensor, Tensor]]],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs and the log-sum-exps of each map, for both query chunks of this rank."""
-    first, second = ([list(x) for x in zip(*merged[half], strict=True)] for half in (0, 1))
+    first, second = ([list(x) for x in zip(*merged[chunk], strict=True)] for chunk in (0, 1))
     outs, lses = (
-        [torch.cat(halves, dim=1) for halves in zip(*two, strict=True)]
+        [torch.cat(chunks, dim=1) for chunks in zip(*two, strict=True)]
         for two in zip(first, second, strict=True)
     )
     return outs, lses
 
 
-def _circulate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank with its keys and values, starting with this rank.
 
     The keys and values of the next rank are received while the caller uses the present ones.
     """
     size, rank = group.size(), group.rank()
-    present = pair.contiguous()
+    present = packed_kv.contiguous()
     for hop in range(size):
         if hop + 1 == size:
             yield (rank - hop) % size, present
             return
         following = torch.empty_like(present)
-        pending = _pass_on(present, following, group)
+        pending = _send_and_receive(present, following, group)
         yield (rank - hop) % size, present
         _wait(pending)
         present = following
 
 
-class _TravellingGradient:
+class _RingGradient:
     """Gradient of keys and values that is sent around the ring, where each rank adds its part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._arriving: Tensor | None = None
+        self._incoming: Tensor | None = None
         self._sent: Tensor | None = None
         self._pending: list[Work] = []
 
-    def add_and_pass_on(self, part: Tensor) -> None:
+    def add_and_send(self, part: Tensor) -> None:
         """Add this rank's part to the received gradient, and start to send the sum."""
-        total = part if self._arriving is None else part + self.arrived_home()
+        total = part if self._incoming is None else part + self.receive()
         self._sent = total
-        self._arriving = torch.empty_like(total)
-        self._pending = _pass_on(total, self._arriving, self._group)
+        self._incoming = torch.empty_like(total)
+        self._pending = _send_and_receive(total, self._incoming, self._group)
 
-    def arrived_home(self) -> Tensor:
+    def receive(self) -> Tensor:
         """Wait for the gradient that the previous rank sent, and return it.
 
         After the last hop it is the complete gradient of this rank's keys and values.
         """
-        assert self._arriving is not None
+        assert self._incoming is not None
         _wait(self._pending)
-        return self._arriving
+        return self._incoming
 
 
-def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
+def _send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
     """Start to send to the next rank of the ring, and to receive from the previous one."""
     size, rank = group.size(), group.rank()
     following, previous = (

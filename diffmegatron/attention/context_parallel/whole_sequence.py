@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from diffmegatron.attention.context_parallel.ring import Ring, ring_attention
+from diffmegatron.attention.context_parallel.ring import ring_attention
 from diffmegatron.attention.context_parallel.zigzag import (
     rank_chunks,
     to_rank_order,
@@ -75,7 +75,7 @@ def whole_sequence(
         else:
             wrapped = partial(gathered_attention, attend, group)
             if communication == "ring":
-                wrapped = partial(ring_attention, Ring(group, name))
+                wrapped = partial(ring_attention, group, name)
             if documents is not None:
                 wrapped = partial(by_row, wrapped, documents)
         functions.append(wrapped)
